@@ -1,0 +1,1 @@
+"""Parts of `scripts/bench_cpu.py`: environments, workload, commands of each tool, probe, measuring and tables."""

@@ -1,0 +1,394 @@
+"""`RunConfig`: every setting of a run. The only source of flags, aliases, recipe keys, defaults, help and JSON schema.
+
+One line or two a setting: its type, its default, the help sentence, and the names that other tools use for it. The flag
+is the name with dashes. A default of None is filled in by `resolve`; `shown` says in the help how.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from swiftlite.config import types
+from swiftlite.config.types import (
+    BelowOne,
+    Columns,
+    Count,
+    Fraction,
+    Integer,
+    Names,
+    NotNegative,
+    NullWord,
+    OptionalCount,
+    OptionalPositive,
+    OptionalText,
+    OptionalWhole,
+    Positive,
+    Size,
+    Spelling,
+    ToList,
+    Whole,
+)
+
+Method = Literal["sft", "pretrain"]
+
+MODEL, DATA, TUNER, OPTIMIZATION = "Model", "Data", "Tuner", "Optimization"
+PARALLELISM, MEMORY, CHECKPOINTS, LOGGING, RUN = "Parallelism", "Memory and speed", "Checkpoints", "Logging", "Run"
+
+
+def flag(default: Any, panel: str, text: str, *aliases: str, shown: str | None = None, **more: Any) -> Any:
+    """A setting. text: its help sentence; aliases: other accepted names; shown: the default in words where None is not.
+
+    more: `metavar` for the help, `bare` for the value of the flag without one, `env` for an environment variable.
+    """
+    extra = {"panel": panel, "aliases": list(aliases), "shown": shown, **more}
+    if isinstance(default, list | dict):
+        return Field(default_factory=default.copy, description=text, json_schema_extra=extra)
+    return Field(default, description=text, json_schema_extra=extra)
+
+
+Tracker = Annotated[Literal["tensorboard", "wandb", "swanlab", "trackio"], Spelling()]
+
+
+class RunConfig(BaseModel):
+    """Everything that defines one run. Made by `resolve`; immutable afterwards."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
+
+    method: Annotated[Method, Spelling({"pt": "pretrain"})] = flag(
+        "sft", RUN, "What to train: `sft` on answers, `pretrain` on whole texts.", shown="by the command"
+    )
+
+    model: str = flag(
+        "",
+        MODEL,
+        "Hub id, local folder, or a short name such as `llama3-8b` or `qwen-7b`.",
+        "model_name_or_path",
+        "model_type",
+        "model_id_or_path",
+        shown="needed",
+        metavar="NAME|PATH",
+    )
+    tokenizer: OptionalText = flag(
+        None,
+        MODEL,
+        "Hub id or folder of another tokenizer.",
+        "tokenizer_name_or_path",
+        "tokenizer_name",
+        shown="the model's",
+        metavar="NAME|PATH",
+    )
+    chat_template: OptionalText = flag(
+        None,
+        MODEL,
+        "Built-in chat template (`chatml`) or a Jinja file.",
+        "template",
+        "chat_template_path",
+        shown="the tokenizer's",
+        metavar="NAME|FILE",
+    )
+    revision: OptionalText = flag(
+        None,
+        MODEL,
+        "Branch, tag or commit of the model on the hub.",
+        "model_revision",
+        shown="main",
+        metavar="REVISION",
+    )
+    trust_remote_code: bool = flag(
+        False, MODEL, "Run Python code that comes with the model. Only for sources you trust."
+    )
+    new_tokens: Names = flag(
+        [], MODEL, "Tokens to add to the vocabulary; their rows are trained.", "add_tokens", metavar="TOKEN ..."
+    )
+
+    dataset: Names = flag(
+        [],
+        DATA,
+        "Rows to train on: `NAME_OR_PATH[:SUBSET][@SPLIT][#COUNT][*WEIGHT]`, one or several.",
+        "train_dataset",
+        "dataset_name",
+        shown="needed",
+        metavar="SPEC ...",
+    )
+    eval_dataset: Names = flag(
+        [],
+        DATA,
+        "Rows to evaluate on, written like `--dataset`.",
+        "val_dataset",
+        "validation_dataset",
+        shown="none",
+        metavar="SPEC ...",
+    )
+    eval_fraction: BelowOne = flag(
+        0.0, DATA, "Part of the training rows to hold out for evaluation.", "split_dataset_ratio", "val_size"
+    )
+    columns: Columns = flag(
+        {},
+        DATA,
+        "Where a format's keys are in your files: `instruction=question output=answer`.",
+        shown="none",
+        metavar="KEY=COLUMN ...",
+    )
+    max_length: Count = flag(
+        2048,
+        DATA,
+        "Longest sequence (and pack) in tokens.",
+        "max_seq_length",
+        "cutoff_len",
+        "max_seq_len",
+        "seq_length",
+        "model_max_length",
+    )
+    packing: bool = flag(True, DATA, "Fill sequences with several rows, isolated from one another.")
+    overlong: Annotated[Literal["truncate", "drop", "split", "error"] | None, Spelling(types.OVERLONG), NullWord] = (
+        flag(
+            None,
+            DATA,
+            "What to do with rows longer than `--max-length`; always counted.",
+            "truncation_strategy",
+            shown="truncate; split for pretrain",
+        )
+    )
+    on_bad_row: Annotated[Literal["error", "skip"], Spelling()] = flag(
+        "error", DATA, "A row that cannot be used: stop, or skip it, count it and list it in rejected_rows.jsonl."
+    )
+    sample_by: Annotated[Literal["line", "paragraph", "document"], Spelling()] = flag(
+        "line", DATA, "What a row is in a .txt file."
+    )
+    streaming: bool = flag(
+        False,
+        DATA,
+        "Read texts while training instead of beforehand; for pretraining data that do "
+        "not fit memory. Needs `--max-steps`.",
+    )
+    shuffle: bool = flag(
+        True,
+        DATA,
+        "Visit the rows in random order, another one each epoch.",
+        "dataset_shuffle",
+        "train_dataloader_shuffle",
+    )
+    template_date: OptionalText = flag(
+        None, DATA, "Date (YYYY-MM-DD) for chat templates that ask for today's.", shown="today", metavar="DATE"
+    )
+    workers: OptionalCount = flag(
+        None, DATA, "Processes that tokenise.", "dataset_num_proc", "preprocessing_num_workers", shown="all cores"
+    )
+    cache_dir: OptionalText = flag(None, DATA, "Folder of the token cache.", shown="~/.cache/swiftlite", metavar="PATH")
+
+    tuner: Annotated[Literal["lora", "full", "freeze"] | None, Spelling(), NullWord] = flag(
+        None,
+        TUNER,
+        "Train adapters, all weights, or the last layers.",
+        "tuner_type",
+        "train_type",
+        "finetuning_type",
+        shown="lora; full for pretrain",
+    )
+    adapter: OptionalText = flag(
+        None,
+        TUNER,
+        "Folder of an existing LoRA adapter to go on from.",
+        "adapters",
+        "adapter_name_or_path",
+        shown="none",
+        metavar="PATH",
+    )
+    lora_rank: Count = flag(16, TUNER, "Rank of the LoRA matrices.", "lora_r")
+    lora_alpha: Positive = flag(32, TUNER, "LoRA scale: the update is multiplied by alpha / rank.")
+    lora_dropout: BelowOne = flag(0.0, TUNER, "Dropout in front of the LoRA matrices.")
+    target_modules: Names = flag(
+        ["all-linear"],
+        TUNER,
+        "Layers that get LoRA: `all-linear`, or names.",
+        "lora_target",
+        "lora_target_modules",
+        metavar="NAME ...",
+    )
+    modules_to_save: Names = flag(
+        [],
+        TUNER,
+        "Modules trained whole beside LoRA, such as `lm_head`.",
+        "additional_target",
+        shown="none",
+        metavar="NAME ...",
+    )
+    dora: bool = flag(False, TUNER, "Weight-decomposed LoRA.", "use_dora")
+    rslora: bool = flag(False, TUNER, "Rank-stabilised LoRA: scale by alpha / sqrt(rank).", "use_rslora")
+    trainable_layers: Integer = flag(
+        2, TUNER, "`--tuner freeze`: train the last N layers; negative: the first N.", "freeze_trainable_layers"
+    )
+    trainable_modules: Names = flag(
+        [],
+        TUNER,
+        "`--tuner freeze`: further parameters, by part of the name or regex.",
+        "freeze_trainable_modules",
+        "trainable_parameters",
+        shown="none",
+        metavar="NAME ...",
+    )
+
+    epochs: Positive = flag(1, OPTIMIZATION, "Passes over the rows.", "num_train_epochs", "num_epochs")
+    max_steps: OptionalCount = flag(
+        None,
+        OPTIMIZATION,
+        "Optimizer steps; wins over `--epochs`, repeating rows if need be.",
+        "train_iters",
+        shown="by epochs",
+    )
+    global_batch_size: OptionalCount = flag(
+        None, OPTIMIZATION, "Sequences (packs) per optimizer step over all ranks.", shown="8"
+    )
+    micro_batch_size: OptionalCount = flag(
+        None, OPTIMIZATION, "Sequences per forward on one rank.", "per_device_train_batch_size", shown="1"
+    )
+    gradient_accumulation_steps: OptionalCount = flag(
+        None,
+        OPTIMIZATION,
+        "Forwards per optimizer step; another way to give the global batch.",
+        "grad_accum",
+        shown="from the batch sizes",
+    )
+    learning_rate: OptionalPositive = flag(
+        None, OPTIMIZATION, "Highest learning rate.", "lr", shown="1e-4 for lora; 1e-5 else; 2e-5 for pretrain"
+    )
+    lr_scheduler: Annotated[
+        Literal["cosine", "linear", "constant", "constant_with_warmup", "wsd"],
+        Spelling(types.SCHEDULER),
+    ] = flag("cosine", OPTIMIZATION, "Shape of the learning rate over the run.", "lr_scheduler_type", "lr_decay_style")
+    min_lr_ratio: Fraction = flag(0.0, OPTIMIZATION, "Where the decay ends, as a part of the learning rate.")
+    decay_ratio: Fraction = flag(0.1, OPTIMIZATION, "`wsd`: the part of the run that decays.")
+    warmup_ratio: Fraction = flag(0.03, OPTIMIZATION, "Part of the run that warms up.", "lr_warmup_fraction")
+    warmup_steps: OptionalWhole = flag(
+        None,
+        OPTIMIZATION,
+        "Steps that warm up; wins over `--warmup-ratio`.",
+        "num_warmup_steps",
+        "lr_warmup_iters",
+        shown="by ratio",
+    )
+    weight_decay: NotNegative = flag(0.0, OPTIMIZATION, "AdamW's weight decay.")
+    max_grad_norm: NotNegative = flag(
+        1.0, OPTIMIZATION, "Clip the gradient to this norm; 0 does not clip.", "clip_grad"
+    )
+    optimizer: Annotated[Literal["adamw"], Spelling(types.ADAMW)] = flag(
+        "adamw", OPTIMIZATION, "Optimizer; fused where the device has it.", "optim"
+    )
+    adam_beta1: BelowOne = flag(0.9, OPTIMIZATION, "Decay of AdamW's mean.")
+    adam_beta2: BelowOne = flag(0.95, OPTIMIZATION, "Decay of AdamW's mean of squares.")
+    adam_epsilon: Positive = flag(1e-8, OPTIMIZATION, "AdamW's epsilon.", "adam_eps")
+    precision: Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"],
+        Spelling(types.DTYPE),
+    ] = flag(
+        "auto",
+        OPTIMIZATION,
+        "Type of the computation; `auto` is bf16 where the device is fast at it, else fp32.",
+        "mixed_precision",
+        "torch_dtype",
+        "dtype",
+    )
+    seed: Whole = flag(42, OPTIMIZATION, "Decides row order, dropout and new weights.", "random_seed")
+    on_nonfinite: Annotated[Literal["error", "skip"], Spelling()] = flag(
+        "error", OPTIMIZATION, "A loss or gradient that is not finite: stop, or skip and count the step."
+    )
+    early_stopping_patience: OptionalCount = flag(
+        None, OPTIMIZATION, "Stop after so many evaluations without a better loss.", shown="off"
+    )
+
+    parallel: Annotated[Literal["auto", "none", "ddp", "fsdp", "megatron"], Spelling({"fsdp2": "fsdp"})] = flag(
+        "auto", PARALLELISM, "How ranks share the work; `megatron` is tensor x pipeline parallel.", "parallel_method"
+    )
+    sharding: Annotated[
+        Literal["full", "grad_op", "none", "hybrid"] | None,
+        Spelling(types.SHARDING),
+    ] = flag(
+        None,
+        PARALLELISM,
+        "What data ranks shard. Takes PyTorch's FULL_SHARD, SHARD_GRAD_OP, ... too.",
+        "sharding_strategy",
+        shown="by --parallel",
+    )
+    mesh: OptionalText = flag(
+        None,
+        PARALLELISM,
+        "Hybrid sharding: `2x4` is 2 replicas of 4-way sharding.",
+        "device_mesh",
+        shown="none",
+        metavar="REPLICATExSHARD",
+    )
+    tensor_parallel_size: Count = flag(
+        1, PARALLELISM, "Ranks that split each layer.", "tp", "tensor_model_parallel_size"
+    )
+    pipeline_parallel_size: Count = flag(
+        1, PARALLELISM, "Stages that split the layers.", "pp", "pipeline_model_parallel_size"
+    )
+    context_parallel_size: Count = flag(
+        1, PARALLELISM, "Ranks that split each sequence.", "cp", "sequence_parallel_size"
+    )
+    expert_parallel_size: Count = flag(
+        1, PARALLELISM, "Ranks that split the experts.", "ep", "expert_model_parallel_size"
+    )
+    pipeline_schedule: Annotated[
+        Literal["1f1b", "gpipe", "interleaved-1f1b", "zero-bubble"] | None, Spelling(), NullWord
+    ] = flag(None, PARALLELISM, "Order of forwards and backwards on the stages.", shown="1f1b")
+    num_microbatches: OptionalCount = flag(
+        None, PARALLELISM, "Micro-batches in a pipeline step.", shown="from the batch sizes"
+    )
+    nproc_per_node: OptionalCount = flag(
+        None, PARALLELISM, "Processes to start on this machine.", shown="1", env="NPROC_PER_NODE"
+    )
+    nnodes: OptionalCount = flag(None, PARALLELISM, "Machines.", shown="1", env="NNODES")
+    node_rank: OptionalWhole = flag(None, PARALLELISM, "This machine's number, from 0.", shown="0", env="NODE_RANK")
+    master_addr: OptionalText = flag(
+        None, PARALLELISM, "Address of machine 0.", shown="127.0.0.1", env="MASTER_ADDR", metavar="HOST"
+    )
+    master_port: OptionalCount = flag(None, PARALLELISM, "Port on machine 0.", shown="a free one", env="MASTER_PORT")
+
+    activation_checkpointing: Annotated[Literal["auto", "none", "full", "selective"], Spelling(types.SWITCH)] = flag(
+        "auto", MEMORY, "Recompute layers in the backward to save memory.", "gradient_checkpointing", bare="full"
+    )
+    offload: Annotated[Literal["none", "cpu"], Spelling(types.OFFLOAD)] = flag(
+        "none", MEMORY, "Keep weights and optimizer state in the host's memory.", "cpu_offload", bare="cpu"
+    )
+    compile: bool = flag(False, MEMORY, "Compile each layer by torch.compile.", "torch_compile")
+
+    output_dir: OptionalText = flag(
+        None,
+        CHECKPOINTS,
+        "Folder for everything the run writes.",
+        shown="runs/<model>-<method>-<time>",
+        metavar="PATH",
+        short="o",
+    )
+    save_steps: Count = flag(500, CHECKPOINTS, "Steps between checkpoints.", "save_interval")
+    keep_checkpoints: Count = flag(2, CHECKPOINTS, "Newest checkpoints to keep.", "save_total_limit")
+    resume: Annotated[str, Spelling(types.RESUME)] = flag(
+        "never",
+        CHECKPOINTS,
+        "`never`, `auto` (the newest complete checkpoint, if any), or a checkpoint folder.",
+        "resume_from_checkpoint",
+        metavar="never|auto|PATH",
+        bare="auto",
+    )
+    max_shard_size: Size = flag("5GB", CHECKPOINTS, "Largest safetensors file of the result.", metavar="SIZE")
+    save_dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"],
+        Spelling(types.DTYPE),
+    ] = flag("auto", CHECKPOINTS, "Type of the saved weights; `auto` is the source model's.")
+
+    log_steps: Count = flag(1, LOGGING, "Steps between rows of metrics.jsonl.", "logging_steps", "log_interval")
+    eval_steps: OptionalCount = flag(
+        None, LOGGING, "Steps between evaluations.", "eval_interval", shown="as --save-steps"
+    )
+    report_to: Annotated[list[Tracker], ToList] = flag(
+        [], LOGGING, "Trackers to report to, one or several.", shown="none"
+    )
+    run_name: OptionalText = flag(
+        None, LOGGING, "Name of the run in trackers.", shown="the output folder's", metavar="NAME"
+    )
+
+    dry_run: bool = flag(False, RUN, "Show the resolved configuration and the layout, load nothing.")
+    debug: bool = flag(False, RUN, "Show tracebacks.")

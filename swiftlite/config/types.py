@@ -1,0 +1,143 @@
+"""Value types of the schema: choices that take other tools' spellings, lists from one string, and "none" for null.
+
+Flags and recipes reach these types as plain strings, so both accept exactly the same spellings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+NULL_WORDS = ("none", "null", "~", "")
+
+# What other tools call a choice of ours.
+SWITCH = {"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"}
+OFFLOAD = {"true": "cpu", "yes": "cpu", "on": "cpu", "false": "none", "no": "none", "off": "none"}
+RESUME = {"never": "never", "auto": "auto", "true": "auto", "false": "never", "no": "never", "none": "never"}
+DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"}
+SHARDING = {"full_shard": "full", "shard_grad_op": "grad_op", "no_shard": "none", "hybrid_shard": "hybrid"}
+OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
+SCHEDULER = {"warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine"}
+ADAMW = {"adam": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw"}
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Makes a `Literal` take any case, `-` for `_`, and the `others` that other tools use: {their word: ours}."""
+
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        table = {_plain(choice): choice for choice in literal_choices(source)}
+        table |= {_plain(theirs): ours for theirs, ours in self.others.items()}
+
+        def respell(value: Any) -> Any:
+            if isinstance(value, bool):
+                value = str(value)
+            return table.get(_plain(value), value) if isinstance(value, str) else value
+
+        return core_schema.no_info_before_validator_function(respell, handler(source))
+
+
+def literal_choices(annotation: Any) -> list[str]:
+    """The words of the `Literal` inside an annotation such as `Literal[...] | None`, in order."""
+    words: list[str] = []
+    for part in get_args(annotation):
+        words += [part] if isinstance(part, str) else literal_choices(part)
+    return words
+
+
+def _plain(word: str) -> str:
+    return word.strip().lower().replace("_", "-")
+
+
+def split_list(text: str) -> list[str]:
+    """`a,b` -> [a, b]. A comma inside brackets or braces, or in the name of an existing file, does not split.
+
+    >>> split_list("q_proj, v_proj")
+    ['q_proj', 'v_proj']
+    """
+    if "," not in text or _exists(text):
+        return [text]
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # a name too long for the file system, or with a NUL
+        return False
+
+
+def _to_list(value: Any) -> Any:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [] if value.strip().lower() in NULL_WORDS else split_list(value)
+    return value
+
+
+def _to_columns(value: Any) -> Any:
+    if value is None or isinstance(value, Mapping):
+        return value or {}
+    pairs = _to_list(value)
+    if not isinstance(pairs, list):
+        return value
+    columns: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, column = str(pair).partition("=")
+        if not (equals and key.strip() and column.strip()):
+            raise PydanticCustomError("columns", "{pair} is not KEY=COLUMN", {"pair": repr(pair)})
+        columns[key.strip()] = column.strip()
+    return columns
+
+
+def _null_word(value: Any) -> Any:
+    return None if isinstance(value, str) and value.strip().lower() in NULL_WORDS else value
+
+
+def _no_bool(value: Any) -> Any:
+    """pydantic reads `true` as 1; a number that is written as a truth value is a slip."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("not_a_number", "a truth value is not a number")
+    return value
+
+
+def _size(value: Any) -> Any:
+    text = str(value).strip().replace(" ", "")
+    if not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?B)", text, re.IGNORECASE):
+        raise PydanticCustomError("size", "it is not a size such as 5GB or 500MB")
+    return text.upper().replace("IB", "iB")
+
+
+Number = BeforeValidator(_no_bool)
+NullWord = BeforeValidator(_null_word)
+Names = Annotated[list[str], BeforeValidator(_to_list)]
+Columns = Annotated[dict[str, str], BeforeValidator(_to_columns)]
+Size = Annotated[str, BeforeValidator(_size)]
+ToList = BeforeValidator(_to_list)
+
+Count = Annotated[int, Number, Field(ge=1)]
+OptionalCount = Annotated[Count | None, NullWord]
+Whole = Annotated[int, Number, Field(ge=0)]
+OptionalWhole = Annotated[Whole | None, NullWord]
+Integer = Annotated[int, Number]
+Positive = Annotated[float, Number, Field(gt=0)]
+OptionalPositive = Annotated[Positive | None, NullWord]
+NotNegative = Annotated[float, Number, Field(ge=0)]
+Fraction = Annotated[float, Number, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Number, Field(ge=0, lt=1)]
+OptionalText = Annotated[str | None, NullWord]

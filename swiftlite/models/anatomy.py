@@ -1,0 +1,91 @@
+"""Where the parts of a Hugging Face causal language model are, found from its own structure and config.
+
+Everything that differs between architectures and that swiftlite has to know stands in this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from swiftlite.errors import UserError
+
+# Layer kinds whose state runs on from one token to the next without attention, so that it would also run on from one
+# packed document into the next.
+RECURRENT_KINDS = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hybrid")
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to `hidden @ head.T` before the softmax: `softcap * tanh(scale * logits / softcap)`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts: `decoder` turns tokens into hidden states, `layers` are its blocks, `head` gives logits."""
+
+    decoder: nn.Module
+    layers: nn.ModuleList
+    embedding: nn.Module
+    head: nn.Module
+    transform: LogitTransform
+
+
+def dissect(model: PreTrainedModel) -> Anatomy:
+    """Find the parts of a causal language model. Raises UserError naming the architecture where one is missing."""
+    config = model.config.get_text_config()
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if decoder is model or head is None or not isinstance(head, nn.Module):
+        raise UserError(
+            f"{type(model).__name__} has no separate decoder and output head",
+            fix="use a decoder-only model for causal language modelling",
+        )
+    return Anatomy(
+        decoder=decoder,
+        layers=_find_layers(decoder, config.num_hidden_layers),
+        embedding=model.get_input_embeddings(),
+        head=head,
+        transform=logit_transform(config),
+    )
+
+
+def _find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UserError(
+        f"{type(decoder).__name__} has no list of its {count} layers",
+        fix="use a model whose blocks stand in one ModuleList",
+    )
+
+
+def logit_transform(config: PretrainedConfig) -> LogitTransform:
+    """Read the logit transform off a config: Gemma's soft cap, Cohere's, Granite's and Falcon-H1's scale."""
+    values = config.to_dict()
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if values.get(name) is not None:
+            scale *= float(values[name])
+    if values.get("logits_scaling") is not None:
+        scale /= float(values["logits_scaling"])
+    softcap = values.get("final_logit_softcapping")
+    return LogitTransform(scale=scale, softcap=None if softcap is None else float(softcap))
+
+
+def check_trainable_architecture(config: PretrainedConfig) -> None:
+    """Refuse by name what packed rows would train wrongly. Raises UserError."""
+    if config.is_encoder_decoder:
+        raise UserError(f"{config.model_type} is an encoder-decoder model", fix="swiftlite trains decoder-only models")
+    kinds = set(config.get_text_config().to_dict().get("layer_types") or [])
+    recurrent = sorted(kind for kind in kinds if any(mark in kind for mark in RECURRENT_KINDS))
+    if recurrent:
+        raise UserError(
+            f"{config.model_type} has layers of kind {', '.join(recurrent)}, "
+            "whose state would run from one packed document into the next",
+            fix="choose a model whose layers all use attention",
+        )

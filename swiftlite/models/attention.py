@@ -1,0 +1,166 @@
+"""Attention for documents laid end to end, without padding and without a mask.
+
+A micro-batch is one row `[1, tokens]` in which documents follow each other. Their borders travel through the model's
+own keyword arguments (`cu_seq_lens_q`, the name transformers gives to them for flash attention) to one function
+registered with transformers' attention interface:
+
+- CUDA, fp16 and bf16: `torch.nn.attention.varlen.varlen_attn`
+  (https://docs.pytorch.org/docs/stable/nn.attention.varlen.html);
+- everywhere else: scaled dot product attention, document by document, which on a CPU also is the fastest;
+- logit soft-capping and attention sinks, which neither of them has: the same arithmetic written out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+import torch.nn.functional as F
+
+from swiftlite.errors import UserError
+
+NAME = "swiftlite_documents"
+
+
+def register() -> str:
+    """Register the attention function and a mask function that makes no mask. Returns the name to ask for."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, document_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    return NAME
+
+
+def _no_mask(*args: object, **kwargs: object) -> None:
+    """Borders come as `cu_seq_lens_q`, so no `[tokens, tokens]` mask is ever built."""
+
+
+def document_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each document.
+
+    query: `[1, heads, tokens, head_dim]`; key, value: `[1, kv_heads, tokens, head_dim]`; cu_seq_lens_q: int32
+    `[documents + 1]`, the borders. Returns `[1, tokens, heads, head_dim]`.
+    Raises UserError where the model does not hand the borders over or wants another attention than causal.
+    """
+    if cu_seq_lens_q is None or attention_mask is not None or is_causal is False or query.shape[0] != 1:
+        raise UserError(
+            f"{type(module).__name__} calls its attention in a way that cannot keep packed documents apart",
+            fix="use a decoder-only model whose attention passes keyword arguments on to transformers' interface",
+        )
+    if torch.is_autocast_enabled(query.device.type):  # rotary embedding leaves q and k in fp32 beside a bf16 v
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    window = sliding_window if sliding_window and max_length_q is not None and sliding_window < max_length_q else None
+    flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
+    if softcap is None and s_aux is None and flash:
+        output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
+        return output, None
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    lengths = torch.diff(cu_seq_lens_q).tolist()
+    pieces = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    if softcap is None and s_aux is None:
+        outputs = [_one_document(q, k, v, scaling, dropout, window) for q, k, v in pieces]
+    else:
+        outputs = [_written_out(q, k, v, scaling, dropout, window, softcap, s_aux) for q, k, v in pieces]
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
+
+
+def _one_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> torch.Tensor:
+    length = query.shape[2]
+    if window is None or length <= window:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling)
+    mask = _band(length, window, query.device)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+
+
+def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where a query may look: itself and the `window - 1` tokens before it (transformers' count)."""
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions[None, :]
+    allowed = distance >= 0
+    return allowed if window is None else allowed & (distance < window)
+
+
+def _written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with soft-capped scores (Gemma 2, arXiv 2408.00118) or one learned sink a head (gpt-oss)."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(2, 3)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    length = query.shape[2]
+    scores = scores.masked_fill(~_band(length, window, query.device), float("-inf")).float()
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(1, -1, length, 1).float()
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., :length].to(value.dtype)
+    return F.dropout(weights, p=dropout, training=dropout > 0) @ value
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int | None,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes_causal, takes_gqa = _varlen_signature()
+    groups = query.shape[1] // key.shape[1]
+    options: dict[str, object] = {"scale": scaling}
+    if takes_gqa and groups > 1:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if takes_causal and window is None:
+        options["is_causal"] = True
+    else:  # newer releases say it with a window: (tokens to the left, tokens to the right)
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    return varlen_attn(query, key, value, borders, borders, longest, longest, **options)[None]
+
+
+@functools.cache
+def _varlen_signature() -> tuple[bool, bool]:
+    """Which of `is_causal` and `enable_gqa` this release of torch has: the signature differs from 2.11 to 2.13."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    return "is_causal" in parameters, "enable_gqa" in parameters

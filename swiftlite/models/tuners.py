@@ -1,0 +1,190 @@
+"""Which weights are trained: all of them, adapters (by peft), or the last layers.
+
+Trained weights are fp32 masters whatever the compute precision; frozen ones stay in the compute type.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from swiftlite.errors import UserError
+from swiftlite.models.anatomy import Anatomy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from swiftlite.config.schema import RunConfig
+
+
+def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
+    """Give the embedding (and head) rows for new tokens, set to the mean of the old rows. True where it grew."""
+    old = model.get_input_embeddings().weight.shape[0]
+    if size <= old:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.resize_token_embeddings(size, mean_resizing=False)
+    for module in {model.get_input_embeddings(), model.get_output_embeddings()}:
+        weight = module.weight.data
+        weight[old:] = weight[:old].mean(0, keepdim=True)
+    return True
+
+
+def apply_tuner(model: PreTrainedModel, config: RunConfig, *, adapter: Path | None, grown: bool) -> nn.Module:
+    """Freeze and unfreeze as `--tuner` says; under LoRA wrap the model by peft.
+
+    adapter: an adapter folder to go on from; grown: the vocabulary grew, so embedding and head must be trained too.
+    Returns the module whose `save_pretrained` writes the result. Raises UserError.
+    """
+    if config.tuner == "lora":
+        return _add_lora(model, config, adapter, grown)
+    if config.tuner == "freeze":
+        _freeze(model, config)
+    return model
+
+
+def _freeze(model: PreTrainedModel, config: RunConfig) -> None:
+    from swiftlite.models.anatomy import dissect
+
+    anatomy = dissect(model)
+    model.requires_grad_(False)
+    count = len(anatomy.layers)
+    if abs(config.trainable_layers) > count:
+        raise UserError(
+            f"--trainable-layers {config.trainable_layers} is more than the model's {count} layers",
+            fix=f"give at most {count}",
+        )
+    wanted = config.trainable_layers
+    for layer in anatomy.layers[count - wanted :] if wanted > 0 else anatomy.layers[:-wanted]:
+        layer.requires_grad_(True)
+    for pattern in config.trainable_modules:
+        found = False
+        for name, parameter in model.named_parameters():
+            if re.search(pattern, name):
+                parameter.requires_grad_(True)
+                found = True
+        if not found:
+            raise UserError(
+                f"no parameter is named like {pattern!r}",
+                where="--trainable-modules",
+                fix="give a part of a parameter name or a regular expression, such as norm or layers\\.0\\.",
+            )
+
+
+def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, grown: bool) -> nn.Module:
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of choices that are made for it below
+        if adapter is not None:
+            return _continue_adapter(peft, model, adapter)
+        kept = list(config.modules_to_save)
+        if grown:
+            kept += [name for name in _embedding_names(model) if name not in kept]
+        targets = list(config.target_modules)
+        settings = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            modules_to_save=kept or None,
+            use_dora=config.dora,
+            use_rslora=config.rslora,
+            ensure_weight_tying=bool(kept) and bool(model.config.get_text_config().tie_word_embeddings),
+        )
+        try:
+            wrapped = peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise UserError(
+                f"LoRA cannot be added: {str(error).splitlines()[0]}",
+                where="--target-modules",
+                fix="give `all-linear` or names of the model's linear layers",
+            ) from error
+    _refuse_adapted_head(wrapped)
+    return wrapped
+
+
+def _continue_adapter(peft, model: PreTrainedModel, adapter: Path) -> nn.Module:  # noqa: ANN001
+    try:
+        wrapped = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"the adapter does not fit the model: {str(error).splitlines()[0]}",
+            where=str(adapter),
+            fix="give the base model that adapter_config.json names",
+        ) from error
+    _refuse_adapted_head(wrapped)
+    return wrapped
+
+
+def _refuse_adapted_head(wrapped: nn.Module) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(wrapped.get_base_model().get_output_embeddings(), BaseTunerLayer):
+        raise UserError(
+            "LoRA on the output head is not supported", fix="train the head whole with --modules-to-save lm_head"
+        )
+
+
+def _embedding_names(model: PreTrainedModel) -> list[str]:
+    wanted = {id(model.get_input_embeddings())}
+    if not model.config.get_text_config().tie_word_embeddings:
+        wanted.add(id(model.get_output_embeddings()))
+    return [name.rsplit(".", 1)[-1] for name, module in model.named_modules() if id(module) in wanted]
+
+
+def to_master_precision(model: nn.Module) -> None:
+    """Trained parameters in fp32; frozen ones as they are."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """(trained, all) parameters; a tied tensor counts once."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
+
+
+def set_activation_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> None:
+    """`full` recomputes each layer in the backward; `selective` keeps the results of matrix products and attention.
+
+    Source of the policy: https://docs.pytorch.org/docs/stable/checkpoint.html (selective activation checkpointing).
+    Raises UserError where the architecture has no checkpointing.
+    """
+    if mode == "none":
+        return
+    options: dict[str, object] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = _selective_contexts
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    except ValueError as error:
+        raise UserError(str(error), fix="use --activation-checkpointing none") from error
+    anatomy.embedding.register_forward_hook(_require_grad)
+
+
+def _require_grad(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+    """Frozen embeddings would leave a checkpointed first layer without an input that needs a gradient."""
+    return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_(True)
+
+
+def _selective_contexts() -> tuple[object, object]:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    ops = torch.ops.aten
+    kept = {ops.mm.default, ops.addmm.default, ops.bmm.default}
+    kept |= {ops._scaled_dot_product_flash_attention_for_cpu.default, ops._scaled_dot_product_flash_attention.default}
+    kept |= {ops._scaled_dot_product_efficient_attention.default, ops._scaled_dot_product_cudnn_attention.default}
+
+    def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,229 @@
+"""A whole training run, in the order in which it happens: check, data, model, loop, result."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swiftlite.checkpoint.export import save_model
+from swiftlite.checkpoint.folder import atomic_folder, check_folder, newest_checkpoint, retain, step_folder
+from swiftlite.checkpoint.state import load_resume_state, read_trainer_state, save_resume_state
+from swiftlite.config.save import save_config
+from swiftlite.data.prepare import PreparedData, prepare_data
+from swiftlite.errors import RunError, UserError
+from swiftlite.models.tuners import count_parameters
+from swiftlite.reporting.memory import peak_memory_gib
+from swiftlite.reporting.page import write_report_page
+from swiftlite.reporting.plots import write_loss_plot
+from swiftlite.reporting.run import RunReporter
+from swiftlite.training.flops import FlopCounter
+from swiftlite.training.loop import Loop, Parts, Progress
+from swiftlite.training.optimizer import build_optimizer
+from swiftlite.training.precision import describe_device
+from swiftlite.training.setup import Trainee, build_trainee, tokenizer_loader
+from swiftlite.training.step import DirectStep
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+
+
+def run_training(config: RunConfig) -> None:
+    """Train as the config says and leave the output folder of the contract behind.
+
+    Raises UserError for what the user can mend (before anything is written), RunError for what fails while running,
+    SystemExit with 128 + signal after a signal, once a checkpoint is saved.
+    """
+    output = Path(config.output_dir)
+    resume = find_resume(config, output)
+    with RunReporter(config, output) as reporter:
+        load = tokenizer_loader(config)
+        with reporter.phase("preparing data") as update:
+            prepared = prepare_data(config, load, update)
+        with reporter.phase("loading the model"):
+            trainee = build_trainee(config, load, resume, config.micro_batch_size * config.max_length)
+        session = Session(config, output, prepared, trainee, load, reporter)
+        session.restore(resume)
+        session.train()
+
+
+def find_resume(config: RunConfig, output: Path) -> Path | None:
+    """The checkpoint to go on from, or None for a fresh run. Raises UserError where neither is possible."""
+    if config.resume == "never":
+        if output.exists() and any(output.iterdir()):
+            raise UserError(
+                "the output folder exists and is not empty",
+                where=str(output),
+                fix="choose another --output-dir, or go on with --resume auto",
+            )
+        return None
+    if config.resume != "auto":
+        folder = Path(config.resume).expanduser()
+        problems = check_folder(folder, deep=True) if folder.is_dir() else ["it is not a folder"]
+        if problems:
+            raise UserError(
+                f"the checkpoint cannot be used: {'; '.join(problems[:3])}",
+                where=str(folder),
+                fix="name a complete checkpoint folder, or use --resume auto",
+            )
+        return folder
+    newest, passed_over = newest_checkpoint(output)
+    if newest is None and output.exists() and any(output.iterdir()) and not (output / "config.yaml").is_file():
+        raise UserError(
+            "the output folder holds something else than a run",
+            where=str(output),
+            fix="choose another --output-dir",
+        )
+    for reason in passed_over:
+        print(f"passed over {reason}", flush=True)
+    return newest
+
+
+class Session:
+    """One run's parts between loading and the end, and what is written of them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        output: Path,
+        prepared: PreparedData,
+        trainee: Trainee,
+        load_tokenizer: Any,
+        reporter: RunReporter,
+    ) -> None:
+        self._config, self._output, self._prepared = config, output, prepared
+        self._trainee, self._load_tokenizer, self._reporter = trainee, load_tokenizer, reporter
+        self._optimizer = build_optimizer(trainee.model, config)
+        self._progress = Progress()
+
+    def restore(self, checkpoint: Path | None) -> None:
+        """Take optimizer, masters and counters from a checkpoint. Raises UserError where the run is another one."""
+        if checkpoint is None:
+            return
+        state = read_trainer_state(checkpoint)
+        if state["data"] != self._prepared.fingerprint:
+            raise UserError(
+                "the data set or the way it is packed has changed since the checkpoint",
+                where=str(checkpoint),
+                fix="resume with the same data and data flags, or start a new run from its model with --model",
+            )
+        load_resume_state(checkpoint, self._trainee.model, self._optimizer)
+        self._progress = Progress(**state["progress"])
+
+    def train(self) -> None:
+        """Run the loop, then write model/, audit, plots and page."""
+        config, trainee, plan = self._config, self._trainee, self._prepared.train
+        self._write_start()
+        self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
+        parts = Parts(
+            config=config,
+            plan=plan,
+            eval_plan=self._prepared.eval,
+            runner=DirectStep(trainee.scorer, trainee.precision, trainee.device, config.seed),
+            model=trainee.model,
+            optimizer=self._optimizer,
+            precision=trainee.precision,
+            device=trainee.device,
+            flops=FlopCounter(trainee.base),
+            memory_gib=peak_memory_gib,
+        )
+        with stop_signals() as requested, _memory_errors():
+            loop = Loop(parts, self._progress, self._reporter, self.save_checkpoint, requested)
+            loop.run()
+        self._write_result()
+
+    def save_checkpoint(self) -> None:
+        """Write a complete checkpoint, then drop the ones beyond `--keep-checkpoints` (never the best one)."""
+        config, trainee, progress = self._config, self._trainee, self._progress
+        final = step_folder(self._output, progress.step)
+        if final.exists():
+            return
+        state = {"progress": asdict(progress), "data": self._prepared.fingerprint, "seed": config.seed}
+        masters = trainee.model is trainee.base and trainee.saved_dtype != torch.float32
+        with atomic_folder(final) as folder:
+            self._save_model(folder)
+            save_resume_state(folder, trainee.model, self._optimizer, state, masters=masters)
+        best = set() if progress.best_step is None else {step_folder(self._output, progress.best_step)}
+        retain(self._output, config.keep_checkpoints, protect=best)
+        self._reporter.message(f"saved {final.name}")
+
+    def _save_model(self, folder: Path) -> None:
+        save_model(
+            folder,
+            self._trainee.model,
+            self._trainee.base,
+            self._load_tokenizer(),
+            dtype=self._trainee.saved_dtype,
+            max_shard_size=self._config.max_shard_size,
+        )
+
+    def _write_start(self) -> None:
+        self._output.mkdir(parents=True, exist_ok=True)
+        save_config(self._config, self._output / "config.yaml")
+        audit = json.dumps(self._prepared.audit, indent=2, ensure_ascii=False)
+        (self._output / "audit.json").write_text(audit + "\n", encoding="utf-8")
+        if self._prepared.rejected:
+            with (self._output / "rejected_rows.jsonl").open("w", encoding="utf-8") as file:
+                for row in self._prepared.rejected:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _write_result(self) -> None:
+        model = self._output / "model"
+        if not model.exists():
+            with atomic_folder(model, manifest=False) as folder:
+                self._save_model(folder)
+        self._reporter.finish(model)
+        write_loss_plot(self._output)
+        write_report_page(self._output)
+
+    def _facts(self) -> dict[str, str]:
+        config, trainee = self._config, self._trainee
+        trained, total = count_parameters(trainee.model)
+        data = self._prepared.train.describe()
+        return {
+            "model": config.model,
+            "method": f"{config.method}, {config.tuner}",
+            "layout": "one process",
+            "parameters": f"{trained:,} trained of {total:,}",
+            "data": f"{data['rows']:,} rows, {data['tokens']:,} tokens, {data['packs']:,} packs {data['fill']:.1%} full",
+            "device": f"{describe_device(trainee.device)}, {trainee.precision.name}",
+            "output": str(self._output),
+        }
+
+
+@contextmanager
+def stop_signals() -> Iterator[Any]:
+    """SIGINT and SIGTERM ask the loop to stop after its step; a second one interrupts at once.
+
+    Yields a function that gives the signal's number, or None.
+    """
+    seen: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: seen[0] if seen else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise RunError(
+            "the device ran out of memory",
+            fix="lower --micro-batch-size or --max-length, or use --activation-checkpointing full",
+        ) from error

@@ -1,0 +1,36 @@
+"""Learning rate as a function of the optimizer step."""
+
+from __future__ import annotations
+
+import math
+
+
+def warmup_steps(total: int, steps: int | None, ratio: float) -> int:
+    """Steps of linear warm-up: given, or a share of the run, rounded up as in Hugging Face's trainer."""
+    return min(total, steps if steps is not None else math.ceil(total * ratio))
+
+
+def rate_at(
+    step: int, *, peak: float, kind: str, total: int, warmup: int, minimum_ratio: float = 0.0, decay_ratio: float = 0.1
+) -> float:
+    """Learning rate of optimizer step `step`, counted from 1.
+
+    kind: `constant`, `constant_with_warmup`, `linear`, `cosine` (arXiv 1608.03983, one half period) or `wsd`
+    (warm-up, stable, linear decay over the last `decay_ratio` of the run, arXiv 2404.06395). The first step already
+    moves the weights: warm-up step s has the rate `peak * s / warmup`. `constant` has no warm-up.
+    """
+    done = step - 1
+    if kind == "constant":
+        return peak
+    if done < warmup:
+        return peak * step / warmup
+    if kind == "constant_with_warmup":
+        return peak
+    if kind == "wsd":
+        decay = max(1, math.ceil(total * decay_ratio))
+        progress = max(0.0, (done - (total - decay)) / decay)
+        factor = 1.0 - progress
+    else:
+        progress = min(1.0, (done - warmup) / max(1, total - warmup))
+        factor = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (minimum_ratio + (1.0 - minimum_ratio) * factor)

@@ -1,0 +1,132 @@
+"""Packed documents equal documents one by one: attention variants, and the whole model for each family."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_config
+
+from swiftlite.errors import UserError
+from swiftlite.models import attention
+from swiftlite.models.anatomy import check_trainable_architecture
+from swiftlite.objectives.scorer import TokenScorer
+from swiftlite.objectives.supervised import supervised_loss
+
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "qwen3-moe", "gpt2"]
+LENGTHS = [5, 17, 30, 1, 9]
+
+
+def naive(query, key, value, scaling, window=None, softcap=None, sinks=None):
+    """Masked softmax attention of one document in fp64."""
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    length = query.shape[-2]
+    for i in range(length):
+        for j in range(length):
+            if j > i or (window and i - j >= window):
+                scores[..., i, j] = -torch.inf
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, length, 1)], -1)
+    return (scores.softmax(-1)[..., :length] @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_each_document_attends_to_itself_only(window, softcap, with_sinks):
+    torch.manual_seed(0)
+    total = sum(LENGTHS)
+    query = torch.randn(1, 4, total, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, total, 8, dtype=torch.float64)
+    sinks = torch.randn(4, dtype=torch.float64) if with_sinks else None
+    borders = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    got, _ = attention.document_attention(
+        torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, softcap=softcap, s_aux=sinks,
+        cu_seq_lens_q=borders, max_length_q=max(LENGTHS),
+    )  # fmt: skip
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    pieces = zip(query.split(LENGTHS, 2), key.split(LENGTHS, 2), value.split(LENGTHS, 2), strict=True)
+    wanted = torch.cat([naive(q, k, v, 0.3, window, softcap, sinks) for q, k, v in pieces], 1)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_loses_the_borders_is_refused():
+    query = torch.randn(1, 2, 6, 8)
+    with pytest.raises(UserError, match="packed documents"):
+        attention.document_attention(torch.nn.Module(), query, query, query, None)
+
+
+def lay_out(documents, untrained=2):
+    """A micro-batch by hand: documents end to end, the first `untrained` tokens of each not trained."""
+    ids = torch.cat(documents)[None]
+    labels, positions = torch.full_like(ids, -100), []
+    start = 0
+    for document in documents:
+        n = len(document)
+        labels[0, start + untrained - 1 : start + n - 1] = document[untrained:]
+        positions.append(torch.arange(n))
+        start += n
+    lengths = [len(document) for document in documents]
+    return SimpleNamespace(
+        input_ids=ids,
+        labels=labels,
+        position_ids=torch.cat(positions)[None],
+        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
+        max_document=max(lengths),
+    )
+
+
+def build(family, implementation):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=implementation).train()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_loss_and_gradients_equal_the_hf_model_one_by_one(family):
+    torch.manual_seed(0)
+    documents = [torch.randint(3, 500, (n,)) for n in LENGTHS]
+    model, reference = build(family, attention.register()), build(family, "eager")
+    reference.load_state_dict(model.state_dict())
+    scorer = TokenScorer(model, model)
+    scorer.check()
+    batch = lay_out(documents)
+    tokens = int((batch.labels != -100).sum())
+    loss = supervised_loss(scorer(batch).logprobs, tokens)
+    loss.backward()
+    total = torch.zeros(())
+    for document in documents:
+        alone = lay_out([document])
+        logits = reference(input_ids=alone.input_ids, use_cache=False).logits[0].float()
+        total = total + torch.nn.functional.cross_entropy(logits, alone.labels[0], reduction="sum") / tokens
+    total.backward()
+    torch.testing.assert_close(loss, total, rtol=1e-5, atol=0)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None or not ours.grad.any(), name
+        else:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_an_unknown_output_head_is_refused():
+    model = build("llama", attention.register())
+    forward = type(model).forward
+
+    class Scaled(type(model)):
+        def forward(self, *args, **kwargs):
+            outputs = forward(self, *args, **kwargs)
+            outputs.logits = outputs.logits * 7.0
+            return outputs
+
+    model.__class__ = Scaled
+    with pytest.raises(UserError, match="logits"):
+        TokenScorer(model, model).check()
+
+
+def test_recurrent_layers_are_refused_by_name():
+    config = tiny_config("llama")
+    config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(UserError, match="linear_attention"):
+        check_trainable_architecture(config)

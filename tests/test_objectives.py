@@ -1,0 +1,93 @@
+"""Token log-probabilities and losses against plain PyTorch in fp64."""
+
+import pytest
+import torch
+
+from swiftlite.objectives.logprobs import chunk_tokens, token_logprobs
+from swiftlite.objectives.supervised import supervised_loss
+
+
+def plain(hidden, weight, bias, targets, scale=1.0, softcap=None):
+    logits = scale * (hidden @ weight.T + (0 if bias is None else bias))
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def inputs(n=37, hidden=16, vocabulary=101, dtype=torch.float64):
+    torch.manual_seed(0)
+    return (
+        torch.randn(n, hidden, dtype=dtype, requires_grad=True),
+        torch.randn(vocabulary, hidden, dtype=dtype, requires_grad=True),
+        torch.randn(vocabulary, dtype=dtype, requires_grad=True),
+        torch.randint(0, vocabulary, (n,)),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"softcap": 3.0}, {"scale": 2.0, "softcap": 5.0}])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("chunk", [5, 37, 1000])
+def test_value_and_gradients_equal_the_full_softmax(options, with_bias, chunk):
+    hidden, weight, bias, targets = inputs()
+    bias = bias if with_bias else None
+    upstream = torch.randn(37)
+    ours = token_logprobs(hidden, weight, bias, targets, chunk=chunk, **options)
+    torch.testing.assert_close(ours.double(), plain(hidden, weight, bias, targets, **options), rtol=1e-5, atol=1e-5)
+    wanted = [x for x in (hidden, weight, bias) if x is not None]
+    got = torch.autograd.grad((ours * upstream).sum(), wanted)
+    expected = torch.autograd.grad((plain(hidden, weight, bias, targets, **options) * upstream).sum(), wanted)
+    for left, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_head_gets_no_gradient():
+    hidden, weight, _, targets = inputs()
+    token_logprobs(hidden, weight.detach(), None, targets).sum().backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_no_trained_token_gives_exact_zero_with_a_gradient():
+    hidden, weight, _, targets = inputs()
+    loss = supervised_loss(token_logprobs(hidden[:0], weight, None, targets[:0]), 10)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not weight.grad.any()
+
+
+def test_one_chunk_is_all_the_memory_the_head_takes():
+    """The largest tensor the head makes does not grow with the number of tokens."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    Largest.seen = max(Largest.seen, tensor.numel())
+            return result
+
+    peaks = []
+    for tokens in (256, 2048):
+        hidden, weight, _, targets = inputs(tokens, 8, 5000, torch.float32)
+        Largest.seen = 0
+        with Largest():
+            token_logprobs(hidden, weight, None, targets, chunk=64).sum().backward()
+        peaks.append(Largest.seen)
+    assert peaks[0] == peaks[1] == 64 * 5000
+
+
+def test_chunks_are_bounded_in_bytes():
+    assert chunk_tokens(151_936, torch.device("cpu")) * 151_936 * 4 <= 64 << 20
+    assert chunk_tokens(10**9, torch.device("cpu")) == 16
+
+
+def test_bf16_logits_are_summed_in_fp32():
+    hidden, weight, _, targets = inputs(200, 64, 1000, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = token_logprobs(hidden, weight, None, targets)
+    assert ours.dtype == torch.float32
+    exact = plain(hidden.bfloat16().double(), weight.bfloat16().double(), None, targets)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-2, atol=0.15)

@@ -1,0 +1,67 @@
+"""Schedules, clipping, precision and FLOP counts."""
+
+import math
+
+import pytest
+import torch
+
+from swiftlite.training.optimizer import clip_gradients
+from swiftlite.training.precision import resolve_precision
+from swiftlite.training.schedule import rate_at, warmup_steps
+from swiftlite.training.step import derive_seed
+
+
+def rates(kind, total=20, warmup=4, **options):
+    return [rate_at(s, peak=2.0, kind=kind, total=total, warmup=warmup, **options) for s in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant_with_warmup"])
+def test_warmup_reaches_the_peak_and_first_step_moves(kind):
+    got = rates(kind)
+    assert got[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert max(got) == 2.0
+
+
+def test_cosine_is_half_a_period_above_its_minimum():
+    got = rates("cosine", minimum_ratio=0.1)
+    assert got[4] == 2.0
+    assert got[12] == pytest.approx(0.2 + 1.8 * 0.5)
+    assert got[-1] == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * 15 / 16)))
+
+
+def test_wsd_is_flat_then_falls_over_the_last_part():
+    got = rates("wsd", decay_ratio=0.25)
+    assert got[4:16] == [2.0] * 12
+    assert got[15:] == pytest.approx([2.0, 2.0, 1.6, 1.2, 0.8])
+
+
+def test_linear_and_constant():
+    assert rates("linear")[-1] == pytest.approx(2.0 / 16)
+    assert rates("constant") == [2.0] * 20
+
+
+def test_warmup_ratio_rounds_up_and_never_exceeds_the_run():
+    assert warmup_steps(100, None, 0.03) == 3
+    assert warmup_steps(10, None, 0.03) == 1
+    assert warmup_steps(5, 50, 0.0) == 5
+
+
+def test_clipping_returns_the_norm_before_and_scales_all_together():
+    a, b = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
+    a.grad, b.grad = torch.full((3,), 2.0), torch.full((2, 2), 1.0)
+    norm = clip_gradients([a, b], 1.0)
+    assert norm.item() == pytest.approx(4.0)
+    assert torch.cat([a.grad.flatten(), b.grad.flatten()]).norm().item() == pytest.approx(1.0, rel=1e-5)
+    assert clip_gradients([a, b], 0.0).item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_precision_names():
+    assert resolve_precision("fp16", torch.device("cpu")).dtype == torch.float16
+    assert resolve_precision("fp16", torch.device("cpu")).scaler(torch.device("cpu")).is_enabled()
+    assert not resolve_precision("bf16", torch.device("cpu")).scaler(torch.device("cpu")).is_enabled()
+
+
+def test_seeds_differ_by_step_and_micro_batch():
+    seeds = {derive_seed(42, step, index) for step in range(50) for index in range(4)}
+    assert len(seeds) == 200
+    assert derive_seed(42, 7, 1) == derive_seed(42, 7, 1) < 2**63
