@@ -1,4 +1,4 @@
-"""The schema as a table of flags: names, aliases, choices and defaults in words, and the nearest name to a wrong one."""
+"""The schema as a table of flags: names, aliases, choices, defaults in words, and the nearest name to a wrong one."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class RunConfig(BaseModel):
         metavar="PATH",
     )
     lora_rank: Count = flag(16, TUNER, "Rank of the LoRA matrices.", "lora_r")
-    lora_alpha: Positive = flag(32, TUNER, "LoRA scale: the update is multiplied by alpha / rank.")
+    lora_alpha: Count = flag(32, TUNER, "LoRA scale: the update is multiplied by alpha / rank.")
     lora_dropout: BelowOne = flag(0.0, TUNER, "Dropout in front of the LoRA matrices.")
     target_modules: Names = flag(
         ["all-linear"],
@@ -230,7 +230,7 @@ class RunConfig(BaseModel):
         metavar="NAME ...",
     )
 
-    epochs: Positive = flag(1, OPTIMIZATION, "Passes over the rows.", "num_train_epochs", "num_epochs")
+    epochs: Positive = flag(1.0, OPTIMIZATION, "Passes over the rows.", "num_train_epochs", "num_epochs")
     max_steps: OptionalCount = flag(
         None,
         OPTIMIZATION,

@@ -1,0 +1,208 @@
+"""The layout of a run: a point in one mesh, `pp x dp_replicate x dp_shard x cp x tp`, checked before anything loads."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks lie along each dimension of the mesh, outermost first.
+
+    sharding: what the data ranks shard within `dp_shard`: full, grad_op or none. expert_parallel regroups `dp_shard`.
+    world_source: who said how many processes there are.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    expert_parallel: int = 1
+    sharding: str = "none"
+    world_source: str = "one process"
+
+    @property
+    def world(self) -> int:
+        """Processes in all."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        sizes = (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+        return " x ".join(map(str, sizes))
+
+
+def under_torchrun(env: Mapping[str, str]) -> bool:
+    """True in a process that torchrun (or another launcher with its variables) started."""
+    return all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def plan_layout(config: RunConfig, env: Mapping[str, str]) -> Layout:
+    """The layout that the flags describe. Raises UserError, naming the nearest layout that works."""
+    _check_method(config)
+    mesh = _read_mesh(config)
+    model_ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.context_parallel_size
+    world, source = _world(config, env)
+    if world is None:
+        world = model_ranks * (math.prod(mesh) if mesh else config.expert_parallel_size)
+        source = "the smallest that this layout needs" if world > 1 else "one process"
+    if config.parallel == "none" and world > 1:
+        raise UserError(
+            f"--parallel none is one process, but there are {world}", where=source, fix="use --parallel auto or fsdp"
+        )
+    if world % model_ranks:
+        raise _indivisible(config, world, source)
+    replicate, shard = _data_mesh(config, mesh, world // model_ranks)
+    if shard % config.expert_parallel_size:
+        near = _nearest_divisor(shard, config.expert_parallel_size)
+        raise UserError(
+            f"--expert-parallel-size {config.expert_parallel_size} does not divide the {shard} ranks that shard",
+            fix=f"use --expert-parallel-size {near}",
+        )
+    return Layout(
+        pp=config.pipeline_parallel_size,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        cp=config.context_parallel_size,
+        tp=config.tensor_parallel_size,
+        expert_parallel=config.expert_parallel_size,
+        sharding="none" if shard == 1 else "grad_op" if config.sharding == "grad_op" else "full",
+        world_source=source,
+    )
+
+
+def _check_method(config: RunConfig) -> None:
+    split = config.tensor_parallel_size * config.pipeline_parallel_size
+    if config.parallel == "megatron" and split == 1:
+        raise UserError(
+            "--parallel megatron is tensor x pipeline parallelism, but both sizes are 1",
+            fix="add --tensor-parallel-size 2, or use --parallel fsdp",
+        )
+    if config.parallel == "none" and split * config.context_parallel_size * config.expert_parallel_size > 1:
+        raise UserError(
+            "--parallel none contradicts the tensor, pipeline, context or expert parallel size",
+            fix="use --parallel auto, or leave the sizes at 1",
+        )
+    if config.parallel == "ddp" and (config.mesh or config.sharding not in (None, "none")):
+        raise UserError(
+            "--parallel ddp shards nothing, which contradicts --sharding or --mesh", fix="use --parallel fsdp"
+        )
+    if config.sharding == "none" and config.mesh:
+        raise UserError(
+            "--sharding none contradicts --mesh, whose second number is the ranks that shard",
+            fix="use --sharding hybrid, or leave --mesh out",
+        )
+
+
+def _read_mesh(config: RunConfig) -> tuple[int, int] | None:
+    if config.mesh is None:
+        return None
+    match = re.fullmatch(r"\s*([1-9]\d{0,5})\s*[xX×*,]\s*([1-9]\d{0,5})\s*", config.mesh)
+    if match is None:
+        raise UserError(
+            f"{config.mesh!r} is not a mesh",
+            where="--mesh",
+            fix="write REPLICATExSHARD, such as 2x4: 2 replicas of 4-way sharding",
+        )
+    return int(match[1]), int(match[2])
+
+
+def _world(config: RunConfig, env: Mapping[str, str]) -> tuple[int | None, str]:
+    if under_torchrun(env):
+        text = env["WORLD_SIZE"]
+        if not text.isdecimal() or int(text) < 1:
+            raise UserError(
+                f"WORLD_SIZE is {text!r}, not a number of processes", where="environment", fix="start by torchrun again"
+            )
+        return int(text), "torchrun"
+    if config.nproc_per_node is None and config.nnodes is None:
+        return None, ""
+    processes, nodes = config.nproc_per_node or 1, config.nnodes or 1
+    return processes * nodes, f"--nproc-per-node {processes}" + (f" x --nnodes {nodes}" if nodes > 1 else "")
+
+
+def _data_mesh(config: RunConfig, mesh: tuple[int, int] | None, data: int) -> tuple[int, int]:
+    """(replicas, ranks that shard) of the `data` ranks that tensor, pipeline and context parallelism leave."""
+    if mesh is not None:
+        if math.prod(mesh) != data:
+            raise UserError(
+                f"--mesh {mesh[0]}x{mesh[1]} needs {math.prod(mesh)} data ranks, but there are {data}",
+                where=_arithmetic(config, data),
+                fix=f"use --mesh {_nearest_mesh(mesh, data)}, or start {_processes(config, math.prod(mesh))} processes",
+            )
+        return mesh
+    if config.sharding == "hybrid":
+        nodes = config.nnodes or 1
+        wanted = (nodes, data // nodes) if nodes > 1 and data % nodes == 0 else (2, max(2, data // 2))
+        raise UserError(
+            "--sharding hybrid needs to know how many replicas there are",
+            fix=f"add --mesh {_nearest_mesh(wanted, data) if data > 1 else '2x2'} (REPLICATExSHARD), "
+            "or use --sharding full",
+        )
+    replicated = config.parallel == "ddp" or config.sharding == "none"
+    return (data, 1) if replicated else (1, data)
+
+
+def _processes(config: RunConfig, data: int) -> int:
+    return data * config.tensor_parallel_size * config.pipeline_parallel_size * config.context_parallel_size
+
+
+def _arithmetic(config: RunConfig, data: int) -> str:
+    sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size)
+    return f"{_processes(config, data)} processes / (tp {sizes[0]} x pp {sizes[1]} x cp {sizes[2]}) = {data} data ranks"
+
+
+def _indivisible(config: RunConfig, world: int, source: str) -> UserError:
+    sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size)
+    tp, pp, cp = _nearest_sizes(sizes, world)
+    per_copy = math.prod(sizes)
+    more = math.ceil(world / per_copy) * per_copy
+    flags = "--tensor-parallel-size", "--pipeline-parallel-size", "--context-parallel-size"
+    changed = [
+        f"{flag} {new}" for flag, new, old in zip(flags, (tp, pp, cp), sizes, strict=True) if new != old
+    ]  # only what has to change
+    return UserError(
+        f"{world} processes cannot be split into tp {sizes[0]} x pp {sizes[1]} x cp {sizes[2]} = {per_copy}",
+        where=source,
+        fix=f"use {' '.join(changed)} with {world} processes, or start {more} processes",
+    )
+
+
+def _nearest_sizes(wanted: tuple[int, int, int], world: int) -> tuple[int, int, int]:
+    """The (tp, pp, cp) nearest to the wanted one, by ratio, whose product divides the world."""
+    fitting = [sizes for sizes in product(_divisors(world), repeat=3) if world % math.prod(sizes) == 0]
+    return min(fitting, key=lambda sizes: (_distance(sizes, wanted), sizes))
+
+
+def _nearest_mesh(wanted: tuple[int, int], data: int) -> str:
+    shapes = [(size, data // size) for size in _divisors(data)]
+    replicate, shard = min(shapes, key=lambda shape: (_distance(shape, wanted), shape))
+    return f"{replicate}x{shard}"
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min(_divisors(number), key=lambda size: abs(size - wanted))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def _distance(sizes: tuple[int, ...], wanted: tuple[int, ...]) -> float:
+    return sum(abs(math.log2(size / want)) for size, want in zip(sizes, wanted, strict=True))

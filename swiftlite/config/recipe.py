@@ -1,0 +1,172 @@
+"""Recipes: flat YAML files whose keys are flags. Finding them, and reading them without trusting them.
+
+Scalars stay strings and the schema gives them their types, so that `1e-5`, `no` or `0123` mean the same in a recipe and
+on the command line. Only a plain `null` (or nothing) is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftlite.config.flags import find_flag, known_names, nearest
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from yaml import Node
+
+LARGEST = 256 * 1024  # bytes; a recipe is a page of text
+NULLS = ("", "~", "null", "Null", "NULL")
+PLAIN_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
+TABLES = ("models", "datasets")  # files beside the recipes that are none
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a recipe: its value as strings, lists of strings, a mapping or None, and the line it stands in."""
+
+    value: Any
+    line: int
+    key: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as written: canonical name -> entry."""
+
+    path: Path
+    entries: dict[str, Entry]
+
+    def where(self, name: str) -> str:
+        """`file.yaml:3: learning_rate`."""
+        entry = self.entries[name]
+        return f"{self.path}:{entry.line}: {entry.key}"
+
+
+def recipes_folder() -> Path:
+    """The recipes that ship: beside the package in a checkout, inside it once installed."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "_recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name such as `llama3/8b-sft-fsdp` -> file, sorted by name."""
+    folder = recipes_folder()
+    found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")}
+    return {name: found[name] for name in sorted(found) if name not in TABLES}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given by path or by name, with or without `.yaml`. Raises UserError where there is none."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise UserError("the recipe is a folder", where=f"--recipe {name}", fix="name a .yaml file in it")
+    shipped = shipped_recipes()
+    wanted = name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/")
+    if wanted in shipped:
+        return shipped[wanted]
+    same_stem = [full for full in shipped if full.rsplit("/", 1)[-1] == wanted]
+    if len(same_stem) == 1:
+        return shipped[same_stem[0]]
+    if same_stem:
+        fix = "say which: " + ", ".join(same_stem)
+    else:
+        near = nearest(wanted, [*shipped, *(full.rsplit("/", 1)[-1] for full in shipped)])
+        fix = (f"did you mean `{near}`? " if near else "") + "`swiftlite recipes list` shows all"
+    raise UserError("there is no such recipe, neither a file nor a name", where=f"--recipe {name}", fix=fix)
+
+
+def load_recipe(name: str) -> Recipe:
+    """Read a recipe given by path or name. Raises UserError naming file, line and key."""
+    path = find_recipe(name)
+    return Recipe(path, dict(_entries(path, _parse(path))))
+
+
+def _parse(path: Path) -> Node:
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(
+            f"the recipe cannot be read: {error.strerror}", where=str(path), fix="check the path"
+        ) from error
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError("the recipe is not UTF-8", where=f"{path}:{line}", fix="save it as UTF-8") from error
+    if len(data) > LARGEST:
+        raise UserError(
+            f"the recipe is larger than {LARGEST // 1024} KiB", where=str(path), fix="name a recipe, not a data file"
+        )
+    try:
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(
+            f"the recipe is not valid YAML: {error.problem}",
+            where=f"{path}:{line}",
+            fix="write one `key: value` a line; a tab or an unquoted `: ` is the usual reason",
+        ) from error
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        raise UserError(
+            f"the recipe is not valid YAML: {reason}", where=str(path), fix="write one `key: value` a line"
+        ) from error
+    if node is None:
+        raise UserError("the recipe is empty", where=str(path), fix="write one `key: value` a line")
+    return node
+
+
+def _entries(path: Path, root: Node) -> Iterator[tuple[str, Entry]]:
+    import yaml
+
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError("a recipe is `key: value` lines", where=str(path), fix="see `swiftlite recipes show`")
+    seen: dict[str, int] = {}
+    for key_node, value_node in root.value:
+        line = key_node.start_mark.line + 1
+        key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
+        where = f"{path}:{line}: {key}"
+        item = find_flag(key)
+        if item is None:
+            near = nearest(key.replace("-", "_"), known_names())
+            fix = f"did you mean `{near}`?" if near else "`swiftlite recipes schema` lists the keys"
+            raise UserError(f"unknown key `{key}` in the recipe", where=where, fix=fix)
+        if item.name in seen:
+            raise UserError(
+                f"`{item.name}` is given twice, first in line {seen[item.name]}", where=where, fix="keep one of them"
+            )
+        seen[item.name] = line
+        yield item.name, Entry(_value(value_node, where, item.kind), line, key)
+
+
+def _value(node: Node, where: str, kind: str) -> Any:
+    import yaml
+
+    if node.tag not in PLAIN_TAGS and node.tag != "!":
+        raise UserError(f"the YAML tag {node.tag} is not allowed", where=where, fix="write the plain value")
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.style is None and node.value in NULLS else node.value
+    if isinstance(node, yaml.SequenceNode):
+        if kind not in ("list", "map"):
+            raise UserError("one value is expected, not a list", where=where, fix="write one value")
+        return [_plain(item, where) for item in node.value]
+    if kind != "map":
+        raise UserError(
+            "the value is nested; recipes are flat", where=where, fix="write `key: value` with a plain value"
+        )
+    return {_plain(key, where): _plain(value, where) for key, value in node.value}
+
+
+def _plain(node: Node, where: str) -> str:
+    value = None if node.id != "scalar" else _value(node, where, "str")
+    if value is None:
+        raise UserError("a list or mapping here holds plain values only", where=where, fix="quote it, or leave it out")
+    return value

@@ -1,0 +1,194 @@
+"""Flags, environment and recipe become one `RunConfig` in which every default is filled in and everything agrees."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swiftlite.config.batch import ACCUMULATION, GLOBAL, MICRO, Batch, solve_batch, weigh
+from swiftlite.config.checks import check_together, unused
+from swiftlite.config.flags import all_flags
+from swiftlite.config.layout import Layout, plan_layout, under_torchrun
+from swiftlite.config.names import dataset_name, model_name, placed
+from swiftlite.config.recipe import Recipe, load_recipe
+from swiftlite.config.schema import RunConfig
+from swiftlite.config.validate import Given, build_config
+from swiftlite.errors import UserError
+
+LEARNING_RATES = {  # (method, tuner): adapters bear ten times the rate of whole weights
+    ("sft", "lora"): 1e-4,
+    ("sft", "full"): 1e-5,
+    ("sft", "freeze"): 1e-5,
+    ("pretrain", "lora"): 1e-4,
+    ("pretrain", "full"): 2e-5,
+    ("pretrain", "freeze"): 2e-5,
+}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run that is ready to start. notes: what the user should know; given: the names somebody set, and who."""
+
+    config: RunConfig
+    layout: Layout
+    notes: list[str] = field(default_factory=list)
+    given: dict[str, str] = field(default_factory=dict)
+    recipe: Path | None = None
+
+
+def resolve_config(method: str = "sft", *, recipe: str | None = None, **values: Any) -> RunConfig:
+    """The resolved config of a run on one process, from Python: `resolve_config("sft", model=..., dataset=[...])`."""
+    given = {name: Given(value, name, "flag") for name, value in values.items()}
+    return resolve(method, given, load_recipe(recipe) if recipe else None, env={}).config
+
+
+def resolve(
+    method: str | None,
+    flags: Mapping[str, Given],
+    recipe: Recipe | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    now: datetime.datetime | None = None,
+) -> Resolved:
+    """Merge (flags over environment over recipe), type, check, and fill in.
+
+    method: of the command, or None where the recipe or `--method` says it. Raises UserError.
+    """
+    env = os.environ if env is None else env
+    now = now or datetime.datetime.now()
+    given = _merge(flags, recipe, env)
+    _settle_method(method, given)
+    typed = build_config(given)
+    _require(typed)
+    base = recipe.path.resolve().parent if recipe else None
+    named = typed.model_copy(update=_names(typed, base))
+    layout = plan_layout(named, env)
+    batch, notes = _batch(named, given, layout)
+    config = named.model_copy(update=_defaults(named, batch, now))
+    check_together(config, {name: item.where for name, item in given.items()})
+    notes += unused(config, set(given))
+    by = {name: item.by for name, item in given.items()}
+    return Resolved(config, layout, notes, by, recipe.path if recipe else None)
+
+
+def _merge(flags: Mapping[str, Given], recipe: Recipe | None, env: Mapping[str, str]) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    if recipe is not None:
+        given = {name: Given(entry.value, recipe.where(name), "recipe") for name, entry in recipe.entries.items()}
+    if not under_torchrun(env):  # torchrun sets some of these for its own ends
+        for item in all_flags().values():
+            if item.env and env.get(item.env):
+                given[item.name] = Given(env[item.env], f"environment variable {item.env}", "env")
+    return given | dict(flags)
+
+
+def _settle_method(method: str | None, given: dict[str, Given]) -> None:
+    said = given.get("method")
+    if method is None:
+        if said is None:
+            raise UserError(
+                "nothing says what to train", fix="add `method: sft` to the recipe, or use `swiftlite sft --recipe ...`"
+            )
+        return
+    if said is not None and said.value is not None:
+        theirs = build_config({"method": said}).method
+        if theirs != method:
+            raise UserError(
+                f"`swiftlite {method}` contradicts `method: {theirs}`",
+                where=said.where,
+                fix=f"use `swiftlite {theirs}`, or `swiftlite train`, which takes the method from the recipe",
+            )
+    given["method"] = Given(method, "the command", "flag")
+
+
+def _require(config: RunConfig) -> None:
+    if not config.model:
+        raise UserError("no model is named", fix="add --model with a hub id, a folder or a short name (qwen3-0.6b)")
+    if not config.dataset:
+        raise UserError("no data set is named", fix="add --dataset with a file, a folder, a hub id or a short name")
+
+
+def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
+    """Short names and paths beside the recipe become hub ids and paths."""
+    named: dict[str, Any] = {
+        "model": model_name(config.model, base),
+        "dataset": [dataset_name(spec, base) for spec in config.dataset],
+        "eval_dataset": [dataset_name(spec, base) for spec in config.eval_dataset],
+    }
+    for name, value in (
+        ("tokenizer", config.tokenizer),
+        ("adapter", config.adapter),
+        ("chat_template", config.chat_template),
+    ):
+        if value:
+            named[name] = placed(value, base) or value
+    return named
+
+
+def _batch(config: RunConfig, given: Mapping[str, Given], layout: Layout) -> tuple[Batch, list[str]]:
+    sizes: dict[str, dict[str, int]] = {"flag": {}, "recipe": {}}
+    for name, size in ((GLOBAL, config.global_batch_size), (MICRO, config.micro_batch_size)):
+        if size is not None:
+            sizes[given[name].by][name] = size
+    accumulation, by = config.gradient_accumulation_steps, given.get(ACCUMULATION)
+    if layout.pp > 1 and config.num_microbatches is not None:
+        if accumulation not in (None, config.num_microbatches):
+            raise UserError(
+                f"--num-microbatches {config.num_microbatches} and --gradient-accumulation-steps {accumulation} are "
+                "the same thing in a pipeline, but differ",
+                fix="leave one of them out",
+            )
+        accumulation, by = config.num_microbatches, given["num_microbatches"]
+    if accumulation is not None and by is not None:
+        sizes[by.by][ACCUMULATION] = accumulation
+    kept, gave_way = weigh(sizes["flag"], sizes["recipe"])
+    batch = solve_batch(kept, layout.data_ranks, stages=layout.pp)
+    return batch, [f"the recipe's {name} {sizes['recipe'][name]} gives way to the flags" for name in gave_way]
+
+
+def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[str, Any]:
+    pretrain = config.method == "pretrain"
+    tuner = config.tuner or ("full" if pretrain else "lora")
+    pipeline = config.pipeline_parallel_size > 1
+    output_dir = config.output_dir or _output_dir(config, now)
+    return {
+        "global_batch_size": batch.global_size,
+        "micro_batch_size": batch.micro_size,
+        "gradient_accumulation_steps": batch.accumulation,
+        "num_microbatches": batch.accumulation if pipeline else config.num_microbatches,
+        "pipeline_schedule": config.pipeline_schedule or ("1f1b" if pipeline else None),
+        "tuner": tuner,
+        "overlong": config.overlong or ("split" if pretrain else "truncate"),
+        "learning_rate": config.learning_rate or LEARNING_RATES[config.method, tuner],
+        "eval_steps": config.eval_steps or config.save_steps,
+        "output_dir": output_dir,
+        "template_date": config.template_date or _template_date(config, output_dir, now),
+    }
+
+
+def _output_dir(config: RunConfig, now: datetime.datetime) -> str:
+    """`runs/<model>-<method>-<time>`; for a run that goes on, the folder its checkpoint lies in."""
+    if config.resume == "auto":
+        raise UserError(
+            "--resume auto needs to know which run to go on with", fix="add --output-dir with the folder of the run"
+        )
+    checkpoint = Path(config.resume)
+    if config.resume != "never" and checkpoint.parent.name == "checkpoints":
+        return str(checkpoint.parent.parent)
+    model = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(config.model).name).strip("-.") or "model"
+    return f"runs/{model}-{config.method}-{now:%Y%m%d-%H%M%S}"
+
+
+def _template_date(config: RunConfig, output_dir: str, now: datetime.datetime) -> str:
+    """Today; a run that goes on keeps the day it began, or its rows would change under it."""
+    saved = Path(output_dir).expanduser() / "config.yaml"
+    if config.resume != "never" and saved.is_file():
+        entry = load_recipe(str(saved)).entries.get("template_date")
+        if entry is not None and entry.value:
+            return str(entry.value)
+    return now.date().isoformat()

@@ -1,0 +1,79 @@
+"""From raw values to a typed `RunConfig`, and pydantic's complaints in words that name the flag and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from swiftlite.config.flags import Flag, all_flags, nearest
+from swiftlite.config.schema import RunConfig
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that somebody gave. where: `--lr`, `file.yaml:3: lr` or `NPROC_PER_NODE`; by: flag, env or recipe."""
+
+    value: Any
+    where: str
+    by: str
+
+
+def build_config(given: Mapping[str, Given]) -> RunConfig:
+    """Type and check every value by itself. Raises one UserError for all that are wrong."""
+    try:
+        return RunConfig(**{name: item.value for name, item in given.items()})
+    except ValidationError as error:
+        found: dict[str, tuple[str, str]] = {}
+        for detail in error.errors(include_url=False, include_context=True):
+            name = str(detail["loc"][0])
+            found.setdefault(name, _explain(all_flags()[name], detail, given[name].value))
+    wheres = [given[name].where for name in found]
+    if len(found) == 1:
+        what, fix = next(iter(found.values()))
+        raise UserError(what, where=wheres[0], fix=fix)
+    lines = [f"{what} ({where}): {fix}" for (what, fix), where in zip(found.values(), wheres, strict=True)]
+    raise UserError(f"{len(found)} values are wrong:\n  " + "\n  ".join(lines), fix="mend these values")
+
+
+def _explain(flag: Flag, detail: ErrorDetails, given: Any) -> tuple[str, str]:
+    """(what is wrong, how to mend it) for one value."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    value = detail["input"] if flag.kind in ("list", "map") and len(detail["loc"]) > 1 else given
+    if value is None:
+        return f"{flag.name} cannot be null", f"leave it out for the default ({flag.default_in_words})"
+    subject = f"{flag.name} is {_short(value)}"
+    if kind == "literal_error":
+        near = nearest(str(value), flag.choices)
+        hint = f"did you mean `{near}`? " if near else ""
+        return f"{subject}, which it does not know", f"{hint}it takes {', '.join(flag.choices)}"
+    bounds = {
+        "greater_than_equal": ("at least", "ge"),
+        "greater_than": ("more than", "gt"),
+        "less_than_equal": ("at most", "le"),
+        "less_than": ("less than", "lt"),
+    }
+    if kind in bounds:
+        words, key = bounds[kind]
+        return f"{subject}, out of range", f"give {words} {context[key]:g}"
+    wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "map": "KEY=COLUMN pairs"}
+    fix = f"give {wanted.get(flag.kind, 'text')}, such as {_example(flag)}"
+    return f"{subject}, not {wanted.get(flag.kind, 'what it takes')}", fix
+
+
+def _example(flag: Flag) -> str:
+    examples = {"bool": "true", "map": "instruction=question", "int": "8", "float": "1e-5"}
+    if flag.default not in (None, "", [], {}):
+        return str(flag.default)
+    return examples.get(flag.kind, flag.metavar or "a word")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

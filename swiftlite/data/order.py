@@ -1,0 +1,204 @@
+"""The order of training as a function of (seed, epoch, step): which rows, in which packs, in which step.
+
+Nothing here depends on a rank, a process or what ran before, so any layout and any resumed run sees the same steps.
+An epoch sees every row of a data set WEIGHT times: weight 2 repeats each row, weight 0.5 takes a fresh half each epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from swiftlite.data.packing import best_fit_decreasing
+from swiftlite.data.store import SequenceStore
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One document: input_ids int32 `[n]`, trained bool `[n]` (is this token learnt), where `file:line`."""
+
+    input_ids: np.ndarray
+    trained: np.ndarray
+    where: str
+
+
+Pack = list[Sequence]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step. step: from 1; epoch: progress after this step; packs: at most `global_batch_size`."""
+
+    step: int
+    epoch: float
+    packs: list[Pack]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One data set's share of a plan. rows: the row numbers that take part, ascending; weight: visits an epoch."""
+
+    name: str
+    store: SequenceStore
+    rows: np.ndarray
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What besides the rows decides the steps. epochs may be a fraction; max_steps wins over it."""
+
+    seed: int
+    max_length: int
+    packing: bool
+    shuffle: bool
+    global_batch_size: int
+    epochs: float = 1.0
+    max_steps: int | None = None
+
+
+def permutation(count: int, *key: object) -> np.ndarray:
+    """A permutation of range(count) that is a function of the key only: the order of as many Philox numbers.
+
+    Raw numbers of a bit generator never change between numpy versions, those of `Generator.permutation` may.
+    """
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
+    numbers = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)).random_raw(count)
+    return np.argsort(numbers, kind="stable")
+
+
+class BatchPlan:
+    """The steps of a run over prepared data sets."""
+
+    def __init__(self, parts: list[Part], options: PlanOptions) -> None:
+        self._parts, self._options = parts, options
+        self._offsets = np.cumsum([0, *(len(part.store) for part in parts)])
+        self._lengths = np.concatenate([part.store.lengths for part in parts])
+        self._trained = np.concatenate([part.store.trained for part in parts])
+        self._index = [_RowIndex(part) for part in parts]
+        self._packs_of: tuple[int, list[list[int]]] = (-1, [])
+        self._steps_of: dict[int, int] = {}
+        self.total_steps = options.max_steps or self._steps_in(options.epochs)
+
+    def steps(self, start_step: int = 0) -> Iterator[StepBatch]:
+        """The steps after the first `start_step`, up to total_steps, repeating epochs as needed."""
+        epoch, done = 0, 0
+        while done + self._epoch_steps(epoch) <= start_step:
+            done += self._epoch_steps(epoch)
+            epoch += 1
+        step = start_step
+        while step < self.total_steps:
+            packs, count = self._packs(epoch), self._epoch_steps(epoch)
+            for place in range(step - done, min(count, self.total_steps - done)):
+                step += 1
+                size = self._options.global_batch_size
+                chosen = packs[place * size : (place + 1) * size]
+                yield StepBatch(step, epoch + (place + 1) / count, [self._read_pack(pack) for pack in chosen])
+            done += count
+            epoch += 1
+
+    def describe(self) -> dict[str, Any]:
+        """Rows, tokens, trained tokens, packs and their fill in the first epoch, and its steps.
+
+        fill: tokens over packs times max_length; without packing a row is a pack.
+        """
+        return self._summary(np.concatenate([np.asarray(p) for p in self._packs(0)]), self._packs(0)) | {
+            "steps_per_epoch": self._epoch_steps(0)
+        }
+
+    def describe_parts(self) -> dict[str, dict[str, Any]]:
+        """The same per data set; a pack counts for each data set that has a row in it."""
+        found = {}
+        owners = [np.searchsorted(self._offsets, pack, side="right") - 1 for pack in self._packs(0)]
+        for which, part in enumerate(self._parts):
+            mine = [pack for pack, owner in zip(self._packs(0), owners, strict=True) if which in owner]
+            members = np.concatenate([np.empty(0, dtype=np.int64), *(np.asarray(pack) for pack in mine)])
+            members = members[(members >= self._offsets[which]) & (members < self._offsets[which + 1])]
+            found[part.name] = self._summary(members, mine)
+        return found
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence of the first epoch."""
+        return self._lengths[np.concatenate([np.asarray(pack) for pack in self._packs(0)])]
+
+    def _summary(self, members: np.ndarray, packs: list[list[int]]) -> dict[str, Any]:
+        held = sum(int(self._lengths[pack].sum()) for pack in packs)
+        return {
+            "rows": len(members),
+            "tokens": int(self._lengths[members].sum()),
+            "trained_tokens": int(self._trained[members].sum()),
+            "packs": len(packs),
+            "fill": round(held / (len(packs) * self._options.max_length), 4) if packs else 0.0,
+        }
+
+    def _read_pack(self, pack: list[int]) -> Pack:
+        read = []
+        for index in pack:
+            which = int(np.searchsorted(self._offsets, index, side="right")) - 1
+            read.append(Sequence(*self._parts[which].store.read(index - int(self._offsets[which]))))
+        return read
+
+    def _epoch_steps(self, epoch: int) -> int:
+        """Steps of an epoch. Whole weights give every epoch the same lengths, and so the same number of packs."""
+        same = all(part.weight == int(part.weight) for part in self._parts)
+        key = 0 if same else epoch
+        if key not in self._steps_of:
+            self._steps_of[key] = math.ceil(len(self._packs(key)) / self._options.global_batch_size)
+        return self._steps_of[key]
+
+    def _steps_in(self, epochs: float) -> int:
+        whole, rest = int(epochs), epochs - int(epochs)
+        partial = math.ceil(rest * self._epoch_steps(whole)) if rest else 0
+        return sum(self._epoch_steps(epoch) for epoch in range(whole)) + partial
+
+    def _packs(self, epoch: int) -> list[list[int]]:
+        """The packs of an epoch in their order, as sequence indices; the last epoch asked for is kept."""
+        if self._packs_of[0] != epoch:
+            self._packs_of = (epoch, self._arrange(epoch))
+        return self._packs_of[1]
+
+    def _arrange(self, epoch: int) -> list[list[int]]:
+        options = self._options
+        order = np.concatenate(
+            [
+                index.sequences(options.seed, epoch, place) + self._offsets[place]
+                for place, index in enumerate(self._index)
+            ]
+        )
+        if options.shuffle:
+            order = order[permutation(len(order), options.seed, epoch, "rows")]
+        if not options.packing:
+            return order[:, None].tolist()
+        packs = best_fit_decreasing(self._lengths[order], options.max_length)
+        if options.shuffle:
+            packs = [packs[i] for i in permutation(len(packs), options.seed, epoch, "packs").tolist()]
+        else:
+            packs = sorted((sorted(pack) for pack in packs), key=lambda pack: pack[0])
+        return [order[pack].tolist() for pack in packs]
+
+
+class _RowIndex:
+    """From the rows of a part to their sequences: a row that was split has several, always together."""
+
+    def __init__(self, part: Part) -> None:
+        rows, first, counts = np.unique(part.store.rows, return_index=True, return_counts=True)
+        kept = np.isin(rows, part.rows, assume_unique=True)
+        self._first, self._counts, self._weight = first[kept], counts[kept], part.weight
+
+    def sequences(self, seed: int, epoch: int, place: int) -> np.ndarray:
+        """Sequence indices of one epoch, before any shuffle."""
+        total = len(self._first)
+        whole, rest = int(self._weight), self._weight - int(self._weight)
+        chosen = [np.arange(total)] * whole
+        if rest:
+            count = max(1, round(rest * total))
+            chosen.append(np.sort(permutation(total, seed, epoch, "weight", place)[:count]))
+        rows = np.concatenate(chosen)
+        counts = self._counts[rows]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(self._first[rows], counts) + within

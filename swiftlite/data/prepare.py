@@ -1,0 +1,154 @@
+"""From `--dataset` to the plan of a run: files -> rows -> tokens (cached by content) -> packs in their order."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from swiftlite.data.audit import build_audit, check_anything_left
+from swiftlite.data.build import build_entry
+from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
+from swiftlite.data.rows import check_columns
+from swiftlite.data.sources import Source, content_hash, parse_spec, resolve
+from swiftlite.data.store import REJECTED, SequenceStore, load_or_build
+from swiftlite.data.tokenize import TokenOptions
+from swiftlite.data.tokenizer_key import tokenizer_key
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from swiftlite.config.schema import RunConfig
+
+FORMAT_VERSION = 1  # raise it when the same rows and options give other tokens than before
+Progress = Callable[[int, int], None]
+LoadTokenizer = Callable[[], "PreTrainedTokenizerBase"]
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The rows that were left out under `--on-bad-row skip`: dicts with file, line, reason, detail and row."""
+
+    paths: list[Path]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for path in self.paths:
+            with path.open(encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
+    def __bool__(self) -> bool:
+        return any(path.stat().st_size for path in self.paths)
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """train, eval: the steps; audit: for audit.json; fingerprint: changes with anything that changes the steps."""
+
+    train: BatchPlan
+    eval: BatchPlan | None
+    audit: dict[str, Any]
+    rejected: Rejected
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One prepared data set."""
+
+    source: Source
+    key: str
+    store: SequenceStore
+    meta: dict[str, Any]
+    rejected: Path
+    rows: np.ndarray = field(compare=False)
+
+
+def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Progress | None = None) -> PreparedData:
+    """Read, check, tokenise and pack every data set of the config, or take it from the cache.
+
+    load_tokenizer: called only where tokens have to be made; progress: called with (rows done, rows in all).
+    Raises UserError for everything that is wrong with the data, with file and line.
+    """
+    _check(config)
+    identity = tokenizer_key(config, load_tokenizer)
+    train = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.dataset]
+    held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
+    check_anything_left(train)
+    check_anything_left(held_out)
+    parts, eval_parts = _split(config, train, held_out)
+    options = PlanOptions(
+        seed=config.seed,
+        max_length=config.max_length,
+        packing=config.packing,
+        shuffle=config.shuffle,
+        global_batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+    )
+    plan = BatchPlan(parts, options)
+    once = PlanOptions(config.seed, config.max_length, config.packing, False, config.global_batch_size)
+    eval_plan = BatchPlan(eval_parts, once) if eval_parts else None
+    return PreparedData(
+        train=plan,
+        eval=eval_plan,
+        audit=build_audit(train, plan, held_out, eval_plan),
+        rejected=Rejected([entry.rejected for entry in [*train, *held_out]]),
+        fingerprint=_fingerprint(config, [*train, *held_out]),
+    )
+
+
+def _check(config: RunConfig) -> None:
+    if not config.dataset:
+        raise UserError("no data set", where="--dataset", fix="give --dataset FILE, a folder or a hub id")
+    if config.streaming:
+        raise UserError(
+            "--streaming is for pretraining text; sft packs and shuffles whole data sets",
+            where="--streaming",
+            fix="leave it out: rows are tokenised to disk, so the data set may be larger than memory",
+        )
+    if config.max_length < 2:
+        raise UserError("--max-length must be at least 2", where="--max-length", fix="give the longest row in tokens")
+    check_columns(config.columns)
+
+
+def _prepare_one(
+    config: RunConfig, text: str, identity: str, load_tokenizer: LoadTokenizer, progress: Progress | None
+) -> Entry:
+    source = resolve(parse_spec(text))
+    options = token_options(config)
+    content, lines = content_hash(source.files)
+    count = source.spec.count
+    key = _digest(
+        FORMAT_VERSION, version("transformers"), version("tokenizers"), identity, content, options.method,
+        options.max_length, options.overlong, sorted(options.columns.items()), config.sample_by,
+        (count, config.seed) if count else None,
+    )  # fmt: skip
+
+    def build(folder: Path) -> dict[str, Any]:
+        return build_entry(
+            folder,
+            source,
+            load_tokenizer(),
+            options,
+            sample_by=config.sample_by,
+            seed=config.seed,
+            stop_at_bad_row=config.on_bad_row == "error",
+            workers=config.workers,
+            expected_rows=min(lines, count or lines),
+            progress=progress,
+        )
+
+    folder, meta = load_or_build(cache_root(config) / "tokens", key, build)
+    if config.on_bad_row == "error":
+        for row in Rejected([folder / REJECTED]):
+            raise bad_row_error(row)
+    store = SequenceStore(folder, [file.label for file in source.files])
+    return Entry(source, key, store, meta, folder / REJECTED, np.unique(store.rows))

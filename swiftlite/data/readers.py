@@ -1,0 +1,248 @@
+"""Reads the rows of one file: (line or row number from 1, payload). Memory stays flat for all but `.json` arrays.
+
+A payload is a dict, an undecoded JSON line (the workers parse it), or a BadRow for a row that cannot even be read.
+What makes the rest of the file unreadable raises UserError with file and line.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+from swiftlite.data.rows import BadRow, json_type
+from swiftlite.data.sources import DataFile
+from swiftlite.errors import UserError
+
+Payload = bytes | dict[str, Any] | BadRow
+MAX_LINE = 64 << 20  # bytes; a longer line is no row but a file of another type
+BATCH_ROWS = 1024
+UTF8_BOM = b"\xef\xbb\xbf"
+SAVE_AS_UTF8 = "save the file as UTF-8 (for example with iconv)"
+
+
+def read_rows(file: DataFile, sample_by: str = "line") -> Iterator[tuple[int, Payload]]:
+    """All rows of a file in order. sample_by: what a row of a .txt file is: `line`, `paragraph` or `document`.
+
+    Raises UserError, with file and line where there is one, for what cannot be read at all.
+    """
+    if file.kind == "hub":
+        from swiftlite.data.hub import read_hub
+
+        yield from ((number, drop_nulls(row)) for number, row in read_hub(file.hub))
+        return
+    try:
+        if file.kind == "txt":
+            yield from _read_text(file, sample_by)
+        else:
+            yield from READERS[file.kind](file)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read the file: {error}", where=file.label, fix="copy or write it again") from error
+
+
+def open_bytes(file: DataFile) -> BinaryIO:
+    """The file's bytes, unpacked where it is gzipped."""
+    return gzip.open(file.path, "rb") if file.gzipped else file.path.open("rb")
+
+
+def parse_payload(payload: Payload) -> dict[str, Any]:
+    """The row as a dict. Raises BadRow (`not_utf8`, `invalid_json`, `wrong_type`)."""
+    if isinstance(payload, dict):
+        return payload
+    if isinstance(payload, BadRow):
+        raise payload
+    try:
+        row = json.loads(payload.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRow("not_utf8", f"byte {error.start + 1} of the line is not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        hint = "; a file that is one JSON array must be named .json" if payload.lstrip()[:1] == b"[" else ""
+        raise BadRow("invalid_json", f"not valid JSON: {error}{hint}") from error
+    return _as_object(row)
+
+
+def _as_object(row: object) -> dict[str, Any]:
+    if isinstance(row, dict):
+        return row
+    raise BadRow("wrong_type", f"a row must be a JSON object, this is {json_type(row)}")
+
+
+def drop_nulls(value: Any) -> Any:
+    """Without the object keys whose value is null: columnar files fill every struct up to one common set of keys."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    return value
+
+
+def _lines(file: DataFile) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their number. Raises UserError for a giant one."""
+    with open_bytes(file) as stream:
+        number = 0
+        while line := stream.readline(MAX_LINE + 1):
+            number += 1
+            if len(line) > MAX_LINE:
+                raise UserError(
+                    f"a line of more than {MAX_LINE >> 20} MiB",
+                    where=file.where(number),
+                    fix="write one row a line; a file that is one JSON array must be named .json",
+                )
+            if number == 1:
+                line = line.removeprefix(UTF8_BOM)
+            line = line.rstrip(b"\r\n")
+            if line.strip():
+                yield number, line
+
+
+def _read_text(file: DataFile, sample_by: str) -> Iterator[tuple[int, Payload]]:
+    if sample_by == "line":
+        for number, line in _lines(file):
+            try:
+                yield number, {"text": line.decode("utf-8")}
+            except UnicodeDecodeError as error:
+                yield number, BadRow("not_utf8", f"byte {error.start + 1} of the line is not UTF-8")
+        return
+    with open_bytes(file) as stream:
+        text = _decode(file, stream.read())
+    if sample_by == "document":
+        if text.strip():
+            yield 1, {"text": text}
+        return
+    for match in re.finditer(r"(?:[^\n]*\S[^\n]*(?:\n|$))+", text):  # runs of lines that are not blank
+        yield text.count("\n", 0, match.start()) + 1, {"text": match.group().rstrip("\n")}
+
+
+def _decode(file: DataFile, data: bytes) -> str:
+    try:
+        return data.removeprefix(UTF8_BOM).decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError("the text is not UTF-8", where=file.where(line), fix=SAVE_AS_UTF8) from error
+
+
+def _read_json(file: DataFile) -> Iterator[tuple[int, Payload]]:
+    """A JSON array of objects. Files that hold JSON lines under this name are common, and read as such."""
+    with open_bytes(file) as stream:
+        head = stream.read(4096).removeprefix(UTF8_BOM).lstrip()
+    if head[:1] == b"{" and _first_line_is_complete(file):
+        yield from _lines(file)
+        return
+    with open_bytes(file) as stream:
+        text = _decode(file, stream.read())
+    if not text.strip():
+        return
+    if head[:1] != b"[":
+        raise UserError(
+            "the file is no JSON array of rows", where=file.where(1), fix="write [ {row}, {row}, ... ] or JSON lines"
+        )
+    yield from _array_items(file, text)
+
+
+def _first_line_is_complete(file: DataFile) -> bool:
+    _, line = next(_lines(file))
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        with open_bytes(file) as stream:  # an indented object is no line; anything else is a broken first line
+            return line.strip() not in (b"{", b"[") and len(stream.read(len(line) + 64).splitlines()) > 1
+
+
+def _array_items(file: DataFile, text: str) -> Iterator[tuple[int, Payload]]:
+    decoder = json.JSONDecoder()
+    blank = re.compile(r"\s*")
+    position, line, counted = text.index("[") + 1, 1, 0
+    position = blank.match(text, position).end()
+    while text[position : position + 1] != "]":
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            row, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            at = error.lineno if isinstance(error, json.JSONDecodeError) else line
+            raise UserError(f"not valid JSON: {error}", where=file.where(at), fix="mend the file there") from error
+        try:
+            yield line, _as_object(row)
+        except BadRow as bad:
+            yield line, bad
+        position = blank.match(text, position).end()
+        if text[position : position + 1] == ",":
+            position = blank.match(text, position + 1).end()
+        elif text[position : position + 1] != "]":
+            at = text.count("\n", 0, position) + 1
+            raise UserError("not valid JSON: expected , or ]", where=file.where(at), fix="mend the file there")
+
+
+def _read_csv(file: DataFile) -> Iterator[tuple[int, Payload]]:
+    csv.field_size_limit(MAX_LINE)
+    delimiter = "\t" if file.kind == "tsv" else ","
+    with open_bytes(file) as stream:
+        reader = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+        header, line = None, 1
+        try:
+            for cells in reader:
+                if header is None and cells:
+                    header = cells
+                elif cells and len(cells) != len(header):
+                    yield line, BadRow("wrong_columns", f"{len(cells)} cells, but {len(header)} columns in the header")
+                elif cells:
+                    yield line, dict(zip(header, cells, strict=True))
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise UserError(f"not valid CSV: {error}", where=file.where(line), fix="mend the quotes there") from error
+        except UnicodeDecodeError as error:
+            with open_bytes(file) as again:
+                _decode(file, again.read())
+            raise UserError("the text is not UTF-8", where=file.label, fix=SAVE_AS_UTF8) from error
+
+
+def _read_parquet(file: DataFile) -> Iterator[tuple[int, Payload]]:
+    import pyarrow.parquet
+
+    yield from _columnar(file, lambda stream: pyarrow.parquet.ParquetFile(stream).iter_batches(BATCH_ROWS))
+
+
+def _read_arrow(file: DataFile) -> Iterator[tuple[int, Payload]]:
+    """Both forms of Arrow IPC: the file format, and the stream that `datasets.save_to_disk` writes."""
+    import pyarrow
+
+    def batches(stream: BinaryIO) -> Iterator[Any]:
+        magic = stream.read(6)
+        stream.seek(0)
+        if magic == b"ARROW1":
+            reader = pyarrow.ipc.open_file(stream)
+            return (reader.get_batch(index) for index in range(reader.num_record_batches))
+        return iter(pyarrow.ipc.open_stream(stream))
+
+    yield from _columnar(file, batches)
+
+
+def _columnar(file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]]) -> Iterator[tuple[int, Payload]]:
+    import pyarrow
+
+    number = 0
+    with open_bytes(file) as stream:
+        try:
+            for batch in batches(stream):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, drop_nulls(row)
+        except pyarrow.ArrowException as error:
+            message = str(error).splitlines()[0]
+            raise UserError(
+                f"not a sound {file.kind} file: {message}", where=file.where(number + 1), fix="write it again"
+            ) from error
+
+
+READERS: dict[str, Callable[[DataFile], Iterator[tuple[int, Payload]]]] = {
+    "jsonl": _lines,
+    "json": _read_json,
+    "csv": _read_csv,
+    "tsv": _read_csv,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}

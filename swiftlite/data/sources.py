@@ -1,0 +1,221 @@
+"""What `--dataset` names: `NAME_OR_PATH[:SUBSET][@SPLIT][#COUNT][*WEIGHT]` -> the files to read, and their content hash."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swiftlite.errors import UserError
+
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "txt",
+}
+# Written beside the rows by `datasets.save_to_disk`; they hold no rows themselves.
+SIDE_FILES = {"state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json"}
+OTHER_SPLITS = ("test", "validation", "valid", "val", "eval", "dev")
+HASH_BLOCK = 1 << 20
+GRAMMAR = "NAME_OR_PATH[:SUBSET][@SPLIT][#COUNT][*WEIGHT]"
+
+_WEIGHT = re.compile(r"\*([^*#@:/]*)$")
+_COUNT = re.compile(r"#([^*#@:/]*)$")
+_SPLIT = re.compile(r"@([^*#@:/]*)$")
+_SUBSET = re.compile(r":([^*#@:/]*)$")
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """One `--dataset` value taken apart.
+
+    text: as given; name: path or hub id; path: set where it exists on disk; count: rows to choose, None for all;
+    weight: how many times each row is seen an epoch.
+    """
+
+    text: str
+    name: str
+    path: Path | None = None
+    subset: str | None = None
+    split: str | None = None
+    count: int | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file of rows. label: how it is named to the user; kind: a value of KINDS, or `hub`."""
+
+    label: str
+    kind: str
+    path: Path | None = None
+    gzipped: bool = False
+    hub: DatasetSpec | None = None
+
+    def where(self, line: int) -> str:
+        """`file.jsonl:17`: the line (of text files) or the row (of the others), counted from 1."""
+        return f"{self.label}:{line}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A spec and the files it stands for."""
+
+    spec: DatasetSpec
+    files: list[DataFile]
+
+
+def parse_spec(text: str) -> DatasetSpec:
+    """Take a data set name apart. The longest existing path wins over every suffix.
+
+    Raises UserError for a count or weight that is no positive number.
+    """
+    spec = DatasetSpec(text=text, name=text)
+    if not text.strip():
+        raise UserError("an empty data set name", where="--dataset", fix=f"give {GRAMMAR}")
+    for pattern, field in ((_WEIGHT, "weight"), (_COUNT, "count"), (_SPLIT, "split"), (_SUBSET, "subset")):
+        path = Path(spec.name).expanduser()
+        if path.exists():
+            return replace(spec, path=path)
+        match = pattern.search(spec.name)
+        if match and match.start() > 0:
+            value = _suffix_value(field, match.group(1), text)
+            spec = replace(spec, name=spec.name[: match.start()], **{field: value})
+    path = Path(spec.name).expanduser()
+    return replace(spec, path=path) if path.exists() else spec
+
+
+def _suffix_value(field: str, value: str, text: str) -> str | int | float:
+    if field in ("split", "subset"):
+        if not value:
+            raise UserError(f"the {field} is empty", where=f"--dataset {text}", fix=f"give {GRAMMAR}")
+        return value
+    try:
+        number = int(value) if field == "count" else float(value)
+    except ValueError:
+        number = -1
+    if not (number > 0 and math.isfinite(number)):
+        sign = "#" if field == "count" else "*"
+        raise UserError(
+            f"{sign}{value} is not a {field}: it must be a {'whole ' if field == 'count' else ''}number above 0",
+            where=f"--dataset {text}",
+            fix=f"give {GRAMMAR}, for example data.jsonl#1000*0.5",
+        )
+    return number
+
+
+def resolve(spec: DatasetSpec) -> Source:
+    """The files behind a spec. Raises UserError where there are none."""
+    if spec.path is None:
+        if _looks_like_a_path(spec.name):
+            raise missing_file(spec)
+        return Source(spec, [DataFile(label=spec.name, kind="hub", hub=spec)])
+    if spec.path.is_dir():
+        return Source(spec, _folder_files(spec))
+    if spec.split or spec.subset:
+        raise UserError(
+            "a single file has neither splits nor subsets", where=f"--dataset {spec.text}", fix=f"name {spec.name}"
+        )
+    file = as_data_file(spec.path)
+    if file is None:
+        raise UserError(
+            f"files of type {spec.path.suffix or 'without a suffix'} are not read",
+            where=str(spec.path),
+            fix=f"use one of {', '.join(KINDS)}, each also with .gz",
+        )
+    return Source(spec, [file])
+
+
+def as_data_file(path: Path) -> DataFile | None:
+    """The file with its kind, told by its name; None for a name that is not known."""
+    gzipped = path.suffix == ".gz"
+    suffix = Path(path.stem).suffix if gzipped else path.suffix
+    kind = KINDS.get(suffix.lower())
+    return None if kind is None else DataFile(label=str(path), kind=kind, path=path, gzipped=gzipped)
+
+
+def _looks_like_a_path(name: str) -> bool:
+    known = name.removesuffix(".gz").lower().endswith(tuple(KINDS))
+    return known or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+
+
+def missing_file(spec: DatasetSpec) -> UserError:
+    """The error for a name that is no file, with the nearest names that do exist."""
+    path = Path(spec.name).expanduser()
+    folder = path.parent
+    if not folder.is_dir():
+        return UserError("no such folder", where=str(folder), fix=f"check the path of --dataset {spec.text}")
+    names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    fix = f"did you mean {' or '.join(str(folder / name) for name in close)}?" if close else "check the path"
+    return UserError("no such file", where=str(path), fix=fix)
+
+
+def _folder_files(spec: DatasetSpec) -> list[DataFile]:
+    """Every readable file below a folder in the order of its path, or those of one split.
+
+    The split of a file is told by its folders and its name, as on the hub (`train-00000.parquet`, `test/a.jsonl`).
+    Without `@SPLIT` a folder that has a `train` split gives that one, any other folder gives everything.
+    """
+    root = spec.path / spec.subset if spec.subset else spec.path
+    found = sorted(
+        path
+        for path in (root.rglob("*") if root.is_dir() else ())
+        if path.is_file()
+        and path.name not in SIDE_FILES
+        and not any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+    )
+    files = [(path.relative_to(root), file) for path in found if (file := as_data_file(path))]
+    if spec.split:
+        files = [(path, file) for path, file in files if _in_split(path, spec.split)]
+    elif any(_in_split(path, "train") for path, _ in files) and any(
+        _in_split(path, other) for path, _ in files for other in OTHER_SPLITS
+    ):
+        files = [(path, file) for path, file in files if _in_split(path, "train")]
+    if not files:
+        raise UserError(
+            f"the folder holds no data file{f' of split {spec.split}' if spec.split else ''}",
+            where=str(root),
+            fix=f"put files of type {', '.join(KINDS)} (also with .gz) there",
+        )
+    return [file for _, file in files]
+
+
+def _in_split(path: Path, split: str) -> bool:
+    names = [*path.parts[:-1], path.name.split(".")[0]]
+    return any(re.fullmatch(rf"{re.escape(split)}([-_.].*|\d*)", name, re.IGNORECASE) for name in names)
+
+
+def content_hash(files: list[DataFile]) -> tuple[str, int]:
+    """(hash over kinds and bytes of the files in order, their line count: an estimate of the rows for progress)."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        parts = list(pool.map(_hash_file, files))
+    digest = hashlib.sha256()
+    for file, (part, _) in zip(files, parts, strict=True):
+        digest.update(f"{file.kind}/{file.gzipped}/".encode() + part)
+    return digest.hexdigest(), sum(lines for _, lines in parts)
+
+
+def _hash_file(file: DataFile) -> tuple[bytes, int]:
+    if file.hub is not None:
+        from swiftlite.data.hub import fingerprint_and_rows
+
+        return fingerprint_and_rows(file.hub)
+    digest, lines = hashlib.sha256(), 0
+    try:
+        with file.path.open("rb") as stream:
+            while block := stream.read(HASH_BLOCK):
+                digest.update(block)
+                lines += block.count(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read the file: {error.strerror}", where=file.label, fix="check its rights") from error
+    return digest.digest(), lines

@@ -1,0 +1,199 @@
+"""Token sequences on disk: an Arrow IPC file, memory-mapped and read without a copy; and the cache folder it lies in.
+
+A data set is prepared once: the folder's name is a hash of everything that decides its tokens. Memory stays flat while
+it is written (record batches) and while it is read (the operating system pages it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+
+from swiftlite.data.tokenize import TokenBatch
+from swiftlite.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows: processes that start together each prepare the data, and one of them wins the rename
+    fcntl = None
+
+SCHEMA = pa.schema(
+    [
+        ("input_ids", pa.list_(pa.int32())),
+        ("runs", pa.list_(pa.int32())),  # trained [start, end) pairs
+        ("row", pa.int64()),
+        ("file", pa.int32()),
+        ("line", pa.int64()),
+        ("trained", pa.int32()),
+    ]
+)
+SEQUENCES, REJECTED, META = "sequences.arrow", "rejected.jsonl", "meta.json"
+
+
+class SequenceWriter:
+    """Appends TokenBatches to an Arrow file; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = pa.ipc.new_file(str(folder / SEQUENCES), SCHEMA)
+        self._rejected = (folder / REJECTED).open("w", encoding="utf-8")
+
+    def __enter__(self) -> SequenceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+        self._rejected.close()
+
+    def append(self, batch: TokenBatch) -> None:
+        """Write one record batch with the sequences, and the rejected rows as JSON lines."""
+        for row in batch.rejected:
+            self._rejected.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        if not batch.ids:
+            return
+        numbers, files, lines = (np.asarray(column) for column in zip(*batch.rows, strict=True))
+        trained = np.asarray([int((runs[1::2] - runs[::2]).sum()) for runs in batch.runs], dtype=np.int32)
+        columns = [
+            _list_array(batch.ids),
+            _list_array(batch.runs),
+            pa.array(numbers, pa.int64()),
+            pa.array(files, pa.int32()),
+            pa.array(lines, pa.int64()),
+            pa.array(trained),
+        ]
+        self._writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+
+
+def _list_array(parts: list[np.ndarray]) -> pa.ListArray:
+    offsets = np.zeros(len(parts) + 1, dtype=np.int32)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(parts), pa.int32()))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """One record batch as numpy views into the mapped file."""
+
+    ids: np.ndarray
+    id_offsets: np.ndarray
+    runs: np.ndarray
+    run_offsets: np.ndarray
+    file: np.ndarray
+    line: np.ndarray
+
+
+class SequenceStore:
+    """Reads the sequences of one prepared data set by index, zero-copy.
+
+    lengths, trained: tokens and trained tokens of each sequence, int32; rows: the row each came from, int64.
+    """
+
+    def __init__(self, folder: Path, labels: list[str]) -> None:
+        """labels: names of the files, as they are called in this run."""
+        self._labels = labels
+        self._source = pa.memory_map(str(folder / SEQUENCES))
+        reader = pa.ipc.open_file(self._source)
+        batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+        self._columns = [_numpy_columns(batch) for batch in batches]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+        empty = np.empty(0, dtype=np.int32)
+        self.lengths = np.concatenate([empty, *(np.diff(columns.id_offsets) for columns in self._columns)])
+        self.trained = np.concatenate([empty, *(batch.column("trained").to_numpy() for batch in batches)])
+        self.rows = np.concatenate([empty.astype(np.int64), *(batch.column("row").to_numpy() for batch in batches)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray, str]:
+        """(ids int32 `[n]`, trained bool `[n]`, `file:line`) of one sequence."""
+        which = int(np.searchsorted(self._starts, index, side="right")) - 1
+        columns, place = self._columns[which], index - int(self._starts[which])
+        ids = columns.ids[columns.id_offsets[place] : columns.id_offsets[place + 1]]
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        runs = columns.runs[columns.run_offsets[place] : columns.run_offsets[place + 1]]
+        for start, end in zip(runs[::2], runs[1::2], strict=True):
+            trained[start:end] = True
+        return ids, trained, f"{self._labels[columns.file[place]]}:{columns.line[place]}"
+
+
+def _numpy_columns(batch: pa.RecordBatch) -> _Columns:
+    ids, runs = batch.column("input_ids"), batch.column("runs")
+    return _Columns(
+        ids=ids.values.to_numpy(),
+        id_offsets=ids.offsets.to_numpy(),
+        runs=runs.values.to_numpy(),
+        run_offsets=runs.offsets.to_numpy(),
+        file=batch.column("file").to_numpy(),
+        line=batch.column("line").to_numpy(),
+    )
+
+
+def load_or_build(root: Path, key: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    """(folder, meta) of a cache entry. `build(folder)` fills a fresh folder and returns its meta.
+
+    Processes that ask for the same key at once wait for the first of them. The folder appears by a rename, complete or
+    not at all; one whose files do not match their recorded hashes is built again. Raises UserError where the cache
+    cannot be written.
+    """
+    final = root / key
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _lock(root / f"{key}.lock"):
+            meta = _read_meta(final)
+            if meta is None:
+                meta = _build_aside(final, build)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the token cache: {error.strerror or error}",
+            where=str(root),
+            fix="free some space, or name another folder with --cache-dir",
+        ) from error
+    return final, meta
+
+
+def _build_aside(final: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        meta = build(partial)
+        meta["files"] = {name: _file_hash(partial / name) for name in (SEQUENCES, REJECTED)}
+        (partial / META).write_text(json.dumps(meta), encoding="utf-8")
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return meta
+
+
+def _read_meta(folder: Path) -> dict[str, Any] | None:
+    """The meta of a sound entry, None for one that is missing or damaged."""
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        sound = all(_file_hash(folder / name) == digest for name, digest in meta["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return meta if sound else None
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,209 @@
+"""Chat -> text and the exact character spans that are trained: each answer with its end-of-turn token, nothing else.
+
+Two ways to find a span. A template with `{% generation %}` marks says it itself. For any other the conversation is
+rendered up to the answer with the generation prompt, and up to and with the answer: what lies between is the span.
+Templates that write history differently from the present (Qwen3 drops the thinking of earlier turns) break the
+prefix; the conversation is then split, and each part trains only the answers that stand in it as the model gives them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swiftlite.data.rows import REASONING_KEYS, BadRow, Chat
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_PROBE = [{"role": "user", "content": "x"}]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """text: the whole conversation or a part of it; spans: trained characters, ascending; add_eos: the template ends
+    answers with no token at all, so that the tokenizer's end-of-text has to be appended and trained."""
+
+    text: str
+    spans: list[Span]
+    add_eos: bool
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One trained answer: the text up to its end, the spans within it, and whether an end-of-turn token closes it."""
+
+    text: str
+    spans: list[Span]
+    closed: bool
+
+
+class ChatRenderer:
+    """Renders conversations with a tokenizer's own chat template through transformers' public interface."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_date: str) -> None:
+        """template_date: ISO date for templates that write today's date, so that a run does not depend on the day.
+
+        Raises UserError where there is no template, it cannot be compiled, or its date cannot be pinned.
+        """
+        self._tokenizer = tokenizer
+        self._date = datetime.date.fromisoformat(template_date)
+        self._special = tuple(sorted(_special_tokens(tokenizer), key=len, reverse=True))
+        self._templates = {with_tools: self._prepare(with_tools) for with_tools in (False, True)}
+
+    def render(self, chat: Chat) -> list[Rendered]:
+        """One text, or several where the template rewrites history. Raises BadRow."""
+        turns = [self._turn(chat, index) for index, trained in enumerate(chat.trained) if trained]
+        groups = [[turns[0]]]
+        for turn in turns[1:]:
+            if turn.text.startswith(groups[-1][-1].text):
+                groups[-1].append(turn)
+            else:
+                groups.append([turn])
+        return [
+            Rendered(group[-1].text, [span for turn in group for span in turn.spans], add_eos=not group[-1].closed)
+            for group in groups
+        ]
+
+    # ---- one answer ---------------------------------------------------------------------------------------------
+
+    def _turn(self, chat: Chat, index: int) -> _Turn:
+        if _GENERATION.search(self._templates[bool(chat.tools)]):
+            text, spans = self._marked(chat, index)
+        else:
+            text, spans = self._between(chat, index)
+        start, end = spans[-1]
+        stripped = text[start:end].rstrip()
+        closed = stripped.endswith(self._special)
+        if closed:  # white space behind the end-of-turn token belongs to the template, not to the answer
+            spans = [*spans[:-1], (start, start + len(stripped))]
+        self._check_content(chat, index, "".join(text[s:e] for s, e in spans))
+        return _Turn(text, spans, closed)
+
+    def _marked(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
+        """(text up to the end of the answer, spans the template marks for it)."""
+        text, marks = self._render_marks(chat, index + 1)
+        answers = [i for i in range(index) if chat.messages[i]["role"] == "assistant"]
+        earlier = len(self._render_marks(chat, answers[-1] + 1)[1]) if answers else 0
+        spans = [(start, end) for start, end in marks[earlier:] if end > start]
+        if not spans:
+            raise BadRow("template_error", f"the template's generation marks leave out message {index}")
+        return text, [*spans[:-1], (spans[-1][0], self._over_end_token(text, spans[-1][1]))]
+
+    def _over_end_token(self, text: str, end: int) -> int:
+        """The end of the span, moved over an end-of-turn token that the template leaves outside its marks."""
+        if text[:end].rstrip().endswith(self._special):
+            return end
+        token = next((token for token in self._special if text.startswith(token, end)), "")
+        return end + len(token)
+
+    def _between(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
+        """(text up to the end of the answer, the one span behind the generation prompt)."""
+        text = self._render(chat, index + 1)
+        prompt = self._render(chat, index, generation=True) if index else self._opening_prompt(chat, text)
+        if text.startswith(prompt):
+            return text, [(len(prompt), len(text))]
+        return text, [(self._after_header(chat, index, text, prompt), len(text))]
+
+    def _opening_prompt(self, chat: Chat, text: str) -> str:
+        """The generation prompt where nothing comes before the answer: found by what it adds to another question."""
+        probe = Chat(_PROBE, [False], chat.tools)
+        asked, prompt = self._render(probe, 1), self._render(probe, 1, generation=True)
+        header = prompt[len(asked) :] if prompt.startswith(asked) else ""
+        start = text.find(header)
+        if not header or start < 0:
+            raise BadRow("template_error", "the template does not open an answer that no question comes before")
+        return text[: start + len(header)]
+
+    def _after_header(self, chat: Chat, index: int, text: str, prompt: str) -> int:
+        """Where the answer starts if the generation prompt says more than the header of a given answer has.
+
+        Templates of thinking models end their generation prompt with `<think>`, which is not there in an answer
+        without thinking: what both share is the header, as long as it says more than the conversation before it.
+        """
+        before = self._render(chat, index) if index else ""
+        shared = len(os.path.commonprefix([text, prompt]))
+        if not text.startswith(before) or shared <= len(before):
+            raise BadRow("template_error", f"the template does not begin message {index} with its generation prompt")
+        start = text.find(chat.messages[index]["content"].strip(), len(before)) if shared < len(text) else -1
+        return min(shared, start) if start > len(before) else shared
+
+    def _check_content(self, chat: Chat, index: int, trained: str) -> None:
+        """The answer must stand in the trained text, white space aside: some templates drop a part of it."""
+        message, found = chat.messages[index], _squash(trained)
+        parts = [message["content"], *(message[key] for key in REASONING_KEYS if message.get(key))]
+        parts += [call["function"]["name"] for call in message.get("tool_calls") or []]
+        if any(_squash(part) not in found for part in parts):
+            raise BadRow("template_drops_content", f"the chat template leaves out a part of message {index}")
+
+    # ---- the template -------------------------------------------------------------------------------------------
+
+    def _prepare(self, with_tools: bool) -> str:
+        try:
+            template = self._tokenizer.get_chat_template(None, _PROBE if with_tools else None)
+        except ValueError as error:
+            raise UserError(
+                "the tokenizer has no chat template, and the rows are conversations",
+                fix="give --chat-template chatml or a .jinja file; to train plain text use `prompt` and `completion`",
+            ) from error
+        pinned = _DATE_CALL.sub(lambda call: repr(self._date.strftime(call.group(2))), template)
+        if "strftime_now(" in pinned:
+            raise UserError(
+                "the chat template asks for today's date in a way that cannot be pinned to --template-date",
+                fix="write the date format in the template as a literal string, and give it with --chat-template",
+            )
+        return pinned
+
+    def _render(self, chat: Chat, count: int, *, generation: bool = False) -> str:
+        """The first `count` messages as text. Raises BadRow with the template's own message."""
+        try:
+            return self._tokenizer.apply_chat_template(
+                chat.messages[:count],
+                tools=chat.tools,
+                chat_template=self._templates[bool(chat.tools)],
+                add_generation_prompt=generation,
+                tokenize=False,
+            )
+        except Exception as error:
+            raise _template_failure(error) from error
+
+    def _render_marks(self, chat: Chat, count: int) -> tuple[str, list[Span]]:
+        """The first `count` messages as text, and the spans that the template marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, marks = render_jinja_template(
+                conversations=[chat.messages[:count]],
+                tools=chat.tools,
+                chat_template=self._templates[bool(chat.tools)],
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        except Exception as error:
+            raise _template_failure(error) from error
+        return texts[0], marks[0]
+
+
+def _template_failure(error: Exception) -> Exception:
+    """A template is foreign code and may raise anything: its syntax is the user's to mend, the rest is the row's."""
+    import jinja2
+
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return UserError(f"the chat template is not valid Jinja: {error}", fix="mend it, or give --chat-template")
+    return BadRow("template_error", f"the chat template refuses the row: {error}")
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return added | set(tokenizer.all_special_tokens)
+
+
+def _squash(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,236 @@
+"""Rows -> token sequences with a trained flag a token. Each text is tokenised once, as a whole, with offsets.
+
+Tokenising prompt and answer apart would change the merges at their seam, and a mask made from `token == pad` would
+lose every end-of-turn token of the many models whose pad is their eos.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from swiftlite.data.readers import Payload, parse_payload
+from swiftlite.data.rows import FORMATS, BadRow, Chat, Completion, read_row, rename_columns
+from swiftlite.data.sources import DataFile
+from swiftlite.data.template import ChatRenderer
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = tuple[np.ndarray, np.ndarray]  # ids int32 `[tokens]`, trained bool `[tokens]`
+
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """Everything besides tokenizer and rows that decides the tokens. overlong: truncate, drop, split or error."""
+
+    method: str
+    max_length: int
+    overlong: str
+    template_date: str
+    columns: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row as read: file is an index into the source's files, line counts from 1, number is the row's, from 0."""
+
+    file: int
+    line: int
+    number: int
+    format: str | None
+    payload: Payload
+
+
+@dataclass
+class TokenBatch:
+    """Sequences of some rows, laid end to end. runs: trained `[start, end)` pairs of each sequence, flat."""
+
+    ids: list[np.ndarray] = field(default_factory=list)
+    runs: list[np.ndarray] = field(default_factory=list)
+    rows: list[tuple[int, int, int]] = field(default_factory=list)  # (row number, file, line) per sequence
+    counts: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text to tokenise. spans: trained characters, None for all of them; plain: with the tokenizer's own special
+    tokens (a chat template has written them itself); add_eos: close it with the end-of-text token."""
+
+    text: str
+    spans: list[tuple[int, int]] | None
+    plain: bool
+    add_eos: bool
+
+
+class RowTokenizer:
+    """Turns raw rows into token sequences; one a process."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TokenOptions, files: list[DataFile]) -> None:
+        """files: what `RawRow.file` points into. Raises UserError for a tokenizer that gives no character offsets."""
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer: it gives no character offsets, and trained "
+                "spans cannot be exact without them",
+                fix="use a model with a tokenizer.json, or convert its tokenizer",
+            )
+        self._tokenizer, self._options, self._files = tokenizer, options, files
+        self._renderer: ChatRenderer | None = None
+
+    def __call__(self, rows: list[RawRow]) -> TokenBatch:
+        """Tokenise some rows. Bad rows are collected in `rejected`.
+
+        Raises UserError under `overlong: error`, and for a tokenizer or template that cannot do what the rows need.
+        """
+        batch = TokenBatch()
+        batch.counts["read"] = len(rows)
+        sound: list[tuple[RawRow, list[_Text]]] = []
+        for row in rows:
+            try:
+                sound.append((row, self._texts(row)))
+            except BadRow as bad:
+                _reject(batch, row, self._files, bad)
+        encoded = iter(self._encode([text for _, texts in sound for text in texts]))
+        for row, texts in sound:
+            self._finish(row, [next(encoded) for _ in texts], batch)
+        return batch
+
+    def _texts(self, raw: RawRow) -> list[_Text]:
+        row = parse_payload(raw.payload)
+        if raw.format is None:
+            raise BadRow("unknown_format", f"no row format has these keys: {', '.join(list(row)[:12]) or 'none'}")
+        known = next(known for known in FORMATS if known.name == raw.format)
+        parsed = read_row(rename_columns(row, self._options.columns), known)
+        if isinstance(parsed, Chat):
+            if self._renderer is None:
+                self._renderer = ChatRenderer(self._tokenizer, self._options.template_date)
+            parts = self._renderer.render(parsed)
+            return [_Text(part.text, part.spans, plain=False, add_eos=part.add_eos) for part in parts]
+        if isinstance(parsed, Completion):
+            text = parsed.prompt + parsed.completion
+            return [_Text(text, [(len(parsed.prompt), len(text))], plain=True, add_eos=True)]
+        return [_Text(parsed.text, None, plain=True, add_eos=True)]
+
+    def _encode(self, texts: list[_Text]) -> list[Tokens]:
+        """Tokens of all texts in order: one call of the tokenizer for those of one kind, which uses every core."""
+        found: list[Tokens | None] = [None] * len(texts)
+        for plain in (False, True):
+            chosen = [i for i, text in enumerate(texts) if text.plain == plain]
+            if not chosen:
+                continue
+            encoded = self._tokenizer(
+                [texts[i].text for i in chosen],
+                add_special_tokens=plain,
+                return_offsets_mapping=any(texts[i].spans is not None for i in chosen),
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+            for place, i in enumerate(chosen):
+                ids = np.asarray(encoded["input_ids"][place], dtype=np.int32)
+                if texts[i].spans is None:
+                    trained = np.ones(len(ids), dtype=np.bool_)
+                else:
+                    offsets = np.asarray(encoded["offset_mapping"][place], dtype=np.int32).reshape(-1, 2)
+                    trained = overlaps(offsets, texts[i].spans)
+                found[i] = self._close(texts[i], ids, trained)
+        return found
+
+    def _close(self, text: _Text, ids: np.ndarray, trained: np.ndarray) -> Tokens:
+        """No double beginning-of-text; an end-of-text that is trained where nothing else ends the answer."""
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        if text.plain and bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
+            ids, trained = ids[1:], trained[1:]
+        if text.add_eos:
+            if eos is None:
+                raise UserError(
+                    "the tokenizer has no end-of-text token, so no answer would ever end",
+                    fix="give the tokenizer an eos_token, or use a chat template that ends each turn",
+                )
+            if len(ids) == 0 or ids[-1] != eos:
+                ids, trained = np.append(ids, np.int32(eos)), np.append(trained, True)
+            trained[-1] = True
+        trained[:1] = False  # the first token of a document is never predicted
+        return ids, trained
+
+    def _finish(self, row: RawRow, sequences: list[Tokens], batch: TokenBatch) -> None:
+        """Apply the policy for over-long rows, then keep what has a token to learn. Every loss is counted."""
+        limit, policy = self._options.max_length, self._options.overlong
+        longest = max(len(ids) for ids, _ in sequences)
+        if longest > limit and policy == "error":
+            raise UserError(
+                f"the row has {longest:,} tokens, --max-length is {limit:,}",
+                where=self._files[row.file].where(row.line),
+                fix="raise --max-length, or choose --overlong truncate, drop or split",
+            )
+        if longest > limit and policy == "drop":
+            batch.dropped["over_long"] += 1
+            return
+        cut = (lambda ids, trained: [(ids[:limit], trained[:limit])]) if policy == "truncate" else self._windows
+        parts = [part for tokens in sequences for part in (cut(*tokens) if len(tokens[0]) > limit else [tokens])]
+        kept = [(ids, trained) for ids, trained in parts if trained.any()]
+        if not kept:
+            batch.dropped["no_trained_token"] += 1
+            return
+        batch.counts["used"] += 1
+        batch.counts["truncated"] += longest > limit and policy == "truncate"
+        batch.counts["split"] += longest > limit and policy == "split"
+        batch.counts["split_by_template"] += len(sequences) > 1
+        for ids, trained in kept:
+            batch.ids.append(ids)
+            batch.runs.append(runs_of(trained))
+            batch.rows.append((row.number, row.file, row.line))
+
+    def _windows(self, ids: np.ndarray, trained: np.ndarray) -> Iterator[Tokens]:
+        """Windows that share one token with the next: it is predicted in the first and only context in the second."""
+        limit = self._options.max_length
+        for start in range(0, len(ids) - 1, limit - 1):
+            flags = trained[start : start + limit].copy()
+            flags[0] = False
+            yield ids[start : start + limit], flags
+
+
+def overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """Which tokens share a character with a span. offsets: `[tokens, 2]` start and end; returns bool `[tokens]`.
+
+    A token without characters (the word mark that some tokenizers put at a start, white space that the tokenizer trims
+    from its offsets) counts as what lies between the token before it and its end, or else as the character it stands at.
+    """
+    starts, ends = offsets[:, 0].copy(), offsets[:, 1].copy()
+    empty = np.flatnonzero(starts == ends)
+    if len(empty):
+        before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]])
+        gap = before[empty] < starts[empty]
+        starts[empty] = np.where(gap, before[empty], starts[empty])
+        ends[empty] += ~gap
+    trained = np.zeros(len(starts), dtype=np.bool_)
+    for start, end in spans:
+        trained |= (starts < end) & (ends > start)
+    return trained
+
+
+def runs_of(flags: np.ndarray) -> np.ndarray:
+    """The `[start, end)` pairs of the runs of true values, flat, int32."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.view(np.int8), [0]])))
+    return edges.astype(np.int32)
+
+
+def _reject(batch: TokenBatch, row: RawRow, files: list[DataFile], bad: BadRow) -> None:
+    batch.dropped[bad.reason] += 1
+    shown = row.payload.decode("utf-8", "replace") if isinstance(row.payload, bytes) else row.payload
+    batch.rejected.append(
+        {
+            "file": files[row.file].label,
+            "line": row.line,
+            "reason": bad.reason,
+            "detail": bad.detail,
+            "row": None if isinstance(shown, BadRow) else shown,
+        }
+    )
