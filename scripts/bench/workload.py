@@ -25,13 +25,13 @@ SHAPE = {
 }  # fmt: skip
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}<|im_start|>assistant\n"
-    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{{ '\n' }}"
     "{% else %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ROWS, SHORTEST, LONGEST, MEDIAN, SPREAD = 2000, 22, 693, 118, 0.78  # tokens a row; spread of a log-normal
 LEXICON = 12_000
-SETTINGS = {"format": 1, "rows": ROWS, "median": MEDIAN, "spread": SPREAD, "lexicon": LEXICON, **SHAPE}
+SETTINGS = {"format": 2, "rows": ROWS, "median": MEDIAN, "spread": SPREAD, "lexicon": LEXICON, **SHAPE}
 
 
 class Workload:
@@ -78,8 +78,8 @@ class Words:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        starts = ["b", "br", "d", "dr", "f", "g", "gl", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v", ""]
-        middles, ends = ["a", "e", "i", "o", "u", "ai", "ou"], ["", "n", "r", "s", "l", "t", "nd", "m"]
+        starts = ["b", "br", "d", "dr", "f", "g", "gl", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v"] + [""]
+        middles, ends = ["a", "e", "i", "o", "u", "ai", "ou"], ["n", "r", "s", "l", "t", "nd", "m"] + [""]
         found: dict[str, None] = {}
         while len(found) < LEXICON:
             parts = self._random.choices([1, 2, 3, 4], [2, 5, 4, 1])[0]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from swiftlite.config.flags import all_flags
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
 
-LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "dora", "rslora")
-FREEZE_ONLY = ("trainable_layers", "trainable_modules")
+LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
 
 
 def check_together(config: RunConfig, where: Mapping[str, str]) -> None:
@@ -85,28 +85,33 @@ def _contradictions(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]
     return [(what, names, fix) for broken, what, names, fix in rules if broken]
 
 
-def unused(config: RunConfig, given: set[str]) -> list[str]:
-    """A note for each given setting that has no effect in this run."""
-    notes = []
+def unused(config: RunConfig, by: Mapping[str, str]) -> list[str]:
+    """A note for each setting without effect in this run: those of the command line, and those set to no default.
+
+    by: who gave a value (flag, env, recipe); a saved config.yaml gives them all.
+    """
+    values = config.model_dump()
+    given = {name for name, who in by.items() if who == "flag" or values[name] != all_flags()[name].default}
+    return [f"{name} has no effect {why}" for name, why in _ineffective(config) if name in given]
+
+
+def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.tuner != "lora":
-        notes += [_note(name, f"with --tuner {config.tuner}") for name in LORA_ONLY if name in given]
+        yield from ((name, f"with --tuner {config.tuner}") for name in (*LORA_SHAPE, "modules_to_save"))
     if config.tuner != "freeze":
-        notes += [_note(name, f"with --tuner {config.tuner}") for name in FREEZE_ONLY if name in given]
+        yield from ((name, f"with --tuner {config.tuner}") for name in ("trainable_layers", "trainable_modules"))
     if config.adapter is not None:
-        shape = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
-        notes += [_note(name, "beside --adapter, which brings its own") for name in shape if name in given]
-    if config.lr_scheduler != "wsd" and "decay_ratio" in given:
-        notes.append(_note("decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"))
-    if config.max_steps is not None and "epochs" in given:
-        notes.append(_note("epochs", "beside --max-steps"))
-    if config.warmup_steps is not None and "warmup_ratio" in given:
-        notes.append(_note("warmup_ratio", "beside --warmup-steps"))
+        yield from ((name, "beside --adapter, which brings its own") for name in LORA_SHAPE)
+    if config.lr_scheduler != "wsd":
+        yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"
+    if config.max_steps is not None:
+        yield "epochs", "beside --max-steps"
+    if config.warmup_steps is not None:
+        yield "warmup_ratio", "beside --warmup-steps"
     if config.pipeline_parallel_size == 1:
-        pipeline = ("pipeline_schedule", "num_microbatches")
-        notes += [_note(name, "without a pipeline") for name in pipeline if name in given and _is_set(config, name)]
-    if not (config.eval_dataset or config.eval_fraction) and "eval_steps" in given:
-        notes.append(_note("eval_steps", "without --eval-dataset or --eval-fraction"))
-    return notes
+        yield from ((name, "without a pipeline") for name in ("pipeline_schedule", "num_microbatches"))
+    if not (config.eval_dataset or config.eval_fraction):
+        yield "eval_steps", "without --eval-dataset or --eval-fraction"
 
 
 def refuse_unbuilt(layout: Layout) -> None:
@@ -117,14 +122,6 @@ def refuse_unbuilt(layout: Layout) -> None:
             where=f"pp x dp_replicate x dp_shard x cp x tp = {layout}",
             fix="train in one process (leave the parallel flags out), or add --dry-run to see the plan",
         )
-
-
-def _note(name: str, why: str) -> str:
-    return f"{name} has no effect {why}"
-
-
-def _is_set(config: RunConfig, name: str) -> bool:
-    return config.model_dump(include={name})[name] is not None
 
 
 def _is_date(text: str | None) -> bool:

@@ -71,8 +71,8 @@ def resolve(
     batch, notes = _batch(named, given, layout)
     config = named.model_copy(update=_defaults(named, batch, now))
     check_together(config, {name: item.where for name, item in given.items()})
-    notes += unused(config, set(given))
     by = {name: item.by for name, item in given.items()}
+    notes += unused(config, by)
     return Resolved(config, layout, notes, by, recipe.path if recipe else None)
 
 
@@ -155,6 +155,7 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
     pretrain = config.method == "pretrain"
     tuner = config.tuner or ("full" if pretrain else "lora")
     pipeline = config.pipeline_parallel_size > 1
+    evaluates = bool(config.eval_dataset) or config.eval_fraction > 0
     output_dir = config.output_dir or _output_dir(config, now)
     return {
         "global_batch_size": batch.global_size,
@@ -165,7 +166,7 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "tuner": tuner,
         "overlong": config.overlong or ("split" if pretrain else "truncate"),
         "learning_rate": config.learning_rate or LEARNING_RATES[config.method, tuner],
-        "eval_steps": config.eval_steps or config.save_steps,
+        "eval_steps": config.eval_steps or (config.save_steps if evaluates else None),
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),
     }

@@ -39,4 +39,6 @@ def fingerprint_and_rows(spec: DatasetSpec) -> tuple[bytes, int]:
     """(a hash that changes with the content, number of rows)."""
     data = load_hub(spec)
     checksums = sorted((data.info.download_checksums or {}).items())
-    return repr((spec.name, spec.subset, spec.split, checksums, data.info.version, data.num_rows)).encode(), data.num_rows
+    return repr(
+        (spec.name, spec.subset, spec.split, checksums, data.info.version, data.num_rows)
+    ).encode(), data.num_rows

@@ -102,6 +102,11 @@ class BatchPlan:
             done += count
             epoch += 1
 
+    @property
+    def row_count(self) -> int:
+        """Distinct rows that take part."""
+        return sum(len(part.rows) for part in self._parts)
+
     def describe(self) -> dict[str, Any]:
         """Rows, tokens, trained tokens, packs and their fill in the first epoch, and its steps.
 

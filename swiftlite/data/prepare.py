@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftlite.data.audit import build_audit, check_anything_left
-from swiftlite.data.build import build_entry
+from swiftlite.data.build import bad_row_error, build_entry
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
 from swiftlite.data.rows import check_columns
 from swiftlite.data.sources import Source, content_hash, parse_spec, resolve
@@ -68,7 +68,7 @@ class Entry:
     store: SequenceStore
     meta: dict[str, Any]
     rejected: Path
-    rows: np.ndarray = field(compare=False)
+    rows: np.ndarray
 
 
 def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Progress | None = None) -> PreparedData:
@@ -152,3 +152,55 @@ def _prepare_one(
             raise bad_row_error(row)
     store = SequenceStore(folder, [file.label for file in source.files])
     return Entry(source, key, store, meta, folder / REJECTED, np.unique(store.rows))
+
+
+def token_options(config: RunConfig) -> TokenOptions:
+    """What of the config decides the tokens of a row."""
+    return TokenOptions(
+        method=config.method,
+        max_length=config.max_length,
+        overlong=config.overlong,
+        template_date=config.template_date,
+        columns=dict(config.columns),
+    )
+
+
+def cache_root(config: RunConfig) -> Path:
+    """`--cache-dir`, else `$XDG_CACHE_HOME/swiftlite`, else `~/.cache/swiftlite`."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftlite"
+
+
+def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tuple[list[Part], list[Part]]:
+    """(training parts, evaluation parts). `eval_fraction` holds out whole rows, so none is ever in both."""
+    if not config.eval_fraction:
+        return [_part(entry, entry.rows) for entry in train], [_part(entry, entry.rows) for entry in held_out]
+    parts, eval_parts = [], []
+    for place, entry in enumerate(train):
+        order = permutation(len(entry.rows), config.seed, "eval", place)
+        count = min(len(order) - 1, max(1, round(config.eval_fraction * len(order))))
+        if count:
+            eval_parts.append(Part(entry.source.spec.text, entry.store, np.sort(entry.rows[order[:count]])))
+        parts.append(_part(entry, np.sort(entry.rows[order[count:]])))
+    if not eval_parts:
+        raise UserError(
+            "too few rows to hold any out", where="--eval-fraction", fix="give --eval-dataset, or more rows"
+        )
+    return parts, eval_parts
+
+
+def _part(entry: Entry, rows: np.ndarray) -> Part:
+    return Part(entry.source.spec.text, entry.store, rows, entry.source.spec.weight)
+
+
+def _fingerprint(config: RunConfig, entries: list[Entry]) -> str:
+    return _digest(
+        [(entry.key, entry.source.spec.weight) for entry in entries],
+        len(config.dataset), config.eval_fraction, config.seed, config.packing, config.shuffle,
+        config.global_batch_size,
+    )  # fmt: skip
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]

@@ -105,7 +105,9 @@ def check_columns(columns: Mapping[str, str]) -> None:
     for key in columns:
         if key not in known:
             raise UserError(
-                f"no row format has the key {key!r}", where="--columns", fix=f"give KEY=COLUMN; keys: {', '.join(known)}"
+                f"no row format has the key {key!r}",
+                where="--columns",
+                fix=f"give KEY=COLUMN; keys: {', '.join(known)}",
             )
 
 
@@ -310,7 +312,9 @@ def _read_completion(row: Mapping[str, Any]) -> Row:
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
     given = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     context = [_message(_object(m, f"prompt[{i}]"), f"prompt[{i}]") for i, m in enumerate(asked)]
-    answer = [_message(_object(m, f"completion[{i}]"), f"completion[{i}]") for i, m in enumerate(_list(given, "completion"))]
+    answer = [
+        _message(_object(m, f"completion[{i}]"), f"completion[{i}]") for i, m in enumerate(_list(given, "completion"))
+    ]
     if all(message["role"] != "assistant" for message, _ in answer):
         raise BadRow("no_assistant_turn", "the completion has no assistant turn")
     return _chat([(message, False) for message, _ in context] + answer, _tools(row))

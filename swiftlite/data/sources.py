@@ -83,15 +83,21 @@ def parse_spec(text: str) -> DatasetSpec:
     if not text.strip():
         raise UserError("an empty data set name", where="--dataset", fix=f"give {GRAMMAR}")
     for pattern, field in ((_WEIGHT, "weight"), (_COUNT, "count"), (_SPLIT, "split"), (_SUBSET, "subset")):
-        path = Path(spec.name).expanduser()
-        if path.exists():
+        if path := _existing(spec.name):
             return replace(spec, path=path)
         match = pattern.search(spec.name)
         if match and match.start() > 0:
             value = _suffix_value(field, match.group(1), text)
             spec = replace(spec, name=spec.name[: match.start()], **{field: value})
-    path = Path(spec.name).expanduser()
-    return replace(spec, path=path) if path.exists() else spec
+    return replace(spec, path=_existing(spec.name))
+
+
+def _existing(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long for a path, a NUL, an unknown ~user: no path then
+        return None
 
 
 def _suffix_value(field: str, value: str, text: str) -> str | int | float:

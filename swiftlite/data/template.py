@@ -12,7 +12,7 @@ import datetime
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swiftlite.data.rows import REASONING_KEYS, BadRow, Chat
 from swiftlite.errors import UserError

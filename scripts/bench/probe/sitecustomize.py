@@ -1,7 +1,7 @@
 """Measures a training command from inside, without changing it: put this folder on PYTHONPATH and name a log file.
 
-Python imports `sitecustomize` in every process that the command starts. As soon as one imports torch, two hooks are set:
-token ids that enter a token embedding in training mode are counted, and each optimizer step writes one JSON line
+Python imports `sitecustomize` in every process that the command starts. As soon as one imports torch, two hooks are
+set: token ids that enter a token embedding in training mode are counted, and each optimizer step writes one JSON line
 with the time, the real ids (not padding), the padding ids and the peak resident memory of that process.
 """
 

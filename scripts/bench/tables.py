@@ -1,0 +1,143 @@
+"""Summary of all runs as text, as Markdown, and against the goals."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.measure import Run, median
+from bench.tools import SETTINGS
+
+BEGIN, END = "<!-- {name}: begin -->", "<!-- {name}: end -->"
+HEADER = ("tool", "setting", "tokens/s", "of swiftlite", "padding", "first step s", "peak MiB", "others' cores", "runs")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Medians over the runs of one setting; `failures` names the log of each failed run."""
+
+    tool: str
+    setting: str
+    kind: str
+    runs: int
+    tokens_per_second: float | None
+    lowest: float | None
+    highest: float | None
+    of_swiftlite: float | None
+    padding: float | None
+    first_step_seconds: float | None
+    peak_rss_mib: float | None
+    others_cores: float | None
+    failures: list[str]
+
+
+def summarise(runs: list[Run]) -> list[Line]:
+    """One line a setting, in the order of SETTINGS; settings without a run are left out."""
+    lines = []
+    base = median([run for run in runs if _is(run, "swiftlite", "defaults") and not run.failure], "tokens_per_second")
+    for setting in SETTINGS:
+        of_setting = [run for run in runs if _is(run, setting.tool, setting.name)]
+        good = [run for run in of_setting if not run.failure]
+        if not of_setting:
+            continue
+        rate = median(good, "tokens_per_second")
+        rates = [run.tokens_per_second for run in good if run.tokens_per_second is not None]
+        lines.append(
+            Line(
+                tool=setting.tool, setting=setting.name, kind=setting.kind, runs=len(good), tokens_per_second=rate,
+                lowest=min(rates, default=None), highest=max(rates, default=None),
+                of_swiftlite=rate / base if rate and base else None, padding=median(good, "padding"),
+                first_step_seconds=median(good, "first_step_seconds"), peak_rss_mib=median(good, "peak_rss_mib"),
+                others_cores=median(good, "others_cores"),
+                failures=[f"{run.failure}: see {run.log}" for run in of_setting if run.failure],
+            )
+        )  # fmt: skip
+    return lines
+
+
+def _is(run: Run, tool: str, setting: str) -> bool:
+    return run.tool == tool and run.setting == setting
+
+
+def _cells(line: Line) -> list[str]:
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rate = number(line.tokens_per_second, ",.0f")
+    if line.runs > 1 and line.lowest is not None and line.highest is not None:
+        rate += f" ({line.lowest:,.0f}-{line.highest:,.0f})"
+    count = str(line.runs) + (f", {len(line.failures)} FAILED" if line.failures else "")
+    return [
+        line.tool, line.setting, rate, number(line.of_swiftlite, ".2f"), number(line.padding, ".0%"),
+        number(line.first_step_seconds, ".1f"), number(line.peak_rss_mib, ",.0f"), number(line.others_cores, ".2f"),
+        count,
+    ]  # fmt: skip
+
+
+def text_table(lines: list[Line]) -> str:
+    table = [list(HEADER), *(_cells(line) for line in lines)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+    rendered = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    rendered.insert(1, "-" * max(map(len, rendered)))
+    return "\n".join(rendered + [f"{line.tool}, {line.setting}: FAILED, {text}" for line in lines for text in line.failures])
+
+
+def markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [list(header), ["---"] * len(header), *rows])
+
+
+def goals(lines: list[Line]) -> list[str]:
+    """What issue and documentation ask of swiftlite's defaults, each with what was measured. Empty without a swiftlite run."""
+    own = next((line for line in lines if line.kind == "swiftlite" and line.setting == "defaults" and line.runs), None)
+    peers = [line for line in lines if line.kind != "swiftlite" and line.runs]
+    if own is None or not peers:
+        return []
+    found = []
+
+    def compare(what: str, value: float | None, best: float | None, limit: float, at_least: bool) -> None:
+        if value and best:
+            reached = value / best >= limit if at_least else value / best <= limit
+            found.append(f"{what}: {value / best:.2f}x (goal {limit}x): {'reached' if reached else 'NOT reached'}")
+
+    for kind, factor in (("shipped", 1.8), ("tuned", 1.2)):
+        rates = [line.tokens_per_second for line in peers if line.kind == kind and line.tokens_per_second]
+        compare(f"tokens/s against the best peer, {kind}", own.tokens_per_second, max(rates, default=None), factor, True)
+    starts = [line.first_step_seconds for line in peers if line.first_step_seconds]
+    compare("first step against the fastest peer", own.first_step_seconds, min(starts, default=None), 0.7, False)
+    memory = [line.peak_rss_mib for line in peers if line.peak_rss_mib]
+    compare("peak memory against the leanest peer", own.peak_rss_mib, min(memory, default=None), 1.0, False)
+    return found
+
+
+def markdown(lines: list[Line], facts: dict) -> str:
+    """The table, the goals and what they were measured on, for docs/performance.md."""
+    machine, rows = facts["machine"], facts["workload"]
+    tools = "; ".join(
+        f"{tool}: " + ", ".join(f"{name} {version}" for name, version in found.items())
+        for tool, found in facts["versions"].items()
+    )
+    parts = [
+        f"Measured on {facts['date']}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
+        f"{facts['threads']} threads a tool; medians of {facts['rounds']} interleaved round(s); "
+        f"{rows['rows']} rows of {rows['shortest']}-{rows['longest']} tokens (median {rows['median']:.0f}, "
+        f"mean {rows['mean']:.0f}).",
+        markdown_table(HEADER, [_cells(line) for line in lines]),
+        "\n".join(f"- {goal}" for goal in goals(lines)),
+        "\n".join(f"- {line.tool}, {line.setting}: failed, {failure}" for line in lines for failure in line.failures),
+        f"Versions: {tools}.",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def fill(file: Path, name: str, text: str) -> None:
+    """Put `text` between the marks of `name` in a Markdown file. Raises ValueError where the file has no such marks."""
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    before, found, rest = file.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{file} has no place for this table: it needs the lines {begin} and {end}")
+    file.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+
+
+def as_json(lines: list[Line], runs: list[Run], facts: dict) -> dict:
+    return {**facts, "summary": [asdict(line) for line in lines], "goals": goals(lines), "runs": [asdict(r) for r in runs]}

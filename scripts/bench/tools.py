@@ -1,0 +1,121 @@
+"""The command line of every tool and configuration that is measured.
+
+All train the same rows with micro-batches of 4 x 2, fp32, AdamW, a constant rate of 1e-4 where the tool has one, loss on
+the answers only, and neither save in between nor evaluate. "shipped" leaves the tool's speed settings as they come;
+"tuned" turns activation checkpointing off and groups or packs rows by the tool's own means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.workload import MAX_LENGTH, Workload
+
+MICRO_BATCH, ACCUMULATION, LEARNING_RATE = 4, 2, "1e-4"
+TOOLS = ("swiftlite", "trl", "llamafactory", "ms-swift", "litgpt")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """tool and name say which run it is; kind: `swiftlite`, `shipped` or `tuned`.
+
+    packed: a step holds 8 packs of max length instead of 8 rows, so fewer steps see as many tokens.
+    """
+
+    tool: str
+    name: str
+    kind: str
+    flags: tuple[str, ...] = ()
+    packed: bool = False
+
+
+SETTINGS = (
+    Setting("swiftlite", "defaults", "swiftlite", packed=True),
+    Setting("swiftlite", "no packing", "swiftlite", ("--no-packing",)),
+    Setting("trl", "as shipped", "shipped"),
+    Setting("llamafactory", "as shipped", "shipped"),
+    Setting("ms-swift", "as shipped", "shipped"),
+    Setting("litgpt", "as shipped", "shipped"),
+    Setting(
+        "trl", "no checkpointing, grouped", "tuned",
+        ("--gradient_checkpointing", "false", "--train_sampling_strategy", "group_by_length"),
+    ),
+    Setting(
+        "llamafactory", "no checkpointing, grouped", "tuned",
+        ("--disable_gradient_checkpointing", "true", "--train_sampling_strategy", "group_by_length"),
+    ),
+    Setting(
+        "llamafactory", "no checkpointing, neat packing", "tuned",
+        ("--disable_gradient_checkpointing", "true", "--neat_packing", "true"), packed=True,
+    ),
+    Setting(
+        "ms-swift", "no checkpointing, grouped", "tuned", ("--gradient_checkpointing", "false", "--group_by_length", "true")
+    ),
+    Setting("litgpt", "no loader workers", "tuned", ("--data.num_workers", "0")),
+)  # fmt: skip
+
+
+def command(setting: Setting, python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
+    """The command of `setting` by the tool's own entry point beside `python`, for `steps` optimizer steps."""
+    build = {
+        "swiftlite": _swiftlite, "trl": _trl, "llamafactory": _llamafactory, "ms-swift": _ms_swift, "litgpt": _litgpt,
+    }[setting.tool]  # fmt: skip
+    return [*build(python, workload, output, steps), *setting.flags]
+
+
+def _swiftlite(python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
+    return [
+        str(python), "-m", "swiftlite", "sft", "--model", str(workload.model), "--dataset", str(workload.rows),
+        "--tuner", "full", "--micro-batch-size", str(MICRO_BATCH),
+        "--global-batch-size", str(MICRO_BATCH * ACCUMULATION), "--max-length", str(MAX_LENGTH),
+        "--learning-rate", LEARNING_RATE, "--lr-scheduler", "constant", "--precision", "fp32",
+        "--output-dir", str(output / "out"), "--cache-dir", str(output / "cache"), "--max-steps", str(steps),
+    ]  # fmt: skip
+
+
+def _hf_trainer(output: Path, steps: int) -> list[str]:
+    """What the tools built on transformers' Trainer have in common."""
+    return [
+        "--output_dir", str(output / "out"), "--max_steps", str(steps), "--learning_rate", LEARNING_RATE,
+        "--lr_scheduler_type", "constant", "--per_device_train_batch_size", str(MICRO_BATCH),
+        "--gradient_accumulation_steps", str(ACCUMULATION), "--logging_steps", "1", "--save_strategy", "no",
+        "--report_to", "none", "--use_cpu", "true", "--bf16", "false",
+    ]  # fmt: skip
+
+
+def _trl(python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
+    return [
+        str(python.parent / "trl"), "sft", "--model_name_or_path", str(workload.model),
+        "--dataset_name", str(workload.chat), "--assistant_only_loss", "true", "--max_length", str(MAX_LENGTH),
+        "--dtype", "float32", *_hf_trainer(output, steps),
+    ]  # fmt: skip
+
+
+def _llamafactory(python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
+    return [
+        str(python.parent / "llamafactory-cli"), "train", "--stage", "sft", "--do_train", "true",
+        "--model_name_or_path", str(workload.model), "--dataset_dir", str(workload.llamafactory), "--dataset", "bench",
+        "--template", "chatml", "--finetuning_type", "full", "--cutoff_len", str(MAX_LENGTH),
+        *_hf_trainer(output, steps),
+    ]  # fmt: skip
+
+
+def _ms_swift(python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
+    return [
+        str(python.parent / "swift"), "sft", "--model", str(workload.model), "--model_type", "qwen2",
+        "--template", "chatml", "--dataset", str(workload.rows), "--tuner_type", "full", "--torch_dtype", "float32",
+        "--max_length", str(MAX_LENGTH), "--split_dataset_ratio", "0", "--use_hf", "true", "--check_model", "false",
+        *_hf_trainer(output, steps),
+    ]  # fmt: skip
+
+
+def _litgpt(python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
+    return [
+        str(python.parent / "litgpt"), "finetune_full", str(workload.litgpt_model), "--out_dir", str(output / "out"),
+        "--data", "JSON", "--data.json_path", str(workload.litgpt), "--data.mask_prompt", "true",
+        "--data.prompt_style", "qwen3", "--precision", "32-true", "--optimizer", "AdamW",
+        "--optimizer.lr", LEARNING_RATE, "--train.micro_batch_size", str(MICRO_BATCH),
+        "--train.global_batch_size", str(MICRO_BATCH * ACCUMULATION), "--train.max_seq_length", str(MAX_LENGTH),
+        "--train.max_steps", str(steps), "--train.lr_warmup_steps", "1",
+    ]  # fmt: skip

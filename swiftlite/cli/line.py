@@ -1,0 +1,171 @@
+"""The words of a command line, read by the schema: any spelling and alias of a flag becomes `--name=value`.
+
+Typer then sees only canonical options. Here `--max_length`, `--dataset a b c`, `--packing false`, `--cutoff-len 512` and
+a bare `--cpu-offload` get their meaning, and an unknown flag its nearest neighbour.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from swiftlite.config.flags import Flag, all_flags, find_flag, known_names, nearest
+from swiftlite.config.types import split_list
+from swiftlite.errors import UserError
+
+TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
+RECIPE = ("--recipe", "--config", "-r")
+NEGATIVE_NUMBER = re.compile(r"-\.?\d")
+
+
+@dataclass
+class Line:
+    """values: canonical name -> words given; typed: how each flag was spelt; recipe: of `--recipe`; notes: to show."""
+
+    values: dict[str, list[str]] = field(default_factory=dict)
+    typed: dict[str, str] = field(default_factory=dict)
+    recipe: str | None = None
+    help: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def canonical(self) -> list[str]:
+        """The same line as Typer is to see it."""
+        words = ["--help"] if self.help else []
+        words += [f"--recipe={self.recipe}"] if self.recipe is not None else []
+        for name, values in self.values.items():
+            option = name.replace("_", "-")
+            known = find_flag(name)
+            if known is not None and known.kind == "bool":
+                words.append(f"--{option}" if values[0] == "true" else f"--no-{option}")
+            else:
+                words += [f"--{option}={value}" for value in values]
+        return words
+
+
+def read_line(command: str, words: list[str], own: Iterable[Flag] = ()) -> Line:
+    """Read the words behind a command that takes the schema's flags. own: further flags of that command.
+
+    Raises UserError for an unknown flag, a flag without its value and a word that belongs to no flag.
+    """
+    reader = _Reader(command, words, {flag.name: flag for flag in own})
+    return reader.read()
+
+
+class _Reader:
+    """Walks over the words once."""
+
+    def __init__(self, command: str, words: list[str], own: dict[str, Flag]) -> None:
+        self._command, self._words, self._own = command, words, own
+        self._at = 0
+        self._line = Line()
+
+    def read(self) -> Line:
+        while self._at < len(self._words):
+            word = self._words[self._at]
+            self._at += 1
+            option, equals, value = word.partition("=")
+            if option in ("--help", "-h"):
+                self._line.help = True
+            elif option in RECIPE:
+                self._line.recipe = self._value(option, value if equals else None)
+            elif word.startswith("-") and not NEGATIVE_NUMBER.match(word) and word != "-":
+                self._flag(option, value if equals else None)
+            else:
+                raise UserError(
+                    f"{word!r} belongs to no flag",
+                    where=self._where(),
+                    fix="put a flag in front of it, or quote a value that holds blanks",
+                )
+        return self._line
+
+    def _flag(self, option: str, value: str | None) -> None:
+        flag, negated = self._find(option)
+        if flag.kind == "bool":
+            words = [self._truth(option, value, negated)]
+        elif flag.kind in ("list", "map"):
+            words = self._several(option, value)
+        else:
+            words = [self._value(option, value, bare=flag.bare)]
+        before = self._line.values.get(flag.name)
+        if flag.kind in ("list", "map"):
+            words = (before or []) + words
+        elif before and before != words:
+            self._line.notes.append(f"{option} was given twice; {words[0]} counts, not {before[0]}")
+        self._line.values[flag.name] = words
+        self._line.typed[flag.name] = option
+
+    def _find(self, option: str) -> tuple[Flag, bool]:
+        """The flag and whether it stands as `--no-...`."""
+        if not option.startswith("--"):
+            for flag in all_flags().values():
+                if option == f"-{flag.short}":
+                    return flag, False
+        else:
+            name = option[2:].replace("-", "_")
+            if flag := self._own.get(name) or find_flag(name):
+                return flag, False
+            flag = self._own.get(name[3:]) or find_flag(name[3:])
+            if name.startswith("no_") and flag and flag.kind == "bool":
+                return flag, True
+        raise self._unknown(option)
+
+    def _unknown(self, option: str) -> UserError:
+        name = option.lstrip("-").replace("-", "_")
+        negated = [f"no_{flag.name}" for flag in all_flags().values() if flag.kind == "bool"]
+        near = nearest(name, [*known_names(), *negated, *self._own, "recipe"])
+        hint = f"did you mean `--{near.replace('_', '-')}`?" if near else "see"
+        return UserError(
+            f"unknown flag {option}", where=self._where(), fix=f"{hint} `swiftlite {self._command} --help` shows all"
+        )
+
+    def _truth(self, option: str, value: str | None, negated: bool) -> str:
+        if negated:
+            if value is not None:
+                raise UserError(f"{option} takes no value", where=self._where(), fix=f"write {option} alone")
+            return "false"
+        if value is None:
+            following = self._next()
+            if following is None or following.lower() not in TRUTH:
+                return "true"
+            self._at += 1
+            value = following
+        if value.lower() not in TRUTH:
+            raise UserError(f"{option} is {value!r}, not true or false", where=option, fix=f"write {option} alone")
+        return "true" if TRUTH.index(value.lower()) % 2 == 0 else "false"
+
+    def _several(self, option: str, value: str | None) -> list[str]:
+        words = [] if value is None else [self._value(option, value)]
+        while (following := self._next()) is not None:
+            words.append(following)
+            self._at += 1
+        if not words:
+            raise self._missing(option)
+        return [part for word in words for part in split_list(word)]
+
+    def _value(self, option: str, value: str | None, *, bare: str | None = None) -> str:
+        if value is None:
+            value = self._next()
+            if value is None:
+                if bare is None:
+                    raise self._missing(option)
+                return bare
+            self._at += 1
+        if not value.strip():
+            raise UserError(
+                f"the value of {option} is empty", where=self._where(), fix="is a variable of your shell unset?"
+            )
+        return value
+
+    def _next(self) -> str | None:
+        """The following word if it can be a value."""
+        if self._at >= len(self._words):
+            return None
+        word = self._words[self._at]
+        return None if word.startswith("-") and word != "-" and not NEGATIVE_NUMBER.match(word) else word
+
+    def _missing(self, option: str) -> UserError:
+        return UserError(f"{option} needs a value", where=self._where(), fix=f"write {option} VALUE")
+
+    def _where(self) -> str:
+        return f"swiftlite {self._command}"

@@ -1,0 +1,162 @@
+"""Typer commands whose options are generated from the schema: names, help sentences, panels, choices and defaults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from swiftlite.cli.line import Line, read_line
+from swiftlite.config.flags import Flag, all_flags
+from swiftlite.config.schema import RUN
+
+KIND_NAMES = {"int": "INT", "float": "FLOAT", "str": "TEXT", "list": "TEXT ...", "map": "KEY=VALUE ..."}
+
+
+@dataclass
+class Session:
+    """What one invocation of the program shares between parsing and the error report."""
+
+    line: Line = field(default_factory=Line)
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """A command that takes the schema's flags. method: what it trains, or None where recipe or `--method` says it.
+
+    handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags.
+    """
+
+    name: str
+    handler: Callable[..., None]
+    help: str
+    method: str | None = None
+    own: tuple[Flag, ...] = ()
+
+    def read(self, words: list[str]) -> Line:
+        """The words behind the command, by the schema. Raises UserError."""
+        return read_line(self.name, words, self.own)
+
+    def add(self, app: typer.Typer, *, with_options: bool, hidden: bool = False, name: str | None = None) -> None:
+        """Register it. with_options: False where only its name and help are needed, which is much quicker."""
+        function = self._function() if with_options else _nothing
+        app.command(name or self.name, help=self.help, hidden=hidden, rich_help_panel=None)(function)
+
+    def _function(self) -> Callable[..., None]:
+        def run(context: typer.Context, **values: Any) -> None:
+            self._run(context.obj, values)
+
+        parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+        parameters += [_recipe_parameter(), *(_parameter(flag) for flag in self._flags())]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    def _flags(self) -> list[Flag]:
+        shown = [flag for flag in all_flags().values() if self.method is None or flag.name != "method"]
+        return [*self.own, *shown]
+
+    def _run(self, session: Session, values: dict[str, Any]) -> None:
+        from swiftlite.config.recipe import load_recipe
+        from swiftlite.config.resolve import resolve
+        from swiftlite.config.validate import Given
+
+        line = session.line
+        recipe = values.pop("recipe")
+        own = {flag.name: own_value(flag, values.pop(flag.name)) for flag in self.own}
+        given = {}
+        for name, value in values.items():
+            if value in (None, []):
+                continue
+            one_word = isinstance(value, list) and len(value) == 1  # so that `--report-to none` means none
+            given[name] = Given(value[0] if one_word else value, line.typed[name], "flag")
+        resolved = resolve(self.method, given, load_recipe(recipe) if recipe else None)
+        resolved.notes[:0] = line.notes
+        session.debug = session.debug or resolved.config.debug
+        self.handler(resolved, **own)
+
+
+def own_flag(name: str, kind: str, default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Flag:
+    """A flag that belongs to one command only, such as `inspect --rows`. kind: bool, int, float or str."""
+    return Flag(
+        name=name,
+        kind=kind,
+        choices=choices,
+        aliases=(),
+        panel="Options",
+        help=help_text,
+        default=default,
+        shown=None if default is not None else "none",
+        metavar=None,
+        short=None,
+        bare=None,
+        env=None,
+    )
+
+
+def own_value(flag: Flag, value: Any) -> Any:
+    """The typed value of a command's own flag, its default where it was not given. Raises UserError."""
+    from swiftlite.errors import UserError
+
+    if value is None:
+        return flag.default
+    if flag.choices and value not in flag.choices:
+        raise UserError(f"{flag.option} is {value!r}", where=flag.option, fix=f"it takes {', '.join(flag.choices)}")
+    types: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "str": str}
+    try:
+        return types[flag.kind](value)
+    except ValueError as error:
+        raise UserError(
+            f"{flag.option} is {value!r}, not a number", where=flag.option, fix=f"give a number, such as {flag.default}"
+        ) from error
+
+
+def help_text(flag: Flag) -> str:
+    """The help sentence with default and aliases, in Rich markup."""
+    text = flag.help.replace("[", r"\[")
+    details = [f"default: {flag.default_in_words}"]
+    if flag.env:
+        details.append(f"env: {flag.env}")
+    if flag.aliases:
+        details.append("also " + " ".join(f"--{alias.replace('_', '-')}" for alias in flag.aliases))
+    return f"{text} [dim]\\[{'; '.join(details)}][/dim]"
+
+
+def _parameter(flag: Flag) -> inspect.Parameter:
+    names = [flag.option] if flag.kind != "bool" else [f"{flag.option}/--no-{flag.option[2:]}"]
+    if flag.short:
+        names.append(f"-{flag.short}")
+    kinds: dict[str, Any] = {"bool": bool | None, "list": list[str] | None, "map": list[str] | None}
+    kind = kinds.get(flag.kind, str | None)
+    metavar = flag.metavar or "|".join(flag.choices) or KIND_NAMES.get(flag.kind)
+    option = typer.Option(
+        *names,
+        help=help_text(flag),
+        metavar=None if flag.kind == "bool" else metavar,
+        rich_help_panel="Options" if flag.panel == RUN else flag.panel,
+        show_default=False,
+    )
+    return _keyword(flag.name, Annotated[kind, option])
+
+
+def _recipe_parameter() -> inspect.Parameter:
+    option = typer.Option(
+        "--recipe",
+        "-r",
+        help="Recipe by path or name; flags win over it. [dim]\\[default: none; also --config][/dim]",
+        metavar="FILE|NAME",
+        show_default=False,
+    )
+    return _keyword("recipe", Annotated[str | None, option])
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _nothing() -> None:
+    """Stands in for a command that is only listed."""

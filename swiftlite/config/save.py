@@ -1,0 +1,43 @@
+"""`config.yaml`: the resolved configuration as a recipe, grouped like the help. Reading it gives the same run again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from swiftlite import __version__
+from swiftlite.config.flags import all_flags
+from swiftlite.config.schema import RunConfig
+
+NOT_SAVED = ("dry_run", "debug")
+DERIVED = ("gradient_accumulation_steps", "num_microbatches")  # they change with the layout, the global batch does not
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write the config as a recipe; the file is whole or unchanged."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(dump_config(config), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def dump_config(config: RunConfig) -> str:
+    """The recipe's text: every setting, a comment over each group."""
+    import yaml
+
+    lines = [
+        f"# Written by swiftlite {__version__}: every setting of this run.",
+        "# `swiftlite train --recipe THIS_FILE` runs it again; give it another --output-dir, or --resume auto.",
+    ]
+    panel = None
+    for name, value in config.model_dump().items():
+        flag = all_flags()[name]
+        if name in NOT_SAVED:
+            continue
+        if flag.panel != panel:
+            panel = flag.panel
+            lines += ["", f"# {panel}"]
+        line = yaml.safe_dump({name: value}, default_flow_style=True, allow_unicode=True, width=10**9).strip()[1:-1]
+        if name in DERIVED and value is not None:
+            line = f"# {line}  (follows from the batch sizes and the layout)"
+        lines.append(line)
+    return "\n".join(lines) + "\n"

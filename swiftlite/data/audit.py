@@ -1,0 +1,87 @@
+"""The audit: what was read, what became of every row, and what the packs hold. Nothing is lost without a number here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from swiftlite.data.order import BatchPlan
+    from swiftlite.data.prepare import Entry
+
+OUTCOMES = ("read", "used", "truncated", "split", "split_by_template")
+
+
+def build_audit(
+    train: list[Entry], plan: BatchPlan, held_out: list[Entry], eval_plan: BatchPlan | None
+) -> dict[str, Any]:
+    """audit.json: the training data in all, then per data set, then the evaluation data in the same form.
+
+    `rows` counts rows of the files; tokens, packs and fill describe the first epoch, after weights and the held-out
+    part. A row of which nothing is kept is under `dropped` with its reason; one that is kept in part is under
+    `truncated`, `split` (several sequences by length) or `split_by_template` (several because the chat template writes
+    history differently). `held_out` rows went to the evaluation set.
+    """
+    audit = _section(train, plan) | {
+        "datasets": {
+            name: {"rows": _rows([entry for entry in train if entry.source.spec.text == name])} | numbers
+            for name, numbers in _numbers_by_name(plan).items()
+        }
+    }
+    if eval_plan is not None:
+        audit["eval"] = _section(held_out, eval_plan)
+        if not held_out:
+            audit["rows"]["held_out"] = audit["eval"]["rows"]["read"] = eval_plan.row_count
+            audit["eval"]["rows"]["used"] = eval_plan.row_count
+            audit["rows"]["used"] -= eval_plan.row_count
+    return audit
+
+
+def _numbers_by_name(plan: BatchPlan) -> dict[str, dict[str, Any]]:
+    return {name: _numbers(described) for name, described in plan.describe_parts().items()}
+
+
+def _section(entries: list[Entry], plan: BatchPlan) -> dict[str, Any]:
+    return {"rows": _rows(entries)} | _numbers(plan.describe())
+
+
+def _numbers(described: dict[str, Any]) -> dict[str, Any]:
+    return {key: described[key] for key in ("tokens", "trained_tokens", "packs", "fill")}
+
+
+def _rows(entries: list[Entry]) -> dict[str, Any]:
+    counts = {name: sum(entry.meta["counts"].get(name, 0) for entry in entries) for name in OUTCOMES}
+    return {
+        "read": counts["read"],
+        "used": counts["used"],
+        "dropped": dropped_rows(entries),
+        "truncated": counts["truncated"],
+        "split": counts["split"],
+        "split_by_template": counts["split_by_template"],
+    }
+
+
+def dropped_rows(entries: list[Entry]) -> dict[str, int]:
+    """Reason -> rows, the most frequent first."""
+    total: Counter[str] = Counter()
+    for entry in entries:
+        total.update(entry.meta["dropped"])
+    return dict(total.most_common())
+
+
+def check_anything_left(entries: list[Entry]) -> None:
+    """Raises UserError for a data set without a row, or of which no row was kept, with the counts."""
+    for entry in entries:
+        if entry.meta["counts"].get("used", 0):
+            continue
+        read, where = entry.meta["counts"].get("read", 0), entry.source.spec.text
+        if not read:
+            raise UserError("the data set holds no row", where=where, fix="check that it is the right file")
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped_rows([entry]).items())
+        raise UserError(
+            f"no row is left to train on: {read:,} read, all dropped ({reasons})",
+            where=where,
+            fix="mend the rows (swiftlite inspect shows them); for over_long and no_trained_token raise --max-length",
+        )

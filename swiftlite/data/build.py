@@ -1,0 +1,175 @@
+"""Tokenises one data set into a cache folder, on every core, with rows and errors in the order of the files."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from swiftlite.data.order import permutation
+from swiftlite.data.readers import parse_payload, read_rows
+from swiftlite.data.rows import BadRow, detect_format, rename_columns
+from swiftlite.data.sources import DataFile, Source
+from swiftlite.data.store import SequenceWriter
+from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
+from swiftlite.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 128  # rows a task: large enough that the batched call of the tokenizer pays, small enough for a lively bar
+POOL_FROM_ROWS = 500  # below it, starting processes costs more than it gains
+IN_FLIGHT = 3  # tasks a process, so that memory stays flat when the writer is slow
+
+
+def build_entry(
+    folder: Path,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TokenOptions,
+    *,
+    sample_by: str,
+    seed: int,
+    stop_at_bad_row: bool,
+    workers: int | None,
+    expected_rows: int,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, Any]:
+    """Write the sequences and rejected rows of a source into a folder; returns its meta.
+
+    expected_rows: an estimate for the progress bar. Raises UserError for the first bad row if `stop_at_bad_row`.
+    """
+    counts: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
+    rows = raw_rows(source, options, sample_by, seed)
+    run = RowTokenizer(tokenizer, options, source.files)
+    processes = _processes(workers) if expected_rows > POOL_FROM_ROWS else 1
+    with SequenceWriter(folder) as writer:
+        for batch in _map_in_order(run, _chunks(rows), processes):
+            if batch.rejected and stop_at_bad_row:
+                raise bad_row_error(batch.rejected[0])
+            counts.update(batch.counts)
+            dropped.update(batch.dropped)
+            writer.append(batch)
+            if progress is not None:
+                progress(counts["read"], max(expected_rows, counts["read"]))
+    return {"counts": dict(counts), "dropped": dict(dropped)}
+
+
+def bad_row_error(row: dict[str, Any]) -> UserError:
+    """The error for a rejected row under `--on-bad-row error`."""
+    return UserError(
+        f"{row['detail']} ({row['reason']})",
+        where=f"{row['file']}:{row['line']}",
+        fix="mend the row, or leave such rows out with --on-bad-row skip (counted in audit.json, listed in "
+        "rejected_rows.jsonl)",
+    )
+
+
+def raw_rows(source: Source, options: TokenOptions, sample_by: str, seed: int) -> Iterator[RawRow]:
+    """The rows of a source in order; with `#COUNT` a choice of so many that depends on seed and number of rows only."""
+    number = itertools.count()
+    chosen = _choice(source, sample_by, seed)
+    for place, file in enumerate(source.files):
+        known = _format_of(file, options, sample_by)
+        for line, payload in read_rows(file, sample_by):
+            index = next(number)
+            if chosen is None or chosen[index]:
+                yield RawRow(place, line, index, known, payload)
+
+
+def _choice(source: Source, sample_by: str, seed: int) -> np.ndarray | None:
+    """Which rows `#COUNT` takes, as a bool per row; all of them where there are fewer."""
+    if source.spec.count is None:
+        return None
+    total = sum(1 for file in source.files for _ in read_rows(file, sample_by))
+    chosen = np.zeros(total, dtype=np.bool_)
+    chosen[permutation(total, seed, "count")[: source.spec.count]] = True
+    return chosen
+
+
+def _format_of(file: DataFile, options: TokenOptions, sample_by: str) -> str | None:
+    """The name of the format of the first row whose keys are known, None where no row's are."""
+    columns_seen = False
+    for line, payload in read_rows(file, sample_by):
+        try:
+            row = parse_payload(payload)
+        except BadRow:
+            continue
+        columns_seen = columns_seen or _check_columns_exist(file, line, row, options.columns)
+        try:
+            known = detect_format(rename_columns(row, options.columns), options.method)
+        except UserError as error:
+            raise UserError(error.what, where=file.where(line), fix=error.fix) from error
+        if known is not None:
+            return known.name
+    return None
+
+
+def _check_columns_exist(file: DataFile, line: int, row: dict[str, Any], columns: dict[str, str]) -> bool:
+    """A mapping of which the file has no column at all is a slip, not a property of the row."""
+    if columns and not any(column in row for column in columns.values()):
+        raise UserError(
+            f"the file has none of the columns {', '.join(columns.values())}; it has {', '.join(list(row)[:12])}",
+            where=file.where(line),
+            fix="correct --columns KEY=COLUMN",
+        )
+    return True
+
+
+def _processes(workers: int | None) -> int:
+    """Processes to use: only Linux forks safely with the libraries that are loaded here."""
+    if not sys.platform.startswith("linux"):
+        return 1
+    return workers or len(os.sched_getaffinity(0))
+
+
+def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
+    iterator = iter(rows)
+    while chunk := list(itertools.islice(iterator, CHUNK)):
+        yield chunk
+
+
+def _map_in_order(run: RowTokenizer, chunks: Iterator[list[RawRow]], processes: int) -> Iterator[TokenBatch]:
+    if processes == 1:
+        yield from map(run, chunks)
+        return
+    context = multiprocessing.get_context("fork")  # the tokenizer is inherited, not sent
+    with ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(run,)) as pool:
+        waiting: deque[Future[TokenBatch]] = deque()
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(_work, chunk))
+                if len(waiting) >= IN_FLIGHT * processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a process that tokenises was killed, most likely for want of memory", fix="lower --workers"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+_worker_run: RowTokenizer | None = None
+
+
+def _start_worker(run: RowTokenizer) -> None:
+    """In a fresh process: keep the tokenizer, and keep it to one thread, since there is a process a core."""
+    global _worker_run
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_run = run
+
+
+def _work(rows: list[RawRow]) -> TokenBatch:
+    return _worker_run(rows)
