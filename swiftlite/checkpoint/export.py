@@ -27,6 +27,9 @@ def save_model(
     model: a peft model (its adapter alone is written) or `base` itself; dtype: of the files and of config.json.
     Names are the hub's own: `save_pretrained` reverses the conversions of loading and stores a tied tensor once.
     """
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if model is base:

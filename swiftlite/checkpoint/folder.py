@@ -7,69 +7,137 @@ the last of them, and renamed. Whoever reads later can tell a complete folder fr
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from swiftlite.errors import RunError
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,})")
+HIDDEN_STEP = re.compile(r"\.step-(\d{8,})\.(partial|doomed)")
 PARTIAL, DOOMED = ".partial", ".doomed"
 LARGEST_MANIFEST = 16 << 20
+HASHING_THREADS = 8  # hashlib and fsync let go of the interpreter, so files are sealed side by side
+RUST_ERRNO = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers raise errors of their own with this in it
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def atomic_folder(final: Path, *, manifest: bool = True) -> Iterator[Path]:
+def atomic_folder(final: Path, *, manifest: bool = True, again: str = "go on with --resume auto") -> Iterator[Path]:
     """Yield an empty folder beside `final`; on success it becomes `final`, on an exception it is removed.
 
-    Raises RunError where the disk is full or read-only; nothing that was there before is touched.
+    again: what the user does after making room, for the error. Raises RunError where the disk is full or read-only or
+    `final` already holds something; nothing that was there before is touched.
     """
-    partial = final.with_name(f".{final.name}{PARTIAL}")
-    try:
+    partial = _hidden(final, PARTIAL)
+    with _disk_errors(final, again):
         final.parent.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(final.parent)
+        if final.is_dir() and any(final.iterdir()):
+            raise RunError(f"{final.name} is already there", where=str(final), fix="move it away or name another place")
+        _clear_leftovers(final)
         partial.mkdir()
+        lock = _lock(partial)
         try:
             yield partial
-            _sync_files(partial)
-            if manifest:
-                _write_manifest(partial)
-            _sync(partial)
+            _seal(partial, with_manifest=manifest)
             partial.rename(final)
             _sync(final.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    except OSError as error:
-        raise _save_error(error, final) from error
+        finally:
+            os.close(lock)
 
 
-def _save_error(error: OSError, final: Path) -> RunError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    reason = "the disk is full" if full else (error.strerror or str(error))
-    return RunError(
-        f"{final.name} cannot be saved: {reason}; what was saved before is untouched",
-        where=str(final),
-        fix="free space and go on with --resume auto" if full else "check the folder and go on with --resume auto",
-    )
+@contextmanager
+def _disk_errors(final: Path, again: str) -> Iterator[None]:
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        number = _errno(error)
+        if number is None:
+            raise
+        full = number in DISK_FULL
+        reason = "the disk is full" if full else os.strerror(number)
+        raise RunError(
+            f"{final.name} cannot be saved: {reason}; what was saved before is untouched",
+            where=str(final),
+            fix=f"free space and {again}" if full else f"see to the folder and {again}",
+        ) from error
 
 
-def _clear_leftovers(parent: Path) -> None:
-    """Remove what a killed run left behind under hidden names."""
-    for entry in parent.iterdir():
-        if entry.name.startswith(".") and entry.name.endswith((PARTIAL, DOOMED)):
+def _errno(error: Exception) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    found = RUST_ERRNO.search(str(error))
+    return int(found[1]) if found else None
+
+
+def _hidden(final: Path, suffix: str) -> Path:
+    return final.with_name(f".{final.name}{suffix}")
+
+
+def _clear_leftovers(final: Path) -> None:
+    """Remove what a killed run left behind under the hidden names of `final`, or of any step if it is one.
+
+    Raises RunError where a living process is writing there.
+    """
+    own = {_hidden(final, PARTIAL).name, _hidden(final, DOOMED).name}
+    for entry in list(final.parent.iterdir()):
+        if entry.name in own or (STEP.fullmatch(final.name) and HIDDEN_STEP.fullmatch(entry.name)):
+            try:
+                os.close(_lock(entry))
+            except BlockingIOError:
+                raise RunError(
+                    "another process is saving into the same folder",
+                    where=str(entry),
+                    fix="let it finish or stop it, or use another --output-dir",
+                ) from None
+            except NotADirectoryError:
+                entry.unlink()
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _sync_files(folder: Path) -> None:
-    for path in _files(folder):
+def _lock(folder: Path) -> int:
+    """Hold a folder for as long as this process lives or the handle is open. Raises BlockingIOError if another does."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:  # a file system without locks: whatever lies there counts as left over
+        return handle
+    return handle
+
+
+def _seal(folder: Path, *, with_manifest: bool) -> None:
+    """Bring every file and folder to the disk, the manifest after all others."""
+    files = _files(folder)
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        list(pool.map(_sync, files))
+        hashes = list(pool.map(_hash, files)) if with_manifest else []
+    if with_manifest:
+        entries = {
+            path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest}
+            for path, digest in zip(files, hashes, strict=True)
+        }
+        path = folder / MANIFEST
+        path.write_text(json.dumps({"format": 1, "files": entries}, indent=2) + "\n", encoding="utf-8")
         _sync(path)
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -81,7 +149,7 @@ def _sync(path: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
 
 
 def _hash(path: Path) -> str:
@@ -89,18 +157,10 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_manifest(folder: Path) -> None:
-    files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _hash(path)}
-        for path in _files(folder)
-    }
-    path = folder / MANIFEST
-    path.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n", encoding="utf-8")
-    _sync(path)
-
-
 def check_folder(folder: Path, *, deep: bool = False) -> list[str]:
-    """What is wrong with a folder by its manifest, worst first; deep: compare hashes as well as sizes."""
+    """What is wrong with a folder by its manifest, a line each; deep: where sizes are right, compare hashes too."""
+    if not folder.is_dir():
+        return ["it is not a folder"]
     path = folder / MANIFEST
     try:
         if path.stat().st_size > LARGEST_MANIFEST:
@@ -109,20 +169,32 @@ def check_folder(folder: Path, *, deep: bool = False) -> list[str]:
         entries = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in listed.items()}
     except OSError:
         return [f"{MANIFEST} is missing, so it was never completed"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return [f"{MANIFEST} is damaged"]
-    problems = []
-    for name, (size, digest) in entries.items():
-        file = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            problems.append(f"{MANIFEST} names {name}, which is outside the folder")
-        elif not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            problems.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
-        elif deep and _hash(file) != digest:
-            problems.append(f"{name} has changed since it was written (its hash differs)")
-    return problems
+    problems = [p for name, (size, _) in entries.items() if (p := _size_problem(folder, name, size))]
+    if problems or not deep:
+        return problems
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        found = pool.map(lambda item: _hash_problem(folder, item[0], item[1][1]), entries.items())
+        return [problem for problem in found if problem]
+
+
+def _size_problem(folder: Path, name: str, size: int) -> str | None:
+    file, shown = folder / name, name if name.isprintable() else repr(name)
+    if not file.is_file():
+        return f"{shown} is missing"
+    if not file.resolve().is_relative_to(folder.resolve()):
+        return f"{shown} lies outside the folder"
+    found = file.stat().st_size
+    return None if found == size else f"{shown} has {found:,} bytes instead of {size:,}"
+
+
+def _hash_problem(folder: Path, name: str, digest: str) -> str | None:
+    try:
+        same = _hash(folder / name) == digest
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return None if same else f"{name} has changed since it was written (its hash differs)"
 
 
 def step_folder(output: Path, step: int) -> Path:
@@ -132,31 +204,50 @@ def step_folder(output: Path, step: int) -> Path:
 
 def list_checkpoints(output: Path) -> list[Path]:
     """Checkpoint folders, newest first, complete or not."""
+    return [folder for _, folder in _numbered(output, STEP)]
+
+
+def _numbered(output: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     parent = output / "checkpoints"
     if not parent.is_dir():
         return []
-    found = [(int(match[1]), entry) for entry in parent.iterdir() if (match := STEP.fullmatch(entry.name))]
-    return [entry for _, entry in sorted(found, reverse=True)]
+    found = [(int(match[1]), entry) for entry in parent.iterdir() if (match := pattern.fullmatch(entry.name))]
+    return sorted((pair for pair in found if pair[1].is_dir()), reverse=True)
 
 
 def newest_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
-    """(the newest complete and intact checkpoint or None, a line on each newer one that was passed over)."""
-    passed_over = []
-    for folder in list_checkpoints(output):
+    """(the newest complete and intact checkpoint or None, a line on each newer one that was passed over).
+
+    Reads and hashes what it considers; deletes nothing.
+    """
+    partial = {step: f"step-{step:08d}: saving it was never finished" for step, _ in _numbered(output, HIDDEN_STEP)}
+    passed_over: dict[int, str] = {}
+    newest = None
+    for step, folder in _numbered(output, STEP):
         problems = check_folder(folder, deep=True)
         if not problems:
-            return folder, passed_over
-        passed_over.append(f"{folder.name}: {problems[0]}")
-    return None, passed_over
+            newest = folder
+            partial = {other: line for other, line in partial.items() if other > step}
+            break
+        passed_over[step] = f"{folder.name}: {problems[0]}"
+    lines = partial | passed_over
+    return newest, [lines[step] for step in sorted(lines, reverse=True)]
 
 
 def retain(output: Path, keep: int, *, protect: Collection[Path] = ()) -> None:
-    """Delete all but the newest `keep` checkpoints and the protected ones.
+    """Delete what is older than the newest `keep` complete checkpoints (at least one), but for the protected.
 
-    A folder leaves under a hidden name before its files go, so that a kill never leaves half of one behind.
+    A damaged folder does not count as one of the `keep`. A folder leaves under a hidden name before its files go, so
+    that a kill never leaves half of one behind. Raises RunError where a folder cannot be moved.
     """
-    for folder in list_checkpoints(output)[max(1, keep) :]:
-        if folder not in protect:
-            doomed = folder.with_name(f".{folder.name}{DOOMED}")
-            folder.rename(doomed)
+    complete = 0
+    for folder in list_checkpoints(output):
+        if complete >= max(1, keep) and folder not in protect:
+            doomed = _hidden(folder, DOOMED)
+            with _disk_errors(folder, "go on with --resume auto"):
+                shutil.rmtree(doomed, ignore_errors=True)
+                with suppress(FileNotFoundError):
+                    folder.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+        elif not check_folder(folder):
+            complete += 1

@@ -1,4 +1,4 @@
-"""The audit: what was read, what became of every row, and what the packs hold. Nothing is lost without a number here."""
+"""The audit: what was read, what became of every row, and what the packs hold. Nothing is lost without a number."""
 
 from __future__ import annotations
 

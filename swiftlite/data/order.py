@@ -80,6 +80,7 @@ class BatchPlan:
         self._offsets = np.cumsum([0, *(len(part.store) for part in parts)])
         self._lengths = np.concatenate([part.store.lengths for part in parts])
         self._trained = np.concatenate([part.store.trained for part in parts])
+        self._opens_row = np.concatenate([np.diff(part.store.rows, prepend=-1) != 0 for part in parts])
         self._index = [_RowIndex(part) for part in parts]
         self._packs_of: tuple[int, list[list[int]]] = (-1, [])
         self._steps_of: dict[int, int] = {}
@@ -134,7 +135,7 @@ class BatchPlan:
     def _summary(self, members: np.ndarray, packs: list[list[int]]) -> dict[str, Any]:
         held = sum(int(self._lengths[pack].sum()) for pack in packs)
         return {
-            "rows": len(members),
+            "rows": int(self._opens_row[members].sum()),
             "tokens": int(self._lengths[members].sum()),
             "trained_tokens": int(self._trained[members].sum()),
             "packs": len(packs),

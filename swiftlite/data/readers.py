@@ -81,6 +81,14 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
+def text_line(line: bytes) -> Payload:
+    """A line of a .txt file as a row."""
+    try:
+        return {"text": line.decode("utf-8")}
+    except UnicodeDecodeError as error:
+        return BadRow("not_utf8", f"byte {error.start + 1} of the line is not UTF-8")
+
+
 def _lines(file: DataFile) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, with their number. Raises UserError for a giant one."""
     with open_bytes(file) as stream:
@@ -102,11 +110,7 @@ def _lines(file: DataFile) -> Iterator[tuple[int, bytes]]:
 
 def _read_text(file: DataFile, sample_by: str) -> Iterator[tuple[int, Payload]]:
     if sample_by == "line":
-        for number, line in _lines(file):
-            try:
-                yield number, {"text": line.decode("utf-8")}
-            except UnicodeDecodeError as error:
-                yield number, BadRow("not_utf8", f"byte {error.start + 1} of the line is not UTF-8")
+        yield from ((number, text_line(line)) for number, line in _lines(file))
         return
     with open_bytes(file) as stream:
         text = _decode(file, stream.read())

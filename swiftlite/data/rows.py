@@ -166,7 +166,7 @@ def _read_messages(row: Mapping[str, Any], key: str = "messages") -> Chat:
     if not given:
         raise BadRow("empty", f"{key} is empty")
     system = _optional_text(row, "system")
-    pairs = [_message(_object(message, f"{key}[{i}]"), f"{key}[{i}]") for i, message in enumerate(given)]
+    pairs = _messages(given, key)
     if system is not None and pairs[0][0]["role"] != "system":
         pairs.insert(0, ({"role": "system", "content": system}, False))
     return _chat(pairs, _tools(row))
@@ -181,6 +181,10 @@ def _chat(pairs: list[tuple[dict[str, Any], bool]], tools: list[dict[str, Any]] 
         raise BadRow("nothing_to_train", 'every assistant turn says "train": false')
     pairs = pairs[: last + 1]
     return Chat([message for message, _ in pairs], [trained for _, trained in pairs], tools)
+
+
+def _messages(given: list[Any], name: str) -> list[tuple[dict[str, Any], bool]]:
+    return [_message(_object(message, f"{name}[{i}]"), f"{name}[{i}]") for i, message in enumerate(given)]
 
 
 def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
@@ -242,7 +246,7 @@ def _json_value(text: str, name: str) -> Any:
 def _tool_call(call: object, name: str) -> dict[str, Any]:
     """`{"type": "function", "function": {"name", "arguments": {...}}}`, which is what templates expect."""
     call = _object(call, f"{name}.tool_calls")
-    function = call["function"] if "function" in call else call
+    function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow("bad_tool_call", f"{name} has a tool call without a function name")
     arguments = function.get("arguments", {})
@@ -311,10 +315,8 @@ def _read_completion(row: Mapping[str, Any]) -> Row:
         return Completion(_string(prompt, "prompt"), completion)
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
     given = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    context = [_message(_object(m, f"prompt[{i}]"), f"prompt[{i}]") for i, m in enumerate(asked)]
-    answer = [
-        _message(_object(m, f"completion[{i}]"), f"completion[{i}]") for i, m in enumerate(_list(given, "completion"))
-    ]
+    context = _messages(asked, "prompt")
+    answer = _messages(_list(given, "completion"), "completion")
     if all(message["role"] != "assistant" for message, _ in answer):
         raise BadRow("no_assistant_turn", "the completion has no assistant turn")
     return _chat([(message, False) for message, _ in context] + answer, _tools(row))

@@ -1,4 +1,4 @@
-"""What `--dataset` names: `NAME_OR_PATH[:SUBSET][@SPLIT][#COUNT][*WEIGHT]` -> the files to read, and their content hash."""
+"""What `--dataset` names: `NAME_OR_PATH[:SUBSET][@SPLIT][#COUNT][*WEIGHT]` -> the files to read, and their hash."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+OPENING = 64  # characters; a generation prompt that goes on behind its header (`<think>`) is far shorter
 _PROBE = [{"role": "user", "content": "x"}]
 
 
@@ -84,7 +85,7 @@ class ChatRenderer:
         closed = stripped.endswith(self._special)
         if closed:  # white space behind the end-of-turn token belongs to the template, not to the answer
             spans = [*spans[:-1], (start, start + len(stripped))]
-        self._check_content(chat, index, "".join(text[s:e] for s, e in spans))
+        self._check_content(chat, index, text[: spans[0][0]], "".join(text[s:e] for s, e in spans))
         return _Turn(text, spans, closed)
 
     def _marked(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
@@ -135,12 +136,16 @@ class ChatRenderer:
         start = text.find(chat.messages[index]["content"].strip(), len(before)) if shared < len(text) else -1
         return min(shared, start) if start > len(before) else shared
 
-    def _check_content(self, chat: Chat, index: int, trained: str) -> None:
-        """The answer must stand in the trained text, white space aside: some templates drop a part of it."""
-        message, found = chat.messages[index], _squash(trained)
+    def _check_content(self, chat: Chat, index: int, before: str, trained: str) -> None:
+        """The answer must stand in the trained text, white space aside: some templates drop a part of it.
+
+        Its first characters may belong to a generation prompt that opens the thinking.
+        """
+        message = chat.messages[index]
         parts = [message["content"], *(message[key] for key in REASONING_KEYS if message.get(key))]
         parts += [call["function"]["name"] for call in message.get("tool_calls") or []]
-        if any(_squash(part) not in found for part in parts):
+        opening, found = _squash(before[-OPENING:]), _squash(trained)
+        if not all(_ends_within(_squash(part), opening, found) for part in parts):
             raise BadRow("template_drops_content", f"the chat template leaves out a part of message {index}")
 
     # ---- the template -------------------------------------------------------------------------------------------
@@ -203,6 +208,12 @@ def _template_failure(error: Exception) -> Exception:
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     return added | set(tokenizer.all_special_tokens)
+
+
+def _ends_within(part: str, opening: str, found: str) -> bool:
+    """Whether `part` stands in opening + found and at least its last character in found."""
+    reach = min(len(opening), max(0, len(part) - 1))
+    return part in opening[len(opening) - reach :] + found
 
 
 def _squash(text: str) -> str:

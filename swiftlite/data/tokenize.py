@@ -200,8 +200,8 @@ class RowTokenizer:
 def overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
     """Which tokens share a character with a span. offsets: `[tokens, 2]` start and end; returns bool `[tokens]`.
 
-    A token without characters (the word mark that some tokenizers put at a start, white space that the tokenizer trims
-    from its offsets) counts as what lies between the token before it and its end, or else as the character it stands at.
+    A token without characters (the word mark that some tokenizers put at a start, white space that others trim from
+    their offsets) counts as what lies between the token before it and its end, or else as the character it stands at.
     """
     starts, ends = offsets[:, 0].copy(), offsets[:, 1].copy()
     empty = np.flatnonzero(starts == ends)

@@ -22,28 +22,27 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
-def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
-    """Give the embedding (and head) rows for new tokens, set to the mean of the old rows. True where it grew."""
+def grow_vocabulary(model: PreTrainedModel, size: int) -> None:
+    """Give embedding and head at least `size` rows; added ones are the mean of the old rows."""
     old = model.get_input_embeddings().weight.shape[0]
     if size <= old:
-        return False
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.resize_token_embeddings(size, mean_resizing=False)
     for module in {model.get_input_embeddings(), model.get_output_embeddings()}:
         weight = module.weight.data
         weight[old:] = weight[:old].mean(0, keepdim=True)
-    return True
 
 
-def apply_tuner(model: PreTrainedModel, config: RunConfig, *, adapter: Path | None, grown: bool) -> nn.Module:
+def apply_tuner(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -> nn.Module:
     """Freeze and unfreeze as `--tuner` says; under LoRA wrap the model by peft.
 
-    adapter: an adapter folder to go on from; grown: the vocabulary grew, so embedding and head must be trained too.
-    Returns the module whose `save_pretrained` writes the result. Raises UserError.
+    adapter: an adapter folder to go on from. Returns the module whose `save_pretrained` writes the result.
+    Raises UserError.
     """
     if config.tuner == "lora":
-        return _add_lora(model, config, adapter, grown)
+        return _add_lora(model, config, adapter)
     if config.tuner == "freeze":
         _freeze(model, config)
     return model
@@ -77,7 +76,7 @@ def _freeze(model: PreTrainedModel, config: RunConfig) -> None:
             )
 
 
-def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, grown: bool) -> nn.Module:
+def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -> nn.Module:
     import peft
 
     with warnings.catch_warnings():
@@ -85,7 +84,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, g
         if adapter is not None:
             return _continue_adapter(peft, model, adapter)
         kept = list(config.modules_to_save)
-        if grown:
+        if config.new_tokens:  # their rows are only learnt if embedding and head are trained
             kept += [name for name in _embedding_names(model) if name not in kept]
         targets = list(config.target_modules)
         settings = peft.LoraConfig(
@@ -165,7 +164,9 @@ def set_activation_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode:
     if mode == "selective":
         options["context_fn"] = _selective_contexts
     try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer releases rename the method, 5.17 has only this name
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     except ValueError as error:
         raise UserError(str(error), fix="use --activation-checkpointing none") from error
     anatomy.embedding.register_forward_hook(_require_grad)

@@ -31,9 +31,9 @@ CPU_FORWARD_TOKENS = 1024
 class Stopped(Exception):  # noqa: N818 - not an error
     """A signal asked the run to stop; the step was finished and a checkpoint saved."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
 
 
 class Listener(Protocol):
@@ -111,7 +111,7 @@ class Loop:
                 self._save()
             clock = time.perf_counter()  # evaluation and saving are no part of a step
             if signal:
-                raise Stopped(128 + signal)
+                raise Stopped(signal)
             if self._should_stop_early():
                 patience = config.early_stopping_patience
                 self._listener.message(f"stopped at step {batch.step}: no better eval loss for {patience} evaluations")

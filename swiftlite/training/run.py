@@ -24,7 +24,7 @@ from swiftlite.reporting.page import write_report_page
 from swiftlite.reporting.plots import write_loss_plot
 from swiftlite.reporting.run import RunReporter
 from swiftlite.training.flops import FlopCounter
-from swiftlite.training.loop import Loop, Parts, Progress
+from swiftlite.training.loop import Loop, Parts, Progress, Stopped
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import describe_device
 from swiftlite.training.setup import Trainee, build_trainee, tokenizer_loader
@@ -50,7 +50,11 @@ def run_training(config: RunConfig) -> None:
             trainee = build_trainee(config, load, resume, config.micro_batch_size * config.max_length)
         session = Session(config, output, prepared, trainee, load, reporter)
         session.restore(resume)
-        session.train()
+        try:
+            session.train()
+        except Stopped as stopped:
+            reporter.message(f"stopped by signal {stopped.signal}; go on with --resume auto --output-dir {output}")
+            raise SystemExit(128 + stopped.signal) from None
 
 
 def find_resume(config: RunConfig, output: Path) -> Path | None:

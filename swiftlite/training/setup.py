@@ -83,9 +83,10 @@ def build_trainee(config: RunConfig, load: object, resume: Path | None, micro_to
         trust_remote_code=config.trust_remote_code,
     )
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else _source_dtype(model_config)
-    grown = bool(config.new_tokens) and grow_vocabulary(base, len(load()))
+    if config.new_tokens:
+        grow_vocabulary(base, len(load()))
     base.to(device)
-    model = apply_tuner(base, config, adapter=adapter, grown=grown)
+    model = apply_tuner(base, config, adapter)
     to_master_precision(model)
     scorer = TokenScorer(model, base)
     scorer.check()

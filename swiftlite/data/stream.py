@@ -1,0 +1,268 @@
+"""Pretraining on text that is tokenised while training (`--streaming`), with the same steps on every resume.
+
+The data are cut into windows that can be read on their own. A window's rows are tokenised, shuffled and packed by
+themselves; the order of the windows is a permutation of (seed, epoch). A step is the next `global_batch_size` packs, so
+finding a step needs only how many packs each earlier window has: a number that is written down when it is first known.
+Without that record (another machine) earlier windows are tokenised once more, and the steps are still the same.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from swiftlite.data.build import bad_row_error, format_of
+from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
+from swiftlite.data.packing import best_fit_decreasing
+from swiftlite.data.sources import DataFile, Source
+from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
+from swiftlite.data.windows import Window, line_at, list_windows, read_window
+from swiftlite.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+AHEAD = 2  # windows that wait packed while the model trains
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One visit of a window: the epoch, how much of it is done before, and the window's number."""
+
+    epoch: int
+    done: float
+    share: float
+    window: int
+
+
+class StreamPlan:
+    """The steps of a streamed run; the same interface as BatchPlan."""
+
+    def __init__(
+        self,
+        sources: list[Source],
+        options: PlanOptions,
+        tokens: TokenOptions,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+        *,
+        sample_by: str,
+        stop_at_bad_row: bool,
+        record: Path,
+    ) -> None:
+        """record: the file that keeps the pack count of each window. Reads the first window, so that what is wrong
+        with tokenizer or rows shows before the model loads.
+
+        Raises UserError for files that cannot be streamed and for bad rows.
+        """
+        self.total_steps = options.max_steps
+        self._options, self._tokens, self._sample_by = options, tokens, sample_by
+        self._stop_at_bad_row, self._record = stop_at_bad_row, record
+        self._files = [file for source in sources for file in source.files]
+        self._windows = list_windows(self._files, sample_by)
+        owners = [place for place, source in enumerate(sources) for _ in source.files]
+        self._owner = np.asarray([owners[window.file] for window in self._windows])
+        self._weights = [source.spec.weight for source in sources]
+        self._formats = [format_of(file, tokens, sample_by) for file in self._files]
+        self._run = RowTokenizer(load_tokenizer(), tokens, [_by_byte(file, sample_by) for file in self._files])
+        self._counts = _read_record(record)
+        self._seen: set[int] = set()
+        self._totals: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self.rejected: list[dict[str, Any]] = []
+        if not self._windows:
+            raise UserError("the data set holds no row", where=sources[0].spec.text, fix="check the files")
+        self._first_packs = self._read(next(self._places()))
+
+    def steps(self, start_step: int = 0) -> Iterator[StepBatch]:
+        """The steps after the first `start_step`. A thread tokenises ahead. Raises UserError for a bad row."""
+        results: queue.Queue[Any] = queue.Queue(AHEAD)
+        stop = threading.Event()
+        worker = threading.Thread(target=self._produce, args=(start_step, results, stop), daemon=True)
+        worker.start()
+        try:
+            step, packs = start_step, []
+            while step < self.total_steps:
+                item = results.get()
+                if isinstance(item, Exception):
+                    raise item
+                packs += item
+                size = self._options.global_batch_size
+                while len(packs) >= size and step < self.total_steps:
+                    step += 1
+                    yield StepBatch(step, packs[size - 1][1], [pack for pack, _ in packs[:size]])
+                    packs = packs[size:]
+        finally:
+            stop.set()
+            with suppress(queue.Empty):  # a producer that waits for room sees the stop at once
+                while True:
+                    results.get_nowait()
+            worker.join()
+
+    def describe(self) -> dict[str, Any]:
+        """What has been read so far; the whole is never known before it was read."""
+        packs, room = self._totals["packs"], self._totals["packs"] * self._options.max_length
+        return {
+            "rows": self._totals["used"],
+            "tokens": self._totals["tokens"],
+            "trained_tokens": self._totals["trained_tokens"],
+            "packs": packs,
+            "fill": round(self._totals["tokens"] / room, 4) if room else 0.0,
+            "steps_per_epoch": None,
+        }
+
+    def audit(self) -> dict[str, Any]:
+        """audit.json of what has been read so far."""
+        rows = {key: self._totals[key] for key in ("read", "used", "truncated", "split")}
+        rows["dropped"] = dict(self._dropped.most_common())
+        numbers = {key: self.describe()[key] for key in ("tokens", "trained_tokens", "packs", "fill")}
+        return {"rows": rows} | numbers | {"windows": {"read": len(self._seen), "all": len(self._windows)}}
+
+    # ---- behind the steps ---------------------------------------------------------------------------------------
+
+    def _produce(self, start_step: int, results: queue.Queue[Any], stop: threading.Event) -> None:
+        """In the background: the packs behind `start_step`, one window at a time, each with the epoch after it."""
+        try:
+            for item in self._packs_after(start_step * self._options.global_batch_size):
+                while not stop.is_set():
+                    with suppress(queue.Full):
+                        results.put(item, timeout=0.1)
+                        break
+                if stop.is_set():
+                    return
+        except Exception as error:  # raised where the steps are taken
+            results.put(error)
+
+    def _packs_after(self, skip: int) -> Iterator[list[tuple[Pack, float]]]:
+        packs_in_epoch, epoch = 0, 0
+        for place in self._places():
+            if place.epoch != epoch:
+                if not packs_in_epoch:
+                    raise UserError("no row of the stream can be trained on", fix="see rejected_rows.jsonl")
+                packs_in_epoch, epoch = 0, place.epoch
+            count = self._counts.get(place.window)
+            packs = None if count is not None and count <= skip else self._read(place)
+            count = count if packs is None else len(packs)
+            packs_in_epoch += count
+            if count <= skip:
+                skip -= count
+                continue
+            after = [place.epoch + place.done + place.share * (i + 1) / count for i in range(count)]
+            yield list(zip(packs, after, strict=True))[skip:]
+            skip = 0
+
+    def _places(self) -> Iterator[_Place]:
+        """Windows in their order, epoch after epoch, for ever. Weights repeat windows, or take a part of them."""
+        options, epoch = self._options, 0
+        while True:
+            visits = [self._visits(owner, weight, epoch) for owner, weight in enumerate(self._weights)]
+            order = np.concatenate(visits)
+            if options.shuffle:
+                order = order[permutation(len(order), options.seed, epoch, "windows")]
+            for i, window in enumerate(order.tolist()):
+                yield _Place(epoch, i / len(order), 1 / len(order), window)
+            epoch += 1
+
+    def _visits(self, owner: int, weight: float, epoch: int) -> np.ndarray:
+        mine = np.flatnonzero(self._owner == owner)
+        whole, rest = int(weight), weight - int(weight)
+        part = permutation(len(mine), self._options.seed, epoch, "weight", owner)
+        return np.concatenate([np.tile(mine, whole), mine[np.sort(part[: round(rest * len(mine))])]])
+
+    def _read(self, place: _Place) -> list[Pack]:
+        """The packs of one window, in the order that its epoch gives them."""
+        window = self._windows[place.window]
+        batch = self._run(list(self._rows(window)))
+        sequences = [
+            Sequence(ids, _flags(len(ids), runs), self._run_where(window, line))
+            for ids, runs, (_, _, line) in zip(batch.ids, batch.runs, batch.rows, strict=True)
+        ]
+        key = (self._options.seed, place.epoch, place.window)
+        if self._options.shuffle:
+            sequences = [sequences[i] for i in permutation(len(sequences), *key, "rows").tolist()]
+        packs = [[sequence] for sequence in sequences]
+        if self._options.packing:
+            lengths = np.asarray([len(sequence.input_ids) for sequence in sequences], dtype=np.int32)
+            packs = [[sequences[i] for i in pack] for pack in best_fit_decreasing(lengths, self._options.max_length)]
+            if self._options.shuffle:
+                packs = [packs[i] for i in permutation(len(packs), *key, "packs").tolist()]
+        self._account(place.window, batch, packs)
+        return packs
+
+    def _rows(self, window: Window) -> Iterator[RawRow]:
+        file = self._files[window.file]
+        for number, (position, payload) in enumerate(read_window(file, window, self._sample_by)):
+            yield RawRow(window.file, position, number, self._formats[window.file], payload)
+
+    def _run_where(self, window: Window, position: int) -> str:
+        return _by_byte(self._files[window.file], self._sample_by).where(position)
+
+    def _account(self, window: int, batch: TokenBatch, packs: list[Pack]) -> None:
+        """Count each window once, however often it is visited, and write down how many packs it has."""
+        if window in self._seen:
+            return
+        self._seen.add(window)
+        rejected = [self._with_line(self._windows[window], row) for row in batch.rejected]
+        if rejected and self._stop_at_bad_row:
+            raise bad_row_error(rejected[0])
+        self.rejected += rejected
+        self._totals.update(batch.counts)
+        self._dropped.update(batch.dropped)
+        self._totals["packs"] += len(packs)
+        self._totals["tokens"] += sum(len(ids) for ids in batch.ids)
+        self._totals["trained_tokens"] += sum(int((runs[1::2] - runs[::2]).sum()) for runs in batch.runs)
+        if window not in self._counts:
+            self._counts[window] = len(packs)
+            _append_record(self._record, window, len(packs))
+
+    def _with_line(self, window: Window, row: dict[str, Any]) -> dict[str, Any]:
+        file = self._files[window.file]
+        if not _is_by_byte(file, self._sample_by):
+            return row
+        return row | {"file": file.label, "line": line_at(file, row["line"])}
+
+
+def _is_by_byte(file: DataFile, sample_by: str) -> bool:
+    return file.kind == "jsonl" or (file.kind == "txt" and sample_by == "line")
+
+
+def _by_byte(file: DataFile, sample_by: str) -> DataFile:
+    """The file under a name that says that rows are told by the byte they start at: lines are not counted."""
+    return replace(file, label=f"{file.label}@byte") if _is_by_byte(file, sample_by) else file
+
+
+def _flags(count: int, runs: np.ndarray) -> np.ndarray:
+    flags = np.zeros(count, dtype=np.bool_)
+    for start, end in zip(runs[::2], runs[1::2], strict=True):
+        flags[start:end] = True
+    return flags
+
+
+def _read_record(path: Path) -> dict[int, int]:
+    """Window -> packs; a line that was cut off by a crash is left out."""
+    found: dict[int, int] = {}
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, TypeError):
+                window, packs = json.loads(line)
+                found[window] = packs
+    return found
+
+
+def _append_record(path: Path, window: int, packs: int) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([window, packs]) + "\n")
+    except OSError as error:
+        raise RunError(
+            f"cannot write to the cache: {error.strerror or error}", where=str(path), fix="choose another --cache-dir"
+        ) from error

@@ -1,0 +1,214 @@
+"""Answers of a loaded model: prompt -> tokens -> answer, one at a time as a stream, or many in batches."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from swiftlite.serving.prompts import Message
+
+SHORTER = "shorten it, or end the conversation and start a new one"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. temperature 0 always takes the likeliest; top_p and top_k narrow the choice."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text: without special tokens; tokens: how many were generated; complete: it ended by itself."""
+
+    text: str
+    tokens: int
+    complete: bool
+
+
+class Answerer:
+    """A model and its tokenizer, ready to answer conversations."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
+        self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
+        self._stops = stop_tokens(model.generation_config, tokenizer)
+        shape = model.config.get_text_config().to_dict()
+        self._positions = shape.get("max_position_embeddings") or shape.get("n_positions")  # GPT-2's name
+
+    @property
+    def has_template(self) -> bool:
+        """Without a chat template a prompt is plain text that the model goes on with."""
+        return self._tokenizer.chat_template is not None
+
+    def encode(self, messages: Sequence[Message], where: str, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of the conversation with the opening of an answer. Raises UserError."""
+        if self.has_template:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    list(messages), tools=tools, add_generation_prompt=True, tokenize=False
+                )
+            except Exception as error:  # a template is foreign code and may raise anything
+                raise UserError(
+                    f"the chat template refuses the conversation: {error}",
+                    where=where,
+                    fix="change the roles or their order, or give another --chat-template",
+                ) from error
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them all
+        elif len(messages) > 1:
+            raise UserError(
+                "the model has no chat template, so it cannot take several messages",
+                where=where,
+                fix="give --chat-template chatml or a .jinja file, or ask with one message and no --system",
+            )
+        else:
+            ids = self._tokenizer(messages[0]["content"])["input_ids"]
+        if not ids:
+            raise UserError("the prompt is empty", where=where, fix="give at least one word")
+        if self._positions and len(ids) >= self._positions:
+            raise UserError(
+                f"the conversation has {len(ids)} tokens, the model takes {self._positions}", where=where, fix=SHORTER
+            )
+        return ids
+
+    def stream(self, prompt: list[int]) -> Iterator[str]:
+        """The answer piece by piece. Closing the iterator stops the model at its next token.
+
+        The model works in a thread; what it raises is raised here.
+        """
+        from transformers import StoppingCriteria, TextIteratorStreamer
+
+        stop, failure = threading.Event(), []
+
+        class Stopped(StoppingCriteria):
+            def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+                return torch.full((input_ids.shape[0],), stop.is_set(), dtype=torch.bool, device=input_ids.device)
+
+        pieces = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+        def work() -> None:
+            try:
+                self._generate([prompt], streamer=pieces, stopping_criteria=[Stopped()])
+            except BaseException as error:  # noqa: BLE001 - carried over to the reading thread
+                failure.append(error)
+                pieces.end()
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        try:
+            yield from (piece for piece in _interruptible(pieces) if piece)
+        finally:
+            stop.set()
+            worker.join()
+        if failure:
+            raise failure[0]
+
+    def answer(self, prompts: Sequence[list[int]]) -> list[Answer]:
+        """The answers to a batch, padded on the left and masked by length (pad may be an end token)."""
+        generated = self._generate(prompts)
+        return [self._read(row) for row in generated.tolist()]
+
+    def batches(self, prompts: Sequence[list[int]], size: int) -> Iterator[list[int]]:
+        """Indices of prompts that go together: of like length, with the same room for an answer."""
+        order = sorted(range(len(prompts)), key=lambda i: (self._room(prompts[i]), -len(prompts[i])))
+        batch: list[int] = []
+        for index in order:
+            if batch and (len(batch) == size or self._room(prompts[index]) != self._room(prompts[batch[0]])):
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+    def _room(self, prompt: list[int]) -> int:
+        """Tokens that an answer may have: the model's last position is never passed."""
+        limit = self._sampling.max_new_tokens
+        return min(limit, self._positions - len(prompt)) if self._positions else limit
+
+    def _generate(self, prompts: Sequence[list[int]], **extra: object) -> torch.Tensor:
+        """New tokens [batch, new]; a row that ended early is filled up behind its end token."""
+        longest = max(map(len, prompts))
+        pad = self._stops[0] if self._stops else 0
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        device = self._model.device
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sampling settings in the model's generation_config that are not used
+            out = self._model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=self._settings(pad, min(self._room(prompt) for prompt in prompts)),
+                **extra,
+            )
+        return out[:, longest:]
+
+    def _settings(self, pad: int, new_tokens: int) -> GenerationConfig:
+        from transformers import GenerationConfig
+
+        sampling = self._sampling
+        chosen = {"do_sample": False}
+        if sampling.temperature > 0:
+            chosen = {
+                "do_sample": True,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+            }
+        return GenerationConfig(max_new_tokens=new_tokens, eos_token_id=self._stops or None, pad_token_id=pad, **chosen)
+
+    def _read(self, tokens: list[int]) -> Answer:
+        end = next((i for i, token in enumerate(tokens) if token in self._stops), None)
+        text = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        return Answer(text.strip(), len(tokens[:end]), end is not None)
+
+
+def stop_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end an answer: all of generation_config, the tokenizer's end of text, the template's end of a turn."""
+    given = settings.eos_token_id
+    stops = list(given) if isinstance(given, list | tuple) else [given]
+    stops += [tokenizer.eos_token_id, _end_of_turn(tokenizer)]
+    return list(dict.fromkeys(stop for stop in stops if stop is not None))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes behind an answer, if it writes one."""
+    if tokenizer.chat_template is None:
+        return None
+    mark = "MARK"
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False
+        )
+    except Exception:  # foreign code; a template that refuses this refuses the conversation too, and says so then
+        return None
+    ids = tokenizer(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return ids[0] if ids and ids[0] in tokenizer.all_special_ids + _added_special(tokenizer) else None
+
+
+def _added_special(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+
+
+def _interruptible(pieces: Any) -> Iterator[str]:
+    """The streamer's pieces, waiting in short turns: a plain wait on a queue would hold Ctrl-C back on some systems."""
+    while True:
+        try:
+            piece = pieces.text_queue.get(timeout=0.2)
+        except queue.Empty:
+            continue
+        if piece is pieces.stop_signal:
+            return
+        yield piece

@@ -1,0 +1,189 @@
+"""`swiftlite infer`: find the model, load it, then answer prompts, a file, or a person in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from swiftlite.errors import UserError
+from swiftlite.serving.prompts import Question, read_questions
+from swiftlite.serving.source import find_source
+
+ROWS_AT_A_TIME = 32  # batches that are answered, and then written in the order of the input
+
+
+@dataclass(frozen=True)
+class InferOptions:
+    """The flags of `swiftlite infer`, see its --help."""
+
+    model: str | None = None
+    adapter: str | None = None
+    prompts: list[str] = field(default_factory=list)
+    system: str | None = None
+    input: Path | None = None
+    output: Path | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    batch_size: int = 8
+    streaming: bool = True
+    precision: str = "auto"
+    chat_template: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    seed: int = 42
+
+
+def run_infer(options: InferOptions) -> None:
+    """Does what the flags say; answers go to stdout or to the output file, everything else to stderr.
+
+    Raises UserError before the model is loaded wherever possible.
+    """
+    _check(options)
+    source = find_source(options.model, options.adapter)
+    questions = None
+    if options.input is not None:
+        questions = read_questions(options.input, options.system)
+    import torch
+    from transformers.utils import logging as hf_logging
+
+    from swiftlite.serving.chat import chat, say
+    from swiftlite.serving.generate import Answerer, Sampling
+    from swiftlite.serving.load import load_for_answers
+
+    hf_logging.set_verbosity(logging.ERROR)
+    model, tokenizer = load_for_answers(
+        source,
+        precision=options.precision,
+        chat_template=options.chat_template,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+    )
+    torch.manual_seed(options.seed)
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.top_k)
+    answerer = Answerer(model, tokenizer, sampling)
+    if not answerer.has_template:
+        say("no chat template: each prompt is plain text that the model goes on with")
+    if questions is not None and options.output is not None:
+        answer_file(answerer, questions, options.output, options.batch_size)
+    elif options.prompts:
+        answer_prompts(answerer, options)
+    else:
+        chat(answerer, options.system, streaming=options.streaming)
+
+
+def _check(options: InferOptions) -> None:
+    if (options.input is None) != (options.output is None):
+        missing = "--output" if options.output is None else "--input"
+        raise UserError(f"{missing} is missing", fix="give both --input FILE.jsonl and --output FILE.jsonl")
+    if options.input is not None and options.prompts:
+        raise UserError("--prompt and --input are both given", fix="keep one of them")
+    if options.output is not None:
+        _check_output(options.output)
+    for name, value, fits, wanted in (
+        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1"),
+        ("--batch-size", options.batch_size, options.batch_size >= 1, "at least 1"),
+        ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 or more"),
+        ("--top-p", options.top_p, 0 < options.top_p <= 1, "above 0, at most 1"),
+        ("--top-k", options.top_k, options.top_k >= 0, "0 (off) or more"),
+    ):
+        if not fits:
+            raise UserError(f"{name} {value} does not fit", where=name, fix=f"give a number that is {wanted}")
+
+
+def _check_output(output: Path) -> None:
+    if output.exists():
+        raise UserError("the output file exists", where=f"--output {output}", fix="move it, or name another file")
+    if not output.absolute().parent.is_dir():
+        raise UserError(
+            "the folder of the output file does not exist",
+            where=f"--output {output}",
+            fix=f"mkdir -p {output.absolute().parent}",
+        )
+
+
+def answer_prompts(answerer, options: InferOptions) -> None:  # noqa: ANN001 - Answerer; its module loads torch
+    """One conversation a prompt. A single answer is printed alone, several with their questions."""
+    from swiftlite.serving.chat import Conversation
+
+    for number, prompt in enumerate(options.prompts):
+        if len(options.prompts) > 1:
+            print(f"{'' if number == 0 else chr(10)}> {prompt}", flush=True)
+        Conversation(answerer, options.system).ask(prompt, streaming=options.streaming)
+
+
+def answer_file(answerer, questions: list[Question], output: Path, batch_size: int) -> None:  # noqa: ANN001
+    """Writes each row with its `response`, in order; the file appears only when it is whole.
+
+    A row's own `response` is kept under `reference`. Raises UserError, before the first answer, for a row that the
+    model cannot take.
+    """
+    from swiftlite.serving.chat import say
+
+    for question in questions:
+        if "response" in question.row and "reference" in question.row:
+            raise UserError("the row has `response` and `reference`", where=question.where, fix="rename one of them")
+    prompts = [answerer.encode(question.messages, question.where, question.tools) for question in questions]
+    cut = 0
+    with _written_aside(output) as file, _progress(len(questions)) as advance:
+        for start in range(0, len(prompts), ROWS_AT_A_TIME * batch_size):
+            chunk = prompts[start : start + ROWS_AT_A_TIME * batch_size]
+            answers = [None] * len(chunk)
+            for batch in answerer.batches(chunk, batch_size):
+                for index, answer in zip(batch, answerer.answer([chunk[i] for i in batch]), strict=True):
+                    answers[index] = answer
+                advance(len(batch))
+            for question, answer in zip(questions[start:], answers, strict=False):
+                row = {"reference" if key == "response" else key: value for key, value in question.row.items()}
+                file.write(json.dumps({**row, "response": answer.text}, ensure_ascii=False) + "\n")
+                cut += not answer.complete
+    say(f"{len(questions)} answers in {output}")
+    if cut:
+        say(f"{cut} of them were cut off by --max-new-tokens")
+
+
+@contextlib.contextmanager
+def _written_aside(output: Path) -> Iterator[IO[str]]:
+    """A file that gets its name only when all of it is on the disk; on failure nothing is left."""
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(output)
+    except OSError as error:
+        raise UserError(f"the output cannot be written: {error.strerror}", where=str(output), fix="check the disk") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator:
+    """A bar on stderr in a terminal; a line now and then where there is none."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("answering", total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        before, done = done, done + count
+        if done == total or done * 10 // total > before * 10 // total:
+            console.print(f"answered {done} of {total}")
+
+    yield advance

@@ -1,0 +1,117 @@
+"""What `--model` and `--adapter` of `swiftlite infer` stand for: a base model, perhaps an adapter, and their tokenizer.
+
+A path may be a model folder, an adapter folder (its base is found from `adapter_config.json`), a checkpoint, which
+holds the files of either, or the output folder of a run, whose `model/` is meant.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from swiftlite.config.names import model_name
+from swiftlite.errors import UserError
+from swiftlite.models.load import TOKENIZER_FILES, check_model_path
+
+MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """base: folder or hub id of the weights; adapter: folder of a peft adapter on top; tokenizer: folder or hub id."""
+
+    base: str
+    adapter: Path | None
+    tokenizer: str
+
+
+def find_source(model: str | None, adapter: str | None) -> ModelSource:
+    """Settles what to load. Raises UserError where a name leads nowhere or the two do not go together."""
+    if model is None and adapter is None:
+        raise UserError("no model is named", fix="add --model with a folder, a hub id or a short name (qwen3-0.6b)")
+    named = None if model is None else _inside_run(_resolve(model), f"--model {model}")
+    if adapter is None:
+        return _with_adapter(Path(named), None) if _is_adapter(named) else _checked(ModelSource(named, None, named))
+    folder = _inside_run(str(Path(adapter).expanduser()), f"--adapter {adapter}")
+    if not _is_adapter(folder):
+        raise UserError(
+            f"the adapter folder has no {ADAPTER_CONFIG}",
+            where=f"--adapter {adapter}",
+            fix="name the folder that a LoRA run wrote (OUT/model, or a checkpoint); a whole model goes to --model",
+        )
+    if named is not None and _is_adapter(named):
+        raise UserError(
+            "--model is an adapter too", where=f"--model {model}", fix="give the base model, or leave --model out"
+        )
+    return _with_adapter(Path(folder), named)
+
+
+def _resolve(name: str) -> str:
+    path = Path(name).expanduser()
+    return str(path) if path.is_dir() else model_name(name)
+
+
+def _is_adapter(name: str) -> bool:
+    return (Path(name) / ADAPTER_CONFIG).is_file()
+
+
+def _inside_run(name: str, where: str) -> str:
+    """`name` itself, or the model inside the output folder of a run."""
+    folder = Path(name)
+    if not folder.is_dir() or any((folder / file).is_file() for file in (MODEL_CONFIG, ADAPTER_CONFIG)):
+        return name
+    result = folder / "model"
+    if any((result / file).is_file() for file in (MODEL_CONFIG, ADAPTER_CONFIG)):
+        return str(result)
+    checkpoints = sorted([*folder.glob("checkpoints/step-*"), *folder.glob("step-*")])
+    if checkpoints:
+        raise UserError(
+            "the run has not finished: there are checkpoints, but no model/",
+            where=where,
+            fix=f"name a checkpoint, such as {checkpoints[-1]}",
+        )
+    raise UserError(
+        f"the folder holds neither a model ({MODEL_CONFIG}) nor an adapter ({ADAPTER_CONFIG}) nor a run (model/)",
+        where=where,
+        fix="check the path",
+    )
+
+
+def _with_adapter(folder: Path, base: str | None) -> ModelSource:
+    """The adapter in `folder` on the base that is given, else on the one it was trained on."""
+    recorded = _base_of(folder) if base is None else None
+    source = base or recorded or ""
+    if recorded is not None and not Path(recorded).expanduser().is_dir() and not _is_hub_id(recorded):
+        raise UserError(
+            f"the adapter's base model is not where it was: {recorded}",
+            where=str(folder / ADAPTER_CONFIG),
+            fix=f"name it: --model BASE --adapter {folder}",
+        )
+    own_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return _checked(ModelSource(source, folder, str(folder) if own_tokenizer else source))
+
+
+def _base_of(folder: Path) -> str:
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again") from error
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            "the adapter does not say which model it belongs to",
+            where=str(path),
+            fix=f"name it: --model BASE --adapter {folder}",
+        )
+    return base
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def _checked(source: ModelSource) -> ModelSource:
+    check_model_path(source.base)
+    return source

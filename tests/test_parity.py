@@ -1,0 +1,161 @@
+"""Whole runs against an independent plain-PyTorch training loop: loss and gradient norm of the first steps to 1e-5.
+
+The reference shares nothing with swiftlite's training code: it renders rows by hand-written rules, runs Hugging Face's
+own forward with eager attention, one document at a time, and steps a plain AdamW.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from swiftlite.config.resolve import resolve_config
+from swiftlite.data.prepare import prepare_data
+from swiftlite.models.load import load_tokenizer
+from swiftlite.training.run import run_training
+
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "qwen3-moe", "gpt2"]
+STEPS = 4
+
+
+def settings(tmp_path, model, data, **more):
+    values = {
+        "model": str(model),
+        "dataset": [str(data)],
+        "output_dir": str(tmp_path / "out"),
+        "cache_dir": str(tmp_path / "cache"),
+        "tuner": "full",
+        "max_length": 160,
+        "global_batch_size": 4,
+        "micro_batch_size": 1,
+        "learning_rate": 1e-3,
+        "lr_scheduler": "constant",
+        "weight_decay": 0.1,
+        "max_steps": STEPS,
+        "save_steps": 100,
+        "precision": "fp32",
+        "workers": 1,
+    }
+    return values | more
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def render_chat(tokenizer, messages):
+    """(token ids, trained) of a ChatML conversation, by hand: answers and their <|im_end|> are trained."""
+    ids, trained = [], []
+    for message in messages:
+        answer = message["role"] == "assistant"
+        head = tokenizer(f"<|im_start|>{message['role']}\n", add_special_tokens=False)["input_ids"]
+        body = tokenizer(f"{message['content']}<|im_end|>", add_special_tokens=False)["input_ids"]
+        tail = tokenizer("\n", add_special_tokens=False)["input_ids"]
+        ids += head + body + tail
+        trained += [False] * len(head) + [answer] * len(body) + [False] * len(tail)
+    return ids, trained
+
+
+def plain_training(folder, steps, learning_rate=1e-3, decay=0.1):
+    """(loss, gradient norm) of each step; steps: lists of documents (ids, trained)."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=learning_rate, betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
+    curve = []
+    for documents in steps:
+        count = sum(sum(trained[1:]) for _, trained in documents)
+        total = torch.zeros(())
+        for ids, trained in documents:
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+            targets = torch.tensor([i if t else -100 for i, t in zip(ids[1:], trained[1:], strict=True)])
+            total = total + torch.nn.functional.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
+        loss = total / count
+        loss.backward()
+        norm = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters() if p.grad is not None))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm))
+    return curve
+
+
+def planned_rows(config):
+    """The row numbers (from 0) of each step, read off the plan; contents are rendered again by hand."""
+    prepared = prepare_data(config, lambda: load_tokenizer(config.model))
+    assert prepared.audit["rows"]["truncated"] == 0
+    for batch in prepared.train.steps():
+        yield [int(sequence.where.rpartition(":")[2]) - 1 for pack in batch.packs for sequence in pack]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+def test_sft_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows, family, packing):
+    model = tiny_model(family)
+    config = resolve_config("sft", **settings(tmp_path, model, write_rows("rows.jsonl", chat_rows), packing=packing))
+    run_training(config)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    steps = [[render_chat(tokenizer, chat_rows[row]["messages"]) for row in rows] for rows in planned_rows(config)]
+    check(metrics(tmp_path / "out"), plain_training(model, steps), steps)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe"])
+def test_pretraining_equals_plain_pytorch(tmp_path, tiny_model, write_rows, family):
+    model = tiny_model(family)
+    texts = [{"text": f"Chapter {i}. Once upon a time there was a fox. " * (1 + i % 3)} for i in range(24)]
+    config = resolve_config("pretrain", **settings(tmp_path, model, write_rows("text.jsonl", texts), max_length=200))
+    run_training(config)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def whole(text):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        return ids, [True] * len(ids)
+
+    steps = [[whole(texts[row]["text"]) for row in rows] for rows in planned_rows(config)]
+    check(metrics(tmp_path / "out"), plain_training(model, steps), steps)
+
+
+def check(rows, expected, steps):
+    assert len(rows) == len(expected) == STEPS
+    for row, (loss, norm), documents in zip(rows, expected, steps, strict=True):
+        assert row["loss"] == pytest.approx(loss, rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-4 if row["step"] > 2 else 1e-5)
+        assert row["trained_tokens"] == sum(sum(trained[1:]) for _, trained in documents)
+        assert row["tokens"] == sum(len(ids) for ids, _ in documents)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"micro_batch_size": 4},
+        {"micro_batch_size": 2, "activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+    ],
+    ids=["micro 4", "micro 2, checkpointing", "selective checkpointing"],
+)
+def test_the_split_of_a_step_changes_nothing(tmp_path, tiny_model, write_rows, chat_rows, change):
+    data = write_rows("rows.jsonl", chat_rows)
+    run_training(resolve_config("sft", **settings(tmp_path, tiny_model("qwen3"), data)))
+    changed = settings(tmp_path, tiny_model("qwen3"), data, output_dir=str(tmp_path / "other")) | change
+    run_training(resolve_config("sft", **changed))
+    for one, other in zip(metrics(tmp_path / "out"), metrics(tmp_path / "other"), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 5e-3), ("fp16", 2e-3)])
+def test_half_precision_stays_near_fp32(tmp_path, tiny_model, write_rows, chat_rows, precision, tolerance):
+    data = write_rows("rows.jsonl", chat_rows)
+    run_training(resolve_config("sft", **settings(tmp_path, tiny_model("llama"), data)))
+    half = settings(tmp_path, tiny_model("llama"), data, output_dir=str(tmp_path / "half"), precision=precision)
+    run_training(resolve_config("sft", **half))
+    for exact, rounded in zip(metrics(tmp_path / "out"), metrics(tmp_path / "half"), strict=True):
+        assert rounded["loss"] == pytest.approx(exact["loss"], rel=tolerance)
+        assert rounded["grad_norm"] == pytest.approx(exact["grad_norm"], rel=5e-2)

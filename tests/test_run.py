@@ -1,0 +1,259 @@
+"""What a run leaves behind, resume bit for bit, tuners, signals, and bad input found before anything is written."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_parity import metrics, settings
+
+from swiftlite.checkpoint.folder import check_folder, list_checkpoints
+from swiftlite.config.resolve import resolve_config
+from swiftlite.errors import RunError, UserError
+from swiftlite.training import run as run_module
+from swiftlite.training.run import run_training
+
+
+@pytest.fixture
+def base(tmp_path, tiny_model, write_rows, chat_rows):
+    return settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=6, save_steps=2)
+
+
+def train(values, **more):
+    config = resolve_config("sft", **(values | more))
+    run_training(config)
+    return config
+
+
+def test_the_output_folder_is_as_promised(base, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train(base, report_to=["tensorboard"], eval_fraction=0.1)
+    out = tmp_path / "out"
+    names = {path.name for path in out.iterdir()}
+    assert {"config.yaml", "audit.json", "metrics.jsonl", "checkpoints", "model", "loss.png", "report.html"} <= names
+    assert [folder.name for folder in list_checkpoints(out)] == ["step-00000006", "step-00000004"]
+    assert all(check_folder(folder, deep=True) == [] for folder in list_checkpoints(out))
+    keys = {
+        "step", "epoch", "loss", "learning_rate", "grad_norm", "trained_tokens", "tokens", "tokens_per_second",
+        "step_seconds", "data_seconds", "peak_memory_gib", "mfu",
+    }  # fmt: skip
+    assert keys <= metrics(out)[0].keys()
+    assert metrics(out)[-1]["eval_loss"] > 0
+    audit = json.loads((out / "audit.json").read_text())
+    assert audit["rows"]["read"] == 32
+    for folder in (out / "model", list_checkpoints(out)[0]):
+        model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"]
+        assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert not [path for path in out.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
+    assert json.loads((out / "model" / "config.json").read_text())["dtype"] == "float32"
+
+
+def same_weights(one, other):
+    left, right = load_file(one), load_file(other)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize(
+    ("tuner", "more"),
+    [
+        ("full", {}),
+        ("full", {"save_dtype": "bf16"}),
+        ("full", {"precision": "fp16"}),
+        ("lora", {"lora_dropout": 0.3}),
+        ("freeze", {"trainable_layers": 1}),
+    ],
+    ids=["full", "saved in bf16", "fp16", "lora with dropout", "freeze"],
+)
+def test_resume_continues_bit_for_bit(base, tmp_path, tuner, more):
+    values = base | {"tuner": tuner, "lr_scheduler": "cosine", "keep_checkpoints": 9} | more
+    train(values)
+    out, again = tmp_path / "out", tmp_path / "again"
+    shutil.copytree(out, again)
+    for folder in list_checkpoints(again)[:2]:
+        shutil.rmtree(folder)
+    shutil.rmtree(again / "model")
+    train(values, output_dir=str(again), resume="auto")
+    assert [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(again)] == [
+        (row["step"], row["loss"], row["grad_norm"]) for row in metrics(out)
+    ]
+    file = "adapter_model.safetensors" if tuner == "lora" else "model.safetensors"
+    assert same_weights(out / "model" / file, again / "model" / file)
+
+
+def test_resume_passes_over_a_damaged_checkpoint_and_says_so(base, tmp_path, capsys):
+    train(base)
+    newest = list_checkpoints(tmp_path / "out")[0]
+    (newest / "model.safetensors").write_bytes(b"x")
+    shutil.rmtree(tmp_path / "out" / "model")
+    train(base, resume="auto")
+    said = capsys.readouterr().out
+    assert "step-00000006" in said and "bytes instead of" in said
+    assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_refuses_other_data(base, write_rows, chat_rows):
+    train(base)
+    write_rows("rows.jsonl", chat_rows[:-1])
+    with pytest.raises(UserError, match="data set .* changed"):
+        train(base, resume="auto")
+
+
+def test_saved_config_runs_again_and_gives_the_same_run(base, tmp_path):
+    train(base)
+    again = resolve_config(recipe=str(tmp_path / "out" / "config.yaml"), output_dir=str(tmp_path / "again"))
+    run_training(again)
+    assert [row["loss"] for row in metrics(tmp_path / "again")] == [row["loss"] for row in metrics(tmp_path / "out")]
+
+
+def test_an_existing_output_folder_is_never_overwritten(base, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(UserError, match="not empty"):
+        train(base)
+    with pytest.raises(UserError, match="something else than a run"):
+        train(base, resume="auto")
+    assert (tmp_path / "out" / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True}, {"modules_to_save": ["lm_head"]}])
+def test_lora_writes_an_adapter_that_peft_loads(base, tmp_path, options):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    config = train(base, tuner="lora", **options)
+    model = AutoModelForCausalLM.from_pretrained(config.model)
+    PeftModel.from_pretrained(model, tmp_path / "out" / "model")
+    names = load_file(tmp_path / "out" / "model" / "adapter_model.safetensors")
+    assert any("lora_A" in name for name in names)
+    assert not any("base_layer" in name for name in names)
+
+
+def test_training_goes_on_from_an_adapter(base, tmp_path):
+    train(base, tuner="lora")
+    more = train(base, tuner="lora", adapter=str(tmp_path / "out" / "model"), output_dir=str(tmp_path / "more"))
+    assert metrics(tmp_path / "more")[0]["loss"] < metrics(tmp_path / "out")[0]["loss"]
+    assert more.adapter
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_new_tokens_get_rows_that_are_trained_and_saved(base, tmp_path, tiny_model, family, tuner):
+    train(base, model=str(tiny_model(family)), tuner=tuner, new_tokens=["<fox>", "<dog>"], learning_rate=1e-2)
+    folder = tmp_path / "out" / "model"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.convert_tokens_to_ids("<dog>") == len(tokenizer) - 1
+    if tuner == "full":
+        assert AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight.shape[0] >= len(tokenizer)
+    else:
+        assert any("embed_tokens" in name for name in load_file(folder / "adapter_model.safetensors"))
+
+
+def test_freeze_trains_the_last_layer_only(base, tmp_path, tiny_model):
+    train(base, tuner="freeze", trainable_layers=1, trainable_modules=["model.norm"])
+    before = load_file(tiny_model("llama") / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(name.startswith(("model.layers.1.", "model.norm")) for name in changed)
+
+
+def test_a_signal_saves_and_exits_with_its_number(base, tmp_path, monkeypatch):
+    seen = []
+    keep = run_module.Session.save_checkpoint
+
+    def interrupt_after_two(self):
+        keep(self)
+        seen.append(self)
+        if len(seen) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run_module.Session, "save_checkpoint", interrupt_after_two)
+    with pytest.raises(SystemExit) as stopped:
+        train(base)
+    assert stopped.value.code == 143
+    assert list_checkpoints(tmp_path / "out")[0].name == "step-00000003"
+    assert not (tmp_path / "out" / "model").exists()
+    monkeypatch.undo()
+    train(base, resume="auto")
+    assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_early_stop_keeps_the_best_checkpoint(base, tmp_path):
+    values = base | {"eval_fraction": 0.2, "learning_rate": 0.5, "max_steps": 40, "eval_steps": 1, "save_steps": 1}
+    train(values, early_stopping_patience=2, keep_checkpoints=1)
+    rows = metrics(tmp_path / "out")
+    best = min(rows, key=lambda row: row["eval_loss"])["step"]
+    assert len(rows) == best + 2 < 40
+    assert f"step-{best:08d}" in {folder.name for folder in list_checkpoints(tmp_path / "out")}
+
+
+def poisoned(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "poisoned")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][100:] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_rows(base, tmp_path, tiny_model):
+    with pytest.raises(RunError, match="step 1 is not finite") as error:
+        train(base, model=str(poisoned(tmp_path, tiny_model)))
+    assert "rows.jsonl:" in error.value.where
+
+
+def test_nonfinite_steps_can_be_skipped_and_are_counted(base, tmp_path, tiny_model, capsys):
+    train(base, model=str(poisoned(tmp_path, tiny_model)), on_nonfinite="skip")
+    assert "(6 so far)" in capsys.readouterr().out
+    assert all(row["loss"] is None for row in metrics(tmp_path / "out"))
+
+
+def damage(folder, kind):
+    file = folder / "model.safetensors"
+    if kind == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif kind == "foreign":
+        tensors = {f"other.{name}": tensor for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    elif kind == "shape":
+        tensors = load_file(file)
+        tensors["model.norm.weight"] = torch.ones(3)
+        save_file(tensors, file, metadata={"format": "pt"})
+    elif kind == "tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif kind == "template":
+        (folder / "chat_template.jinja").unlink()
+    elif kind == "config":
+        (folder / "config.json").write_text("{ broken")
+    elif kind == "absent":
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("truncated", "truncated"),
+        ("foreign", "are missing"),
+        ("shape", "another shape"),
+        ("tokenizer", "no tokenizer"),
+        ("template", "chat template"),
+        ("config", "JSON"),
+        ("absent", "neither a folder nor a hub id"),
+    ],
+)
+def test_a_bad_model_folder_is_refused_before_anything_is_written(base, tmp_path, tiny_model, kind, said):
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "damaged")
+    damage(folder, kind)
+    with pytest.raises(UserError, match=said):
+        train(base, model=str(folder))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_length_beyond_the_model_is_refused(base):
+    with pytest.raises(UserError, match="512 positions"):
+        train(base, max_length=1024)

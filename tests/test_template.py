@@ -1,0 +1,253 @@
+"""Trained spans under templates that behave like the families' own: exactly the answers and their end-of-turn tokens."""
+
+import pytest
+from conftest import build_tokenizer
+
+from swiftlite.data.rows import FORMATS, BadRow, read_row
+from swiftlite.data.template import ChatRenderer
+from swiftlite.data.tokenize import overlaps
+from swiftlite.errors import UserError
+
+CHATML_MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_MARKED_WIDE = CHATML_MARKED.replace(
+    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n",
+    "{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}",
+)
+QWEN3 = """{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
+{%- elif m.role == 'assistant' %}
+  {%- set content = m.content %}{%- set thought = m.reasoning_content or '' %}
+  {%- if '</think>' in content %}
+    {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+    {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+  {%- endif %}
+  {%- if loop.index0 > ns.last and (loop.last or thought) %}
+    {{- '<|im_start|>assistant\n<think>\n' + thought + '\n</think>\n\n' + content }}
+  {%- else %}{{- '<|im_start|>assistant\n' + content }}{% endif %}
+  {%- for call in m.tool_calls or [] %}
+    {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+    {{- call.function.arguments | tojson }}{{- '}\n</tool_call>' }}
+  {%- endfor %}
+  {{- '<|im_end|>\n' }}
+{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+THINKING_PROMPT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+LLAMA3 = """{{- bos_token }}{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' }}
+{{- strftime_now("%d %b %Y") }}{{- '\n\n<|eot_id|>' }}
+{%- for m in messages %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+GEMMA = """{{- bos_token }}{%- for m in messages %}
+{%- if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{% endif %}"""
+MISTRAL = """{{- bos_token }}{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('After the optional system message, conversation roles must alternate') }}{% endif %}
+{%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{- ' ' + m.content + eos_token }}{% endif %}{%- endfor %}"""
+DROPS_THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+NO_END = (
+    "{% for m in messages %}{{ '\n### ' + m.role + ': ' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n### assistant: ' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def make_tokenizer():
+    """A factory: template and special tokens -> tokenizer."""
+
+    def make(template, special=(), bos=None):
+        tokenizer = build_tokenizer()
+        if special:
+            tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+        if bos:
+            tokenizer.add_special_tokens({"bos_token": bos})
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+def chat(messages, **row):
+    if messages and isinstance(messages[0], str):
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
+    return read_row({"messages": messages, **row}, FORMATS[0])
+
+
+def trained_texts(tokenizer, conversation, date="2025-03-09"):
+    """For each sequence: the trained stretches as text, told by tokens and not by characters."""
+    found = []
+    for part in ChatRenderer(tokenizer, date).render(conversation):
+        encoded = tokenizer(part.text, add_special_tokens=False, return_offsets_mapping=True)
+        flags = overlaps(__import__("numpy").asarray(encoded["offset_mapping"]), part.spans)
+        stretches, current = [], []
+        for token, flag in zip(encoded["input_ids"], [*flags], strict=True):
+            if flag:
+                current.append(token)
+            elif current:
+                stretches, current = [*stretches, tokenizer.decode(current)], []
+        found.append([*stretches, tokenizer.decode(current)] if current else stretches)
+    return found
+
+
+TWO_TURNS = ["Who are you?", "I am small.", "And now?", "Now I answer."]
+
+
+@pytest.mark.parametrize("template", [None, CHATML_MARKED, CHATML_MARKED_WIDE], ids=["prefix", "marked", "marked-wide"])
+def test_answers_and_their_end_tokens_are_trained(make_tokenizer, template):
+    tokenizer = make_tokenizer(template or build_tokenizer().chat_template)
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["I am small.<|im_end|>", "Now I answer.<|im_end|>"]]
+
+
+@pytest.mark.parametrize("template", [None, CHATML_MARKED], ids=["prefix", "marked"])
+def test_train_false_leaves_one_answer_out(make_tokenizer, template):
+    tokenizer = make_tokenizer(template or build_tokenizer().chat_template)
+    conversation = chat(
+        [
+            {"role": "user", "content": "Who are you?"},
+            {"role": "assistant", "content": "I am big.", "train": False},
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "I am small."},
+        ]
+    )
+    assert trained_texts(tokenizer, conversation) == [["I am small.<|im_end|>"]]
+
+
+def test_what_follows_the_last_trained_answer_is_cut():
+    cut = chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}])
+    assert [m["content"] for m in cut.messages] == ["a", "b"]
+
+
+def test_llama_date_is_pinned_and_content_trimmed(make_tokenizer):
+    special = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer = make_tokenizer(LLAMA3, special, bos="<|begin_of_text|>")
+    conversation = chat(["Who are you?", "  I am small. "])
+    assert trained_texts(tokenizer, conversation) == [["I am small.<|eot_id|>"]]
+    text = ChatRenderer(tokenizer, "2025-03-09").render(conversation)[0].text
+    assert "Today Date: 09 Mar 2025" in text
+    assert text.count("<|begin_of_text|>") == 1
+
+
+def test_a_date_that_cannot_be_pinned_is_refused(make_tokenizer):
+    tokenizer = make_tokenizer("{% set f = '%d' %}{{ strftime_now(f) }}{{ messages[0].content }}")
+    with pytest.raises(UserError, match="template-date"):
+        ChatRenderer(tokenizer, "2025-03-09")
+
+
+def test_gemma(make_tokenizer):
+    tokenizer = make_tokenizer(GEMMA, ["<start_of_turn>", "<end_of_turn>"], bos="<bos>")
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["I am small.<end_of_turn>", "Now I answer.<end_of_turn>"]]
+    with pytest.raises(BadRow, match="System role not supported") as failure:
+        ChatRenderer(tokenizer, "2025-03-09").render(chat(TWO_TURNS, system="Be short."))
+    assert failure.value.reason == "template_error"
+
+
+def test_mistral(make_tokenizer):
+    tokenizer = make_tokenizer(MISTRAL, bos="<s>")
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [[" I am small.<|im_end|>", " Now I answer.<|im_end|>"]]
+    two_answers = [{"role": "user", "content": "a"}, *({"role": "assistant", "content": c} for c in "bc")]
+    with pytest.raises(BadRow, match="must alternate"):
+        ChatRenderer(tokenizer, "2025-03-09").render(chat(two_answers))
+
+
+def test_qwen3_history_without_thinking_splits_the_row(make_tokenizer):
+    tokenizer = make_tokenizer(QWEN3)
+    turns = ["Who?", "<think>\nhm\n</think>\n\nMe.", "Sure?", "<think>\nyes\n</think>\n\nQuite."]
+    assert trained_texts(tokenizer, chat(turns)) == [
+        ["<think>\nhm\n</think>\n\nMe.<|im_end|>"],
+        ["<think>\nyes\n</think>\n\nQuite.<|im_end|>"],
+    ]
+    second = ChatRenderer(tokenizer, "2025-03-09").render(chat(turns))[1].text
+    assert "hm" not in second  # as the model sees its history
+    assert "Me.<|im_end|>" in second
+
+
+def test_qwen3_tool_turns_stay_in_one_sequence(make_tokenizer):
+    tokenizer = make_tokenizer(QWEN3)
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    conversation = chat(
+        [
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "reasoning_content": "call", "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "Two.", "reasoning_content": "done"},
+        ]
+    )
+    assert trained_texts(tokenizer, conversation) == [
+        [
+            '<think>\ncall\n</think>\n\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+            "<think>\ndone\n</think>\n\nTwo.<|im_end|>",
+        ]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "trained"),
+    [
+        ("Hello.", "Hello."),
+        ("<b>Hello</b>", "<b>Hello</b>"),
+        ("<think>\nhm\n</think>\nHello.", "hm\n</think>\nHello."),
+    ],
+)
+def test_a_generation_prompt_that_opens_thinking(make_tokenizer, answer, trained):
+    """What the prompt already says is not trained; an answer without thinking is trained whole."""
+    assert trained_texts(make_tokenizer(THINKING_PROMPT), chat(["Hi", answer])) == [[trained + "<|im_end|>"]]
+
+
+def test_content_that_the_template_drops_is_a_bad_row(make_tokenizer):
+    tokenizer = make_tokenizer(DROPS_THINKING)
+    with pytest.raises(BadRow) as failure:
+        ChatRenderer(tokenizer, "2025-03-09").render(chat(["Hi", "<think>hm</think>Hello."]))
+    assert failure.value.reason == "template_drops_content"
+    reasoning = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello.", "thinking": "hm"}]
+    with pytest.raises(BadRow, match="message 1"):
+        ChatRenderer(tokenizer, "2025-03-09").render(chat(reasoning))
+
+
+def test_a_template_without_end_token_asks_for_eos(make_tokenizer):
+    parts = ChatRenderer(make_tokenizer(NO_END), "2025-03-09").render(chat(TWO_TURNS))
+    assert [part.add_eos for part in parts] == [True]
+    assert not any(part.add_eos for part in ChatRenderer(make_tokenizer(QWEN3), "2025-03-09").render(chat(TWO_TURNS)))
+
+
+@pytest.mark.parametrize("template", [None, QWEN3, CHATML_MARKED], ids=["chatml", "qwen3", "marked"])
+def test_an_answer_that_comes_first(make_tokenizer, template):
+    tokenizer = make_tokenizer(template or build_tokenizer().chat_template)
+    texts = trained_texts(tokenizer, chat([{"role": "assistant", "content": "Hello, ask me."}]))
+    assert len(texts) == 1
+    assert texts[0][0].endswith("Hello, ask me.<|im_end|>")
+    assert "<|im_start|>" not in texts[0][0]
+
+
+def test_consecutive_answers(make_tokenizer):
+    messages = [{"role": "user", "content": "a"}, *({"role": "assistant", "content": c} for c in ("One.", "Two."))]
+    texts = trained_texts(make_tokenizer(build_tokenizer().chat_template), chat(messages))
+    assert texts == [["One.<|im_end|>", "Two.<|im_end|>"]]
+
+
+def test_a_template_that_is_missing_or_broken(make_tokenizer):
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }")
+    with pytest.raises(UserError, match="not valid Jinja"):
+        ChatRenderer(tokenizer, "2025-03-09").render(chat(TWO_TURNS))
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template") as failure:
+        ChatRenderer(tokenizer, "2025-03-09")
+    assert "--chat-template" in failure.value.fix
