@@ -32,11 +32,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "swiftlite" / "bench", help="cache folder")
+    cache = Path.home() / ".cache" / "swiftlite" / "bench"
+    parser.add_argument("--work", type=Path, default=cache, help="cache folder (%(default)s)")
     parser.add_argument("--swiftlite-python", type=Path, default=Path(sys.executable), help="Python that has swiftlite")
     parser.add_argument("--only", nargs="+", choices=TOOLS, default=list(TOOLS), metavar="TOOL", help=", ".join(TOOLS))
     parser.add_argument("--rounds", type=int, default=1, help="how often every run is repeated, interleaved (1)")
-    parser.add_argument("--steps", type=int, default=25, help="measured steps of 8 rows; grouped samplers cycle in 25 (25)")
+    parser.add_argument("--steps", type=int, default=25, help="measured steps; grouped samplers cycle in 25 (25)")
     parser.add_argument("--skip", type=int, default=2, help="first steps that are run but not measured (2)")
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS of every tool (2)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds after which a run is stopped (1800)")
@@ -76,7 +77,8 @@ def prepare_tools(options: argparse.Namespace, workload: Workload) -> tuple[dict
 
 
 def machine() -> dict:
-    names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "memory_gib": round(memory),
@@ -84,7 +86,9 @@ def machine() -> dict:
     }  # fmt: skip
 
 
-def run_all(options: argparse.Namespace, workload: Workload, pythons: dict[str, Path], failures: dict[str, str]) -> list[Run]:
+def run_all(
+    options: argparse.Namespace, workload: Workload, pythons: dict[str, Path], failures: dict[str, str]
+) -> list[Run]:
     """Every setting of the chosen tools, round after round."""
     runs = []
     mean_row = workload.facts()["described"]["mean"]
@@ -109,9 +113,9 @@ def describe(run: Run) -> str:
         return f"FAILED, {run.failure}: see {run.log}"
     tokens = run.tokens_of_steps or []
     return (
-        f"{run.tokens_per_second:,.0f} tokens/s, first step {run.first_step_seconds:.1f} s, {run.peak_rss_mib:,.0f} MiB, "
-        f"{run.wall_seconds:.0f} s in all, others' cores {run.others_cores:.2f}, {run.threads} threads, "
-        f"tokens of the first steps {tokens[:3]}"
+        f"{run.tokens_per_second:,.0f} tokens/s, first step {run.first_step_seconds:.1f} s, "
+        f"{run.peak_rss_mib:,.0f} MiB, {run.wall_seconds:.0f} s in all, "
+        f"others' cores {run.others_cores:.2f}, {run.threads} threads, tokens of the first steps {tokens[:3]}"
     )
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data.prepare import prepare_data
-from swiftlite.models.load import load_tokenizer
+from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.training.run import run_training
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "qwen3-moe", "gpt2"]

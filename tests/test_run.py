@@ -237,7 +237,7 @@ def damage(folder, kind):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("truncated", "truncated"),
+        ("truncated", "cut off"),
         ("foreign", "are missing"),
         ("shape", "another shape"),
         ("tokenizer", "no tokenizer"),

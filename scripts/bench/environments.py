@@ -24,7 +24,8 @@ ENVIRONMENTS = {
     "trl": Environment(("trl==1.16.0",), ("transformers==5.23.0",)),
     "llamafactory": Environment(("llamafactory==0.9.5",), ("transformers==5.6.0", "trl==0.24.0")),
     "ms-swift": Environment(("ms-swift==4.6.0",), ("transformers==5.19.0", "trl==0.29.1")),
-    "litgpt": Environment(("litgpt==0.5.13",), ()),
+    # Its jsonargparse needs requests, which neither of them asks pip for.
+    "litgpt": Environment(("litgpt==0.5.13", "requests"), ()),
 }
 SHOWN = ("torch", "transformers", "trl", "ms-swift", "llamafactory", "litgpt", "swiftlite")
 

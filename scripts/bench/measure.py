@@ -59,7 +59,9 @@ def run_environment(folder: Path, threads: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run_command(command: list[str], folder: Path, threads: int, timeout: float) -> tuple[int | None, float, float, float]:
+def run_command(
+    command: list[str], folder: Path, threads: int, timeout: float
+) -> tuple[int | None, float, float, float]:
     """Run `command`, its output in `folder/log.txt`.
 
     Returns (exit code or None where the time limit was reached, time of the start, seconds, cores that others used).

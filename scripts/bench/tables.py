@@ -79,7 +79,8 @@ def text_table(lines: list[Line]) -> str:
     widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
     rendered = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     rendered.insert(1, "-" * max(map(len, rendered)))
-    return "\n".join(rendered + [f"{line.tool}, {line.setting}: FAILED, {text}" for line in lines for text in line.failures])
+    failed = [f"{line.tool}, {line.setting}: FAILED, {text}" for line in lines for text in line.failures]
+    return "\n".join(rendered + failed)
 
 
 def markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> str:
@@ -87,7 +88,7 @@ def markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> str:
 
 
 def goals(lines: list[Line]) -> list[str]:
-    """What issue and documentation ask of swiftlite's defaults, each with what was measured. Empty without a swiftlite run."""
+    """The goals for swiftlite's defaults, each with what was measured. Empty without runs of swiftlite and of a peer."""
     own = next((line for line in lines if line.kind == "swiftlite" and line.setting == "defaults" and line.runs), None)
     peers = [line for line in lines if line.kind != "swiftlite" and line.runs]
     if own is None or not peers:
@@ -101,7 +102,8 @@ def goals(lines: list[Line]) -> list[str]:
 
     for kind, factor in (("shipped", 1.8), ("tuned", 1.2)):
         rates = [line.tokens_per_second for line in peers if line.kind == kind and line.tokens_per_second]
-        compare(f"tokens/s against the best peer, {kind}", own.tokens_per_second, max(rates, default=None), factor, True)
+        best = max(rates, default=None)
+        compare(f"tokens/s against the best peer, {kind}", own.tokens_per_second, best, factor, True)
     starts = [line.first_step_seconds for line in peers if line.first_step_seconds]
     compare("first step against the fastest peer", own.first_step_seconds, min(starts, default=None), 0.7, False)
     memory = [line.peak_rss_mib for line in peers if line.peak_rss_mib]
@@ -140,4 +142,6 @@ def fill(file: Path, name: str, text: str) -> None:
 
 
 def as_json(lines: list[Line], runs: list[Run], facts: dict) -> dict:
-    return {**facts, "summary": [asdict(line) for line in lines], "goals": goals(lines), "runs": [asdict(r) for r in runs]}
+    """Everything that was measured, with the facts of machine, versions and workload."""
+    summary = [asdict(line) for line in lines]
+    return {**facts, "summary": summary, "goals": goals(lines), "runs": [asdict(run) for run in runs]}

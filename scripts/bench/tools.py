@@ -1,7 +1,7 @@
 """The command line of every tool and configuration that is measured.
 
-All train the same rows with micro-batches of 4 x 2, fp32, AdamW, a constant rate of 1e-4 where the tool has one, loss on
-the answers only, and neither save in between nor evaluate. "shipped" leaves the tool's speed settings as they come;
+All train the same rows with micro-batches of 4 x 2, fp32, AdamW, a constant rate of 1e-4 where the tool has one, loss
+on the answers only, and neither save in between nor evaluate. "shipped" leaves the tool's speed settings as they come;
 "tuned" turns activation checkpointing off and groups or packs rows by the tool's own means.
 """
 
@@ -50,7 +50,8 @@ SETTINGS = (
         ("--disable_gradient_checkpointing", "true", "--neat_packing", "true"), packed=True,
     ),
     Setting(
-        "ms-swift", "no checkpointing, grouped", "tuned", ("--gradient_checkpointing", "false", "--group_by_length", "true")
+        "ms-swift", "no checkpointing, grouped", "tuned",
+        ("--gradient_checkpointing", "false", "--group_by_length", "true"),
     ),
     Setting("litgpt", "no loader workers", "tuned", ("--data.num_workers", "0")),
 )  # fmt: skip

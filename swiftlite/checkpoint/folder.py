@@ -22,6 +22,7 @@ from swiftlite.errors import RunError
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,})")
+UNFINISHED_STEP = re.compile(r"\.step-(\d{8,})\.partial")
 HIDDEN_STEP = re.compile(r"\.step-(\d{8,})\.(partial|doomed)")
 PARTIAL, DOOMED = ".partial", ".doomed"
 LARGEST_MANIFEST = 16 << 20
@@ -61,17 +62,16 @@ def atomic_folder(final: Path, *, manifest: bool = True, again: str = "go on wit
 def _disk_errors(final: Path, again: str) -> Iterator[None]:
     try:
         yield
-    except RunError:
-        raise
     except Exception as error:
         number = _errno(error)
         if number is None:
             raise
         full = number in DISK_FULL
         reason = "the disk is full" if full else os.strerror(number)
+        file = error.filename if isinstance(error, OSError) else None
         raise RunError(
             f"{final.name} cannot be saved: {reason}; what was saved before is untouched",
-            where=str(final),
+            where=str(file or final),
             fix=f"free space and {again}" if full else f"see to the folder and {again}",
         ) from error
 
@@ -220,7 +220,7 @@ def newest_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
 
     Reads and hashes what it considers; deletes nothing.
     """
-    partial = {step: f"step-{step:08d}: saving it was never finished" for step, _ in _numbered(output, HIDDEN_STEP)}
+    partial = {step: f"step-{step:08d}: saving it was never finished" for step, _ in _numbered(output, UNFINISHED_STEP)}
     passed_over: dict[int, str] = {}
     newest = None
     for step, folder in _numbered(output, STEP):

@@ -58,9 +58,7 @@ def infer(
     seed: Annotated[int, typer.Option(help="Decides what is sampled.", rich_help_panel=ANSWER)] = 42,
     precision: Annotated[
         str,
-        typer.Option(
-            help="auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs.", rich_help_panel=MODEL
-        ),
+        typer.Option(help="auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs.", rich_help_panel=MODEL),
     ] = "auto",
     chat_template: Annotated[
         str | None,
@@ -75,9 +73,7 @@ def infer(
     ] = None,
     trust_remote_code: Annotated[
         bool,
-        typer.Option(
-            "--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODEL
-        ),
+        typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODEL),
     ] = False,
 ) -> None:
     """Hands the flags over to `swiftlite.serving.infer`."""

@@ -24,27 +24,23 @@ def build_audit(
     `truncated`, `split` (several sequences by length) or `split_by_template` (several because the chat template writes
     history differently). `held_out` rows went to the evaluation set.
     """
-    audit = _section(train, plan) | {
-        "datasets": {
-            name: {"rows": _rows([entry for entry in train if entry.source.spec.text == name])} | numbers
-            for name, numbers in _numbers_by_name(plan).items()
-        }
+    datasets = {
+        entry.source.spec.text: {"rows": _rows([entry])} | _numbers(plan.describe_parts()[entry.source.spec.text])
+        for entry in train
     }
-    if eval_plan is not None:
-        audit["eval"] = _section(held_out, eval_plan)
-        if not held_out:
-            audit["rows"]["held_out"] = audit["eval"]["rows"]["read"] = eval_plan.row_count
-            audit["eval"]["rows"]["used"] = eval_plan.row_count
-            audit["rows"]["used"] -= eval_plan.row_count
+    audit = {"rows": _rows(train)} | _numbers(plan.describe()) | {"datasets": datasets}
+    if eval_plan is None:
+        return audit
+    audit["eval"] = {"rows": _rows(held_out)} | _numbers(eval_plan.describe())
+    if not held_out:  # a part of the training rows
+        counts = eval_plan.row_counts
+        for rows, count in [(audit["rows"], sum(counts.values()))] + [
+            (datasets[name]["rows"], count) for name, count in counts.items()
+        ]:
+            rows["held_out"] = count
+            rows["used"] -= count
+        audit["eval"]["rows"] |= dict.fromkeys(("read", "used"), sum(counts.values()))
     return audit
-
-
-def _numbers_by_name(plan: BatchPlan) -> dict[str, dict[str, Any]]:
-    return {name: _numbers(described) for name, described in plan.describe_parts().items()}
-
-
-def _section(entries: list[Entry], plan: BatchPlan) -> dict[str, Any]:
-    return {"rows": _rows(entries)} | _numbers(plan.describe())
 
 
 def _numbers(described: dict[str, Any]) -> dict[str, Any]:

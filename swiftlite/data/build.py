@@ -80,7 +80,7 @@ def raw_rows(source: Source, options: TokenOptions, sample_by: str, seed: int) -
     number = itertools.count()
     chosen = _choice(source, sample_by, seed)
     for place, file in enumerate(source.files):
-        known = _format_of(file, options, sample_by)
+        known = format_of(file, options, sample_by)
         for line, payload in read_rows(file, sample_by):
             index = next(number)
             if chosen is None or chosen[index]:
@@ -97,7 +97,7 @@ def _choice(source: Source, sample_by: str, seed: int) -> np.ndarray | None:
     return chosen
 
 
-def _format_of(file: DataFile, options: TokenOptions, sample_by: str) -> str | None:
+def format_of(file: DataFile, options: TokenOptions, sample_by: str) -> str | None:
     """The name of the format of the first row whose keys are known, None where no row's are."""
     columns_seen = False
     for line, payload in read_rows(file, sample_by):

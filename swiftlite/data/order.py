@@ -104,9 +104,17 @@ class BatchPlan:
             epoch += 1
 
     @property
-    def row_count(self) -> int:
-        """Distinct rows that take part."""
-        return sum(len(part.rows) for part in self._parts)
+    def row_counts(self) -> dict[str, int]:
+        """Distinct rows that take part, per data set."""
+        return {part.name: len(part.rows) for part in self._parts}
+
+    def head(self, count: int) -> list[Sequence]:
+        """The first sequences of each data set in the order of its files."""
+        found = []
+        for place, index in enumerate(self._index):
+            members = index.members()[:count] + self._offsets[place]
+            found += self._read_pack(members.tolist())
+        return found
 
     def describe(self) -> dict[str, Any]:
         """Rows, tokens, trained tokens, packs and their fill in the first epoch, and its steps.
@@ -196,6 +204,10 @@ class _RowIndex:
         kept = np.isin(rows, part.rows, assume_unique=True)
         self._first, self._counts, self._weight = first[kept], counts[kept], part.weight
 
+    def members(self) -> np.ndarray:
+        """Indices of all sequences, each once."""
+        return self._of_rows(np.arange(len(self._first)))
+
     def sequences(self, seed: int, epoch: int, place: int) -> np.ndarray:
         """Sequence indices of one epoch, before any shuffle."""
         total = len(self._first)
@@ -204,7 +216,9 @@ class _RowIndex:
         if rest:
             count = max(1, round(rest * total))
             chosen.append(np.sort(permutation(total, seed, epoch, "weight", place)[:count]))
-        rows = np.concatenate(chosen)
+        return self._of_rows(np.concatenate(chosen))
+
+    def _of_rows(self, rows: np.ndarray) -> np.ndarray:
         counts = self._counts[rows]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return np.repeat(self._first[rows], counts) + within

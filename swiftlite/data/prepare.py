@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,10 @@ from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
 from swiftlite.data.rows import check_columns
 from swiftlite.data.sources import Source, content_hash, parse_spec, resolve
 from swiftlite.data.store import REJECTED, SequenceStore, load_or_build
+from swiftlite.data.stream import StreamPlan, stream_identity
 from swiftlite.data.tokenize import TokenOptions
 from swiftlite.data.tokenizer_key import tokenizer_key
+from swiftlite.data.windows import WINDOW_BYTES
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,10 +54,10 @@ class Rejected:
 class PreparedData:
     """train, eval: the steps; audit: for audit.json; fingerprint: changes with anything that changes the steps."""
 
-    train: BatchPlan
+    train: BatchPlan | StreamPlan
     eval: BatchPlan | None
     audit: dict[str, Any]
-    rejected: Rejected
+    rejected: Rejected | list[dict[str, Any]]
     fingerprint: str
 
 
@@ -79,23 +81,14 @@ def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Pro
     """
     _check(config)
     identity = tokenizer_key(config, load_tokenizer)
+    if config.streaming:
+        return _prepare_stream(config, identity, load_tokenizer, progress)
     train = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.dataset]
     held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
     check_anything_left(train)
     check_anything_left(held_out)
     parts, eval_parts = _split(config, train, held_out)
-    options = PlanOptions(
-        seed=config.seed,
-        max_length=config.max_length,
-        packing=config.packing,
-        shuffle=config.shuffle,
-        global_batch_size=config.global_batch_size,
-        epochs=config.epochs,
-        max_steps=config.max_steps,
-    )
-    plan = BatchPlan(parts, options)
-    once = PlanOptions(config.seed, config.max_length, config.packing, False, config.global_batch_size)
-    eval_plan = BatchPlan(eval_parts, once) if eval_parts else None
+    plan, eval_plan = BatchPlan(parts, _plan_options(config)), _eval_plan(config, eval_parts)
     return PreparedData(
         train=plan,
         eval=eval_plan,
@@ -105,14 +98,72 @@ def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Pro
     )
 
 
+def _plan_options(config: RunConfig) -> PlanOptions:
+    return PlanOptions(
+        seed=config.seed,
+        max_length=config.max_length,
+        packing=config.packing,
+        shuffle=config.shuffle,
+        global_batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+    )
+
+
+def _eval_plan(config: RunConfig, parts: list[Part]) -> BatchPlan | None:
+    """One pass over the evaluation rows in the order of the files."""
+    options = replace(_plan_options(config), shuffle=False, epochs=1.0, max_steps=None)
+    return BatchPlan(parts, options) if parts else None
+
+
+def _prepare_stream(
+    config: RunConfig, identity: str, load_tokenizer: LoadTokenizer, progress: Progress | None
+) -> PreparedData:
+    """The same for `--streaming`: only evaluation rows and the first window of text are read before training."""
+    held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
+    check_anything_left(held_out)
+    sources = [resolve(parse_spec(text)) for text in config.dataset]
+    for source in sources:
+        if source.spec.count is not None:
+            raise UserError(
+                "--streaming cannot choose rows of text that it has not read",
+                where=f"--dataset {source.spec.text}",
+                fix="leave #COUNT out, or leave --streaming out",
+            )
+    options = token_options(config)
+    key = _digest(
+        FORMAT_VERSION, identity, options.max_length, options.overlong, sorted(options.columns.items()),
+        config.sample_by, config.packing, WINDOW_BYTES, [stream_identity(source) for source in sources],
+    )  # fmt: skip
+    plan = StreamPlan(
+        sources,
+        _plan_options(config),
+        options,
+        load_tokenizer,
+        sample_by=config.sample_by,
+        stop_at_bad_row=config.on_bad_row == "error",
+        record=cache_root(config) / "streams" / f"{key}.jsonl",
+    )
+    order = (key, [source.spec.weight for source in sources], config.seed, config.shuffle, config.global_batch_size)
+    eval_parts = [_part(entry, entry.rows) for entry in held_out]
+    return PreparedData(plan, _eval_plan(config, eval_parts), plan.audit(), plan.rejected, _digest(order))
+
+
 def _check(config: RunConfig) -> None:
     if not config.dataset:
         raise UserError("no data set", where="--dataset", fix="give --dataset FILE, a folder or a hub id")
-    if config.streaming:
+    twice = next((text for text in config.dataset if config.dataset.count(text) > 1), None)
+    if twice is not None:
+        raise UserError("the data set is named twice", where=f"--dataset {twice}", fix=f"weight it: {twice}*2")
+    if config.streaming and config.method != "pretrain":
         raise UserError(
             "--streaming is for pretraining text; sft packs and shuffles whole data sets",
             where="--streaming",
             fix="leave it out: rows are tokenised to disk, so the data set may be larger than memory",
+        )
+    if config.streaming and config.max_steps is None:
+        raise UserError(
+            "--streaming does not know how many steps the text gives", where="--streaming", fix="add --max-steps"
         )
     if config.max_length < 2:
         raise UserError("--max-length must be at least 2", where="--max-length", fix="give the longest row in tokens")

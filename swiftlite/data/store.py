@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
-from swiftlite.data.tokenize import TokenBatch
+from swiftlite.data.tokenize import TokenBatch, flags_of
 from swiftlite.errors import UserError
 
 try:
@@ -119,11 +119,8 @@ class SequenceStore:
         which = int(np.searchsorted(self._starts, index, side="right")) - 1
         columns, place = self._columns[which], index - int(self._starts[which])
         ids = columns.ids[columns.id_offsets[place] : columns.id_offsets[place + 1]]
-        trained = np.zeros(len(ids), dtype=np.bool_)
         runs = columns.runs[columns.run_offsets[place] : columns.run_offsets[place + 1]]
-        for start, end in zip(runs[::2], runs[1::2], strict=True):
-            trained[start:end] = True
-        return ids, trained, f"{self._labels[columns.file[place]]}:{columns.line[place]}"
+        return ids, flags_of(runs, len(ids)), f"{self._labels[columns.file[place]]}:{columns.line[place]}"
 
 
 def _numpy_columns(batch: pa.RecordBatch) -> _Columns:

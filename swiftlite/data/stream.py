@@ -9,6 +9,7 @@ Without that record (another machine) earlier windows are tokenised once more, a
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 from collections import Counter
@@ -24,8 +25,8 @@ from swiftlite.data.build import bad_row_error, format_of
 from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
 from swiftlite.data.packing import best_fit_decreasing
 from swiftlite.data.sources import DataFile, Source
-from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
-from swiftlite.data.windows import Window, line_at, list_windows, read_window
+from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions, flags_of
+from swiftlite.data.windows import Window, identity, line_at, list_windows, read_window
 from swiftlite.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ class _Place:
     done: float
     share: float
     window: int
+
+
+def stream_identity(source: Source) -> list[str]:
+    """What tells one source from another without reading all of it."""
+    return [identity(file) for file in source.files if file.path is not None]
 
 
 class StreamPlan:
@@ -80,7 +86,8 @@ class StreamPlan:
         self.rejected: list[dict[str, Any]] = []
         if not self._windows:
             raise UserError("the data set holds no row", where=sources[0].spec.text, fix="check the files")
-        self._first_packs = self._read(next(self._places()))
+        first = next(self._places())
+        self._ready = {first: self._read(first)}
 
     def steps(self, start_step: int = 0) -> Iterator[StepBatch]:
         """The steps after the first `start_step`. A thread tokenises ahead. Raises UserError for a bad row."""
@@ -106,6 +113,11 @@ class StreamPlan:
                 while True:
                     results.get_nowait()
             worker.join()
+
+    def head(self, count: int) -> list[Sequence]:
+        """The first sequences of the first window in its order."""
+        packs = next(iter(self._ready.values()), [])
+        return [sequence for pack in packs for sequence in pack][:count]
 
     def describe(self) -> dict[str, Any]:
         """What has been read so far; the whole is never known before it was read."""
@@ -149,7 +161,8 @@ class StreamPlan:
                     raise UserError("no row of the stream can be trained on", fix="see rejected_rows.jsonl")
                 packs_in_epoch, epoch = 0, place.epoch
             count = self._counts.get(place.window)
-            packs = None if count is not None and count <= skip else self._read(place)
+            passed = count is not None and count <= skip
+            packs = None if passed else self._ready.pop(place, None) or self._read(place)
             count = count if packs is None else len(packs)
             packs_in_epoch += count
             if count <= skip:
@@ -175,14 +188,14 @@ class StreamPlan:
         mine = np.flatnonzero(self._owner == owner)
         whole, rest = int(weight), weight - int(weight)
         part = permutation(len(mine), self._options.seed, epoch, "weight", owner)
-        return np.concatenate([np.tile(mine, whole), mine[np.sort(part[: round(rest * len(mine))])]])
+        return np.concatenate([np.tile(mine, whole), mine[np.sort(part[: math.ceil(rest * len(mine))])]])
 
     def _read(self, place: _Place) -> list[Pack]:
         """The packs of one window, in the order that its epoch gives them."""
         window = self._windows[place.window]
         batch = self._run(list(self._rows(window)))
         sequences = [
-            Sequence(ids, _flags(len(ids), runs), self._run_where(window, line))
+            Sequence(ids, flags_of(runs, len(ids)), self._run_where(window, line))
             for ids, runs, (_, _, line) in zip(batch.ids, batch.runs, batch.rows, strict=True)
         ]
         key = (self._options.seed, place.epoch, place.window)
@@ -237,13 +250,6 @@ def _is_by_byte(file: DataFile, sample_by: str) -> bool:
 def _by_byte(file: DataFile, sample_by: str) -> DataFile:
     """The file under a name that says that rows are told by the byte they start at: lines are not counted."""
     return replace(file, label=f"{file.label}@byte") if _is_by_byte(file, sample_by) else file
-
-
-def _flags(count: int, runs: np.ndarray) -> np.ndarray:
-    flags = np.zeros(count, dtype=np.bool_)
-    for start, end in zip(runs[::2], runs[1::2], strict=True):
-        flags[start:end] = True
-    return flags
 
 
 def _read_record(path: Path) -> dict[int, int]:

@@ -222,6 +222,14 @@ def runs_of(flags: np.ndarray) -> np.ndarray:
     return edges.astype(np.int32)
 
 
+def flags_of(runs: np.ndarray, count: int) -> np.ndarray:
+    """The inverse of `runs_of` for `count` flags."""
+    flags = np.zeros(count, dtype=np.bool_)
+    for start, end in zip(runs[::2], runs[1::2], strict=True):
+        flags[start:end] = True
+    return flags
+
+
 def _reject(batch: TokenBatch, row: RawRow, files: list[DataFile], bad: BadRow) -> None:
     batch.dropped[bad.reason] += 1
     shown = row.payload.decode("utf-8", "replace") if isinstance(row.payload, bytes) else row.payload

@@ -1,4 +1,4 @@
-"""Hugging Face configs, tokenizers and models from a local folder or the hub.
+"""Hugging Face configs and models from a local folder or the hub.
 
 `from_pretrained` builds the model on `meta` and fills it straight from the memory-mapped safetensors, converting names
 where hub and memory differ (experts of mixture models). What it would leave random or mismatched is an error here.
@@ -17,13 +17,7 @@ from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-BUILT_IN_TEMPLATES = {"chatml": CHATML}
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def check_model_path(model: str) -> None:
@@ -58,57 +52,22 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
     from transformers import AutoConfig
 
     check_model_path(model)
-    with _hub_errors(model, "config"):
+    with hub_errors(model, "config"):
         return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def load_tokenizer(
-    model: str,
-    *,
-    tokenizer: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    chat_template: str | None = None,
-    new_tokens: list[str] | None = None,
-) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template and the new tokens that were asked for.
+def import_architecture(model_config: PretrainedConfig) -> None:
+    """Import the code of the model's class now. Raises UserError where transformers has no causal model for it."""
+    from transformers import AutoModelForCausalLM
 
-    chat_template: a built-in name (`chatml`) or a Jinja file. Raises UserError where it cannot be had.
-    """
-    from transformers import AutoTokenizer
-
-    source = tokenizer or model
-    check_model_path(source) if tokenizer is None else None
-    folder = Path(source).expanduser()
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if type(model_config) in AutoModelForCausalLM._model_mapping:
+        AutoModelForCausalLM._model_mapping[type(model_config)]
+    elif "AutoModelForCausalLM" not in (model_config.to_dict().get("auto_map") or {}):
         raise UserError(
-            "the model folder has no tokenizer",
-            where=str(folder),
-            fix="copy tokenizer.json and tokenizer_config.json into it, or give --tokenizer",
+            f"{model_config.model_type} is no causal language model in transformers",
+            where=model_config.name_or_path,
+            fix="use a decoder-only model",
         )
-    with _hub_errors(source, "tokenizer"):
-        loaded = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-    if new_tokens:
-        loaded.add_tokens(new_tokens)
-    if chat_template is not None:
-        loaded.chat_template = read_chat_template(chat_template)
-    return loaded
-
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-
-
-def read_chat_template(name: str) -> str:
-    """The text of a built-in template or of a Jinja file. Raises UserError."""
-    if name in BUILT_IN_TEMPLATES:
-        return BUILT_IN_TEMPLATES[name]
-    path = Path(name).expanduser()
-    if not path.is_file():
-        known = ", ".join(BUILT_IN_TEMPLATES)
-        raise UserError(
-            "no such chat template", where=f"--chat-template {name}", fix=f"name a .jinja file or one of: {known}"
-        )
-    return path.read_text(encoding="utf-8")
 
 
 def load_model(
@@ -127,7 +86,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    with _hub_errors(source, "model"), _quiet():
+    with hub_errors(source, "model"), _quiet():
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             config=model_config,
@@ -172,7 +131,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hub_errors(source: str, what: str) -> Iterator[None]:
+def hub_errors(source: str, what: str) -> Iterator[None]:
     """Turn what transformers and the hub raise for a bad source into one clear error."""
     try:
         yield

@@ -54,7 +54,11 @@ def _headline(rows: list[dict[str, Any]]) -> str:
         cards += [("median tokens/s", f"{sorted(speeds)[len(speeds) // 2]:,.0f}")]
     if memory:
         cards += [("peak memory", f"{max(memory):.2f} GiB")]
-    return '<div class="cards">' + "".join(f'<div class="card"><span>{k}</span><b>{v}</b></div>' for k, v in cards) + "</div>"
+    return (
+        '<div class="cards">'
+        + "".join(f'<div class="card"><span>{k}</span><b>{v}</b></div>' for k, v in cards)
+        + "</div>"
+    )
 
 
 def _charts(rows: list[dict[str, Any]]) -> list[str]:

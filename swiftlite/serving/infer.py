@@ -160,7 +160,9 @@ def _written_aside(output: Path) -> Iterator[IO[str]]:
             os.fsync(file.fileno())
         partial.rename(output)
     except OSError as error:
-        raise UserError(f"the output cannot be written: {error.strerror}", where=str(output), fix="check the disk") from error
+        raise UserError(
+            f"the output cannot be written: {error.strerror}", where=str(output), fix="check the disk"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -10,7 +10,8 @@ import torch
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.errors import UserError
-from swiftlite.models.load import load_config, load_model, load_tokenizer
+from swiftlite.models.load import load_config, load_model
+from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import grow_vocabulary
 from swiftlite.serving.source import ModelSource
 

@@ -97,7 +97,9 @@ def _base_of(folder: Path) -> str:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again") from error
+        raise UserError(
+            f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again"
+        ) from error
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not isinstance(base, str) or not base:
         raise UserError(

@@ -18,6 +18,7 @@ from swiftlite.checkpoint.state import load_resume_state, read_trainer_state, sa
 from swiftlite.config.save import save_config
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import RunError, UserError
+from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.models.tuners import count_parameters
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.page import write_report_page
@@ -27,7 +28,7 @@ from swiftlite.training.flops import FlopCounter
 from swiftlite.training.loop import Loop, Parts, Progress, Stopped
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import describe_device
-from swiftlite.training.setup import Trainee, build_trainee, tokenizer_loader
+from swiftlite.training.setup import Trainee, build_trainee, check_model
 from swiftlite.training.step import DirectStep
 
 if TYPE_CHECKING:
@@ -44,10 +45,12 @@ def run_training(config: RunConfig) -> None:
     resume = find_resume(config, output)
     with RunReporter(config, output) as reporter:
         load = tokenizer_loader(config)
+        with reporter.phase("checking the model"):
+            model_config = check_model(config, resume)
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(config, load, update)
         with reporter.phase("loading the model"):
-            trainee = build_trainee(config, load, resume, config.micro_batch_size * config.max_length)
+            trainee = build_trainee(config, model_config, resume, load)
         session = Session(config, output, prepared, trainee, load, reporter)
         session.restore(resume)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import check_trainable_architecture, dissect
-from swiftlite.models.load import load_config, load_model, load_tokenizer
+from swiftlite.models.load import import_architecture, load_config, load_model
 from swiftlite.models.tuners import apply_tuner, grow_vocabulary, set_activation_checkpointing, to_master_precision
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.training.precision import DTYPES, Precision, pick_device, resolve_precision
@@ -39,40 +40,31 @@ class Trainee:
     checkpointing: str
 
 
-def tokenizer_loader(config: RunConfig, resume: Path | None = None):  # noqa: ANN201 - a closure
-    """A function that loads the run's tokenizer once, at its first call: a cached data set needs none to start."""
-    loaded: list[PreTrainedTokenizerBase] = []
-
-    def load() -> PreTrainedTokenizerBase:
-        if not loaded:
-            loaded.append(
-                load_tokenizer(
-                    config.model,
-                    tokenizer=config.tokenizer,
-                    revision=config.revision,
-                    trust_remote_code=config.trust_remote_code,
-                    chat_template=config.chat_template,
-                    new_tokens=config.new_tokens,
-                )
-            )
-        return loaded[0]
-
-    return load
+def check_model(config: RunConfig, resume: Path | None) -> PretrainedConfig:
+    """Everything that can be known of the model without its weights. Raises UserError where it cannot be trained."""
+    model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    check_trainable_architecture(model_config)
+    _check_length(config, model_config)
+    source, _ = _weights(config, resume)
+    if Path(source).expanduser().is_dir():
+        inspect_model_folder(Path(source).expanduser())
+    import_architecture(model_config)
+    return model_config
 
 
-def build_trainee(config: RunConfig, load: object, resume: Path | None, micro_tokens: int) -> Trainee:
-    """Load and prepare the model. resume: a checkpoint folder whose weights to take; micro_tokens: largest micro-batch.
+def build_trainee(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    resume: Path | None,
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+) -> Trainee:
+    """Load and prepare the model. resume: a checkpoint folder whose weights to take.
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
     device = pick_device()
     precision = resolve_precision(config.precision, device)
-    model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    check_trainable_architecture(model_config)
-    _check_length(config, model_config)
     source, adapter = _weights(config, resume)
-    if Path(source).expanduser().is_dir():
-        inspect_model_folder(Path(source).expanduser())
     torch.manual_seed(config.seed)  # adapters start from random numbers
     base = load_model(
         source,
@@ -84,14 +76,14 @@ def build_trainee(config: RunConfig, load: object, resume: Path | None, micro_to
     )
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else _source_dtype(model_config)
     if config.new_tokens:
-        grow_vocabulary(base, len(load()))
+        grow_vocabulary(base, len(load_tokenizer()))
     base.to(device)
     model = apply_tuner(base, config, adapter)
     to_master_precision(model)
     scorer = TokenScorer(model, base)
     scorer.check()
     anatomy = dissect(base)
-    checkpointing = _choose_checkpointing(config, model_config, device, precision, micro_tokens)
+    checkpointing = _choose_checkpointing(config, model_config, device, precision)
     set_activation_checkpointing(base, anatomy, checkpointing)
     if config.compile:
         for layer in anatomy.layers:
@@ -125,13 +117,14 @@ def _source_dtype(model_config: PretrainedConfig) -> torch.dtype:
 
 
 def _choose_checkpointing(
-    config: RunConfig, model_config: PretrainedConfig, device: torch.device, precision: Precision, micro_tokens: int
+    config: RunConfig, model_config: PretrainedConfig, device: torch.device, precision: Precision
 ) -> str:
     """`auto`: none where the activations of a micro-batch take less than half of the free memory, else full."""
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
-    needed = activation_bytes_per_token(model_config, precision) * micro_tokens
+    packs = config.micro_batch_size if device.type == "cuda" else 1
+    needed = activation_bytes_per_token(model_config, precision) * packs * config.max_length
     return "none" if needed < free / 2 else "full"
 
 

@@ -1,0 +1,175 @@
+"""`swiftlite inspect`: what the data becomes. Rows with their trained tokens, the audit, lengths, and the packs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swiftlite.cli.options import RunCommand, own_flag
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+    from swiftlite.config.resolve import Resolved
+    from swiftlite.data.order import Sequence
+    from swiftlite.data.prepare import PreparedData
+
+TRAINED, CONTEXT = ("bold green", "bold bright_green"), ("dim", "")  # two shades each, so that tokens can be told apart
+OPEN, CLOSE = "⟦", "⟧"
+SHOWN_TOKENS = 600  # of a row
+BINS = 10
+BAR = 40
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the app."""
+    INSPECT.add(app, with_options=True)
+
+
+def inspect(resolved: Resolved, rows: int) -> None:
+    """Show `rows` rows of each data set and the numbers of the whole data set. Raises UserError where the data are bad."""
+    from rich.console import Console
+
+    from swiftlite.data.prepare import prepare_data
+    from swiftlite.models.tokenizer import tokenizer_loader
+
+    if rows < 0:
+        raise UserError("--rows is below 0", where="--rows", fix="give the number of rows to show")
+    console = Console(highlight=False, soft_wrap=True)
+    load = tokenizer_loader(resolved.config)
+    with console.status("reading the data"):
+        prepared = prepare_data(resolved.config, load)
+    if rows:
+        show_rows(console, load(), prepared.train.head(rows))
+    console.print(audit_table(prepared.audit))
+    if resolved.config.streaming:
+        console.print("a stream: the numbers are those of its first window")
+        return
+    console.print(histogram("tokens of a row", prepared.train.lengths()))
+    console.print(packs_line(prepared, resolved.config.max_length))
+
+
+INSPECT = RunCommand(
+    "inspect",
+    inspect,
+    "Show what the data becomes: trained tokens in colour, the audit, lengths, packing.",
+    own=(own_flag("rows", "int", 3, "Rows to show of each data set."),),
+)
+
+
+def show_rows(console: Console, tokenizer: PreTrainedTokenizerBase, rows: list[Sequence]) -> None:
+    """Print rows token by token, with a legend."""
+    from rich.text import Text
+
+    if console.is_terminal:
+        legend = Text.assemble(
+            ("trained", TRAINED[0]), "  ", ("context only", CONTEXT[0]), "  shades alternate by token"
+        )
+    else:
+        legend = Text(f"{OPEN}trained{CLOSE}, the rest is context only")
+    console.print(legend)
+    for sequence in rows:
+        trained = int(sequence.trained.sum())
+        console.rule(f"{sequence.where}: {len(sequence.input_ids):,} tokens, {trained:,} trained", align="left")
+        console.print(coloured(tokenizer, sequence) if console.is_terminal else bracketed(tokenizer, sequence))
+    console.rule()
+
+
+def coloured(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Text:
+    """The row in colour, one shade a token."""
+    from rich.text import Text
+
+    text = Text()
+    for place, (piece, trained) in enumerate(pieces(tokenizer, sequence)):
+        text.append(piece.replace("\n", "↵\n"), style=(TRAINED if trained else CONTEXT)[place % 2])
+    return text
+
+
+def bracketed(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Text:
+    """The row with brackets around what is trained."""
+    from rich.text import Text
+
+    parts, inside = [], False
+    for piece, trained in pieces(tokenizer, sequence):
+        if trained != inside:
+            parts.append(OPEN if trained else CLOSE)
+        parts.append(piece)
+        inside = trained
+    return Text("".join(parts) + (CLOSE if inside else ""))
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Iterator[tuple[str, bool]]:
+    """(text, is it trained) of each token; tokens that are parts of one character come together."""
+    waiting: list[int] = []
+    shown = list(zip(sequence.input_ids.tolist(), sequence.trained.tolist(), strict=True))[:SHOWN_TOKENS]
+    for place, (token, trained) in enumerate(shown):
+        waiting.append(token)
+        text = tokenizer.decode(waiting, clean_up_tokenization_spaces=False)
+        more_follows = place + 1 < len(shown) and shown[place + 1][1] == trained and len(waiting) < 8
+        if text.endswith("\ufffd") and more_follows:
+            continue
+        yield text, trained
+        waiting = []
+    if len(sequence.input_ids) > len(shown):
+        yield f" … {len(sequence.input_ids) - len(shown):,} more tokens", False
+
+
+def audit_table(audit: dict[str, Any]) -> Table:
+    """One column a data set, one in all, and one for the evaluation rows."""
+    from rich.table import Table
+
+    sections = {"all": audit} | audit.get("datasets", {})
+    if len(sections) == 2:
+        sections = {"training": audit}
+    if "eval" in audit:
+        sections["evaluation"] = audit["eval"]
+    table = Table("", *(name.rsplit("/", 1)[-1] for name in sections), title="audit", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    plain = dict.fromkeys(
+        key
+        for section in sections.values()
+        for key, n in section["rows"].items()
+        if key != "dropped" and (n or key == "used")
+    )
+    for key in plain:
+        table.add_row(
+            f"rows {key.replace('_', ' ')}", *(f"{section['rows'].get(key, 0):,}" for section in sections.values())
+        )
+    reasons = dict.fromkeys(reason for section in sections.values() for reason in section["rows"]["dropped"])
+    for reason in reasons:
+        counts = (section["rows"]["dropped"].get(reason, 0) for section in sections.values())
+        table.add_row(f"rows dropped: {reason}", *(f"{count:,}" for count in counts))
+    for key in ("tokens", "trained_tokens", "packs"):
+        table.add_row(key.replace("_", " "), *(f"{section[key]:,}" for section in sections.values()))
+    table.add_row("packs filled", *(f"{section['fill']:.1%}" for section in sections.values()))
+    return table
+
+
+def histogram(title: str, values: np.ndarray) -> str:
+    """Bars of how many values fall into each of ten equal ranges."""
+    import numpy as np
+
+    low, high = int(values.min()), int(values.max()) + 1
+    counts, edges = np.histogram(values, bins=min(BINS, high - low), range=(low, high))
+    lines = [f"{title}: {low:,} to {high - 1:,}, half of them up to {int(np.median(values)):,}"]
+    for count, start, end in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
+        bar = "█" * max(round(BAR * count / counts.max()), int(count > 0))
+        lines.append(f"{int(np.ceil(start)):>8,} to {int(np.ceil(end)) - 1:>7,}  {bar} {count:,}")
+    return "\n".join(lines)
+
+
+def packs_line(prepared: PreparedData, max_length: int) -> str:
+    """How full the packs are, and what that makes of the steps."""
+    data, plan = prepared.train.describe(), prepared.train
+    return (
+        f"packs: {data['packs']:,} of up to {max_length:,} tokens, {data['fill']:.1%} full; {data['rows']:,} rows, "
+        f"{data['steps_per_epoch']:,} steps an epoch, {plan.total_steps:,} steps in all"
+    )

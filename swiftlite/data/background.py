@@ -1,0 +1,52 @@
+"""Fill the token cache in another process while this one imports PyTorch and the model's code.
+
+Tokenising and importing each take seconds, on different cores at the same time. The other process only fills the
+cache; this one then calls `prepare_data` as always, which waits for it at the cache's lock and finds the result, or
+meets the same error itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.data.prepare import LoadTokenizer
+
+
+@contextmanager
+def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer) -> Iterator[None]:
+    """Start before anything heavy is imported, so that the fork is cheap and no thread is running yet.
+
+    The process ends with the block, whatever became of it. Without fork (Windows, macOS) nothing is started.
+    """
+    if sys.platform != "linux" or config.streaming:
+        yield
+        return
+    process = multiprocessing.get_context("fork").Process(target=_fill_cache, args=(config, load_tokenizer))
+    process.start()
+    try:
+        yield
+    finally:
+        if process.is_alive():
+            with suppress(ProcessLookupError):  # it may end, or not yet have its own group, at this very moment
+                os.killpg(process.pid, signal.SIGTERM)
+            process.terminate()
+        process.join()
+
+
+def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer) -> None:
+    os.setpgrp()  # its worker processes belong to it, so that one signal ends them all
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # whatever is wrong is said once, by the process that the user talks to
+        os.dup2(quiet, stream)
+    with suppress(Exception):
+        from swiftlite.data.prepare import prepare_data
+
+        prepare_data(config, load_tokenizer)

@@ -1,0 +1,92 @@
+"""Tokenizers and chat templates from a local folder or the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swiftlite.errors import UserError
+from swiftlite.models.load import check_model_path, hub_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from swiftlite.config.schema import RunConfig
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+BUILT_IN_TEMPLATES = {"chatml": CHATML}
+
+
+def tokenizer_loader(config: RunConfig) -> Callable[[], PreTrainedTokenizerBase]:
+    """A function that loads the run's tokenizer once, at its first call: a cached data set needs none to start."""
+    loaded: list[PreTrainedTokenizerBase] = []
+
+    def load() -> PreTrainedTokenizerBase:
+        if not loaded:
+            loaded.append(
+                load_tokenizer(
+                    config.model,
+                    tokenizer=config.tokenizer,
+                    revision=config.revision,
+                    trust_remote_code=config.trust_remote_code,
+                    chat_template=config.chat_template,
+                    new_tokens=config.new_tokens,
+                )
+            )
+        return loaded[0]
+
+    return load
+
+
+def load_tokenizer(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    new_tokens: list[str] | None = None,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the chat template and the new tokens that were asked for.
+
+    chat_template: a built-in name (`chatml`) or a Jinja file. Raises UserError where it cannot be had.
+    """
+    from transformers import AutoTokenizer
+
+    source = tokenizer or model
+    if tokenizer is None:
+        check_model_path(source)
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            "the model folder has no tokenizer",
+            where=str(folder),
+            fix="copy tokenizer.json and tokenizer_config.json into it, or give --tokenizer",
+        )
+    with hub_errors(source, "tokenizer"):
+        loaded = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    if new_tokens:
+        loaded.add_tokens(new_tokens)
+    if chat_template is not None:
+        loaded.chat_template = read_chat_template(chat_template)
+    return loaded
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def read_chat_template(name: str) -> str:
+    """The text of a built-in template or of a Jinja file. Raises UserError."""
+    if name in BUILT_IN_TEMPLATES:
+        return BUILT_IN_TEMPLATES[name]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        known = ", ".join(BUILT_IN_TEMPLATES)
+        raise UserError(
+            "no such chat template", where=f"--chat-template {name}", fix=f"name a .jinja file or one of: {known}"
+        )
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,45 @@
+"""The token cache filled by another process while this one imports."""
+
+import multiprocessing
+import time
+
+import pytest
+from test_parity import settings
+
+from swiftlite.config.resolve import resolve_config
+from swiftlite.data.background import prepared_in_background
+from swiftlite.data.prepare import prepare_data
+from swiftlite.errors import UserError
+from swiftlite.models.tokenizer import tokenizer_loader
+
+
+def must_not_be_called():
+    raise AssertionError("the tokenizer was loaded although the cache is full")
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model, write_rows, chat_rows):
+    return resolve_config("sft", **settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows)))
+
+
+def test_the_other_process_fills_the_cache(config):
+    with prepared_in_background(config, tokenizer_loader(config)):
+        deadline = time.monotonic() + 60
+        while multiprocessing.active_children() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert prepare_data(config, must_not_be_called).audit["rows"]["used"] == 32
+
+
+def test_leaving_early_ends_the_other_process(config):
+    with prepared_in_background(config, lambda: time.sleep(600)):
+        pass
+    assert not multiprocessing.active_children()
+
+
+def test_bad_data_is_reported_by_this_process_only(config, capfd):
+    bad = config.model_copy(update={"dataset": ["/nowhere/rows.jsonl"]})
+    with prepared_in_background(bad, tokenizer_loader(bad)):
+        time.sleep(0.5)
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(UserError, match="rows.jsonl"):
+        prepare_data(bad, must_not_be_called)
