@@ -88,7 +88,7 @@ def markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> str:
 
 
 def goals(lines: list[Line]) -> list[str]:
-    """The goals for swiftlite's defaults, each with what was measured. Empty without runs of swiftlite and of a peer."""
+    """The goals for swiftlite's defaults, each with what was measured. Empty without a run of it and of a peer."""
     own = next((line for line in lines if line.kind == "swiftlite" and line.setting == "defaults" and line.runs), None)
     peers = [line for line in lines if line.kind != "swiftlite" and line.runs]
     if own is None or not peers:

@@ -7,6 +7,7 @@ on the answers only, and neither save in between nor evaluate. "shipped" leaves 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,11 +113,12 @@ def _ms_swift(python: Path, workload: Workload, output: Path, steps: int) -> lis
 
 
 def _litgpt(python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": float(LEARNING_RATE)}}
     return [
         str(python.parent / "litgpt"), "finetune_full", str(workload.litgpt_model), "--out_dir", str(output / "out"),
         "--data", "JSON", "--data.json_path", str(workload.litgpt), "--data.mask_prompt", "true",
-        "--data.prompt_style", "qwen3", "--precision", "32-true", "--optimizer", "AdamW",
-        "--optimizer.lr", LEARNING_RATE, "--train.micro_batch_size", str(MICRO_BATCH),
+        "--data.prompt_style", "qwen3", "--precision", "32-true",
+        "--optimizer", json.dumps(optimizer), "--train.micro_batch_size", str(MICRO_BATCH),
         "--train.global_batch_size", str(MICRO_BATCH * ACCUMULATION), "--train.max_seq_length", str(MAX_LENGTH),
         "--train.max_steps", str(steps), "--train.lr_warmup_steps", "1",
     ]  # fmt: skip

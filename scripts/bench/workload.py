@@ -78,8 +78,8 @@ class Words:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        starts = ["", *"b br d dr f g gl k l m n p pl r s st t tr v".split()]  # fmt: skip
-        middles, ends = list("aeiou") + ["ai", "ou"], ["", *list("nrsltm"), "nd"]
+        starts = ["", *"bdfgklmnprstv", "br", "dr", "gl", "pl", "st", "tr"]
+        middles, ends = [*"aeiou", "ai", "ou"], ["", *"nrsltm", "nd"]
         found: dict[str, None] = {}
         while len(found) < LEXICON:
             parts = self._random.choices([1, 2, 3, 4], [2, 5, 4, 1])[0]

@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(resolved: Resolved, rows: int) -> None:
-    """Show `rows` rows of each data set and the numbers of the whole data set. Raises UserError where the data are bad."""
+    """Show `rows` rows of each data set, and the numbers of all. Raises UserError where the data are bad."""
     from rich.console import Console
 
     from swiftlite.data.prepare import prepare_data

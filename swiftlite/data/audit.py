@@ -24,9 +24,9 @@ def build_audit(
     `truncated`, `split` (several sequences by length) or `split_by_template` (several because the chat template writes
     history differently). `held_out` rows went to the evaluation set.
     """
+    parts = plan.describe_parts()
     datasets = {
-        entry.source.spec.text: {"rows": _rows([entry])} | _numbers(plan.describe_parts()[entry.source.spec.text])
-        for entry in train
+        entry.source.spec.text: {"rows": _rows([entry])} | _numbers(parts[entry.source.spec.text]) for entry in train
     }
     audit = {"rows": _rows(train)} | _numbers(plan.describe()) | {"datasets": datasets}
     if eval_plan is None:

@@ -79,19 +79,28 @@ def install() -> None:
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
-    """Lets the import of torch go on as ever, and calls `install` when it is done."""
+    """Lets the import of torch go on as ever, and calls `install` when it is done. Being asked where torch lies, as
+    transformers does before it imports it, changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._asking = False
 
     def find_spec(self, name: str, path=None, target=None):
-        if name != "torch":
+        if name != "torch" or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        self._asking = True  # the other finders answer
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self._asking = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_install(module) -> None:
             execute(module)
+            sys.meta_path.remove(self)
             install()
 
         spec.loader.exec_module = execute_and_install

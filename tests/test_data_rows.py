@@ -1,0 +1,190 @@
+"""Every row format becomes the same few forms, and every kind of bad row gets its reason."""
+
+import json
+
+import pytest
+
+from swiftlite.data.rows import (
+    BadRow,
+    Chat,
+    Completion,
+    Text,
+    check_columns,
+    detect_format,
+    read_row,
+    rename_columns,
+)
+from swiftlite.errors import UserError
+
+CALL = {"name": "add", "arguments": {"a": 1}}
+WRAPPED = {"type": "function", "function": CALL}
+
+
+def form(row, method="sft"):
+    return read_row(row, detect_format(row, method))
+
+
+def turns(chat):
+    return [(m["role"], m["content"], t) for m, t in zip(chat.messages, chat.trained, strict=True)]
+
+
+PLAIN = [("user", "Hi", False), ("assistant", "Hello", True)]
+WITH_SYSTEM = [("system", "Be kind", False), *PLAIN]
+WITH_HISTORY = [("user", "a", False), ("assistant", "b", True), *PLAIN]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, PLAIN),
+        ({"messages": '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'}, PLAIN),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+                       {"role": "assistant", "content": "Hello"}]}, PLAIN),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, PLAIN),
+        ({"conversations": [{"from": "system", "value": "Be kind"}, {"from": "human", "value": "Hi"},
+                            {"from": "gpt", "value": "Hello"}]}, WITH_SYSTEM),
+        ({"system": "Be kind", "conversations": [{"from": "human", "value": "Hi"},
+                                                 {"from": "gpt", "value": "Hello"}]}, WITH_SYSTEM),
+        ({"instruction": "Hi", "output": "Hello"}, PLAIN),
+        ({"instruction": "Hi", "input": "", "output": "Hello", "system": ""}, PLAIN),
+        ({"instruction": "Hi", "input": "you", "output": "Hello"}, [("user", "Hi\nyou", False), PLAIN[1]]),
+        ({"instruction": "Hi", "output": "Hello", "system": "Be kind"}, WITH_SYSTEM),
+        ({"instruction": "Hi", "output": "Hello", "history": [["a", "b"]]}, WITH_HISTORY),
+        ({"query": "Hi", "response": "Hello"}, PLAIN),
+        ({"query": "Hi", "response": "Hello", "history": '[["a", "b"]]'}, WITH_HISTORY),
+        ({"question": "Hi", "answer": "Hello", "system": "Be kind"}, WITH_SYSTEM),
+        ({"prompt": [{"role": "user", "content": "Hi"}], "completion": "Hello"}, PLAIN),
+        ({"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello"}]}, PLAIN),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+          "completion": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+         [("user", "a", False), ("assistant", "b", False), *PLAIN]),
+    ],
+)  # fmt: skip
+def test_chat_formats(row, expected):
+    assert turns(form(row)) == expected
+
+
+def test_plain_formats():
+    assert form({"prompt": "2 + 2 =", "completion": " 4"}) == Completion("2 + 2 =", " 4")
+    assert form({"text": "Once"}, "pretrain") == Text("Once")
+    assert form({"text": "Once"}) == Text("Once")
+
+
+def test_tools_and_tool_calls():
+    chat = form(
+        {
+            "tools": json.dumps([{"name": "add", "parameters": {}}]),
+            "messages": [
+                {"role": "user", "content": "1 + 1"},
+                {"role": "assistant", "content": None, "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+                {"role": "tool", "content": "2", "tool_call_id": "1"},
+                {"role": "assistant", "content": "2"},
+            ],
+        }
+    )  # fmt: skip
+    assert chat.tools == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert chat.messages[1]["tool_calls"] == [{"id": "1", **WRAPPED}]
+    assert chat.messages[2]["tool_call_id"] == "1"
+    assert chat.trained == [False, True, False, True]
+
+
+def test_sharegpt_function_calls():
+    chat = form(
+        {
+            "conversations": [
+                {"from": "human", "value": "1 + 1"},
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": "It is 2."},
+            ]
+        }
+    )
+    assert chat.messages[1] == {"role": "assistant", "content": "", "tool_calls": [WRAPPED]}
+    assert turns(chat)[2:] == [("tool", "2", False), ("assistant", "It is 2.", True)]
+
+
+@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}, {"train": 0}])
+def test_a_message_can_be_left_out(mark):
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "bad", **mark},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "good", "train": True},
+    ]
+    chat = form({"messages": messages})
+    assert chat.trained == [False, False, False, True]
+    assert all("train" not in m and "weight" not in m for m in chat.messages)
+
+
+def message_row(*messages):
+    return {"messages": [dict(zip(("role", "content"), m, strict=True)) if isinstance(m, tuple) else m for m in messages]}
+
+
+ASK, ANSWER = ("user", "a"), ("assistant", "b")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (message_row(ASK), "no_assistant_turn"),
+        ({"messages": []}, "empty"),
+        ({"messages": None}, "wrong_type"),
+        ({"messages": "no json"}, "wrong_type"),
+        ({"messages": ["a"]}, "wrong_type"),
+        (message_row(ASK, ("assistant", " ")), "empty"),
+        (message_row(ASK, ("assistant", None)), "empty"),
+        (message_row(ASK, ("assistant", 5)), "wrong_type"),
+        (message_row(ASK, ("critic", "b")), "unknown_role"),
+        (message_row(ASK, {"content": "b"}), "missing_key"),
+        (message_row({"role": "user", "content": [{"type": "image"}]}, ANSWER), "wrong_type"),
+        (message_row(ASK, {"role": "assistant", "content": "b", "train": False}), "nothing_to_train"),
+        (message_row(ASK, {"role": "assistant", "content": "b", "train": "no"}), "wrong_type"),
+        (message_row(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}), "bad_tool_call"),
+        (message_row(ASK, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}), "bad_tool_call"),
+        (message_row(ASK, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[]"}]}), "bad_tool_call"),
+        (message_row(ASK, ("assistant", "\ud800")), "not_utf8"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "no_assistant_turn"),
+        ({"instruction": "a", "output": ""}, "empty"),
+        ({"instruction": "a", "output": None}, "wrong_type"),
+        ({"instruction": "a", "output": "b", "history": [["x"]]}, "wrong_type"),
+        ({"prompt": "a", "completion": ""}, "empty"),
+        ({"prompt": "a", "completion": 4}, "wrong_type"),
+        ({"prompt": "a", "completion": [{"role": "user", "content": "b"}]}, "no_assistant_turn"),
+        ({"text": " \n"}, "empty"),
+        ({"text": {"a": 1}}, "wrong_type"),
+    ],
+)
+def test_bad_rows_have_a_reason_and_a_sentence(row, reason):
+    with pytest.raises(BadRow) as failure:
+        form(row)
+    assert failure.value.reason == reason
+    assert len(failure.value.detail) > 10
+
+
+def test_a_row_without_the_keys_of_its_file():
+    known = detect_format({"instruction": "a", "output": "b"}, "sft")
+    with pytest.raises(BadRow, match="output") as failure:
+        read_row({"instruction": "a", "response": "b"}, known)
+    assert failure.value.reason == "missing_key"
+    assert detect_format({"foo": 1}, "sft") is None
+
+
+def test_rows_of_other_methods_are_refused_by_name():
+    with pytest.raises(UserError, match="these are preference rows"):
+        detect_format({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft")
+    with pytest.raises(UserError, match="these are preference rows"):
+        detect_format({"messages": [], "rejected_response": "c"}, "sft")
+    with pytest.raises(UserError, match="unpaired preference"):
+        detect_format({"prompt": "a", "completion": "b", "label": False}, "sft")
+    with pytest.raises(UserError, match="pretrain reads `text` rows"):
+        detect_format({"messages": []}, "pretrain")
+
+
+def test_columns():
+    columns = {"instruction": "question", "output": "reply"}
+    row = rename_columns({"question": "Hi", "reply": "Hello", "output": "old"}, columns)
+    assert row == {"instruction": "Hi", "output": "Hello"}
+    assert isinstance(form(row), Chat)
+    with pytest.raises(UserError, match="'instructon'"):
+        check_columns({"instructon": "question"})

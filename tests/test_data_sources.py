@@ -1,0 +1,231 @@
+"""Data set names, file types and what cannot be read: every error names the file and its true line."""
+
+import csv
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from swiftlite.data.readers import MAX_LINE, parse_payload, read_rows
+from swiftlite.data.rows import BadRow
+from swiftlite.data.sources import as_data_file, content_hash, parse_spec, resolve
+from swiftlite.errors import UserError
+
+ROWS = [{"text": "eins"}, {"text": "zwei, mit Komma"}, {"text": 'drei "Zitat"\nneue Zeile'}]
+
+
+def read(path, sample_by="line"):
+    return [(line, parse_payload(payload)) for line, payload in read_rows(as_data_file(path), sample_by)]
+
+
+def write_jsonl(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_csv(path, rows=ROWS, delimiter=","):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["text"], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_arrow_file(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_arrow_stream(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS = {
+    "a.jsonl": write_jsonl,
+    "b.jsonl.json": write_jsonl,
+    "a.json": lambda path: path.write_text(json.dumps(ROWS, indent=1)),
+    "a.csv": write_csv,
+    "a.tsv": lambda path: write_csv(path, delimiter="\t"),
+    "a.parquet": lambda path: pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path),
+    "a.arrow": write_arrow_file,
+    "stream.arrow": write_arrow_stream,
+}
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_file_type(tmp_path, name, zipped):
+    path = tmp_path / name
+    WRITERS[name](path)
+    if zipped:
+        packed = tmp_path / f"{name}.gz"
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        path = packed
+    assert [row for _, row in read(path)] == ROWS
+
+
+def test_lines_and_rows_are_numbered_as_an_editor_does(tmp_path):
+    jsonl = tmp_path / "a.jsonl"
+    jsonl.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
+    assert read(jsonl) == [(1, {"text": "a"}), (3, {"text": "b"})]
+    table = tmp_path / "a.csv"
+    table.write_text('text\n"two\nlines"\nlast\n')
+    assert read(table) == [(2, {"text": "two\nlines"}), (4, {"text": "last"})]
+    array = tmp_path / "a.json"
+    array.write_text('[\n {"text": "a"},\n\n {"text":\n  "b"}\n]')
+    assert read(array) == [(2, {"text": "a"}), (4, {"text": "b"})]
+
+
+def test_text_by_line_paragraph_and_document(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n\n \nthree\n")
+    assert read(path) == [(1, {"text": "one"}), (2, {"text": "two"}), (5, {"text": "three"})]
+    assert read(path, "paragraph") == [(1, {"text": "one\ntwo"}), (5, {"text": "three"})]
+    assert read(path, "document") == [(1, {"text": "one\ntwo\n\n \nthree\n"})]
+
+
+def test_columnar_files_lose_the_nulls_that_their_schema_adds(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [{"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "tool", "name": "n", "content": "b"}]}]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    assert [row for _, row in read(path)] == rows
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_taken_apart():
+    spec = parse_spec("owner/name:sub@train#100*0.5")
+    assert (spec.name, spec.subset, spec.split, spec.count, spec.weight) == ("owner/name", "sub", "train", 100, 0.5)
+    assert spec.path is None
+
+
+def test_an_existing_path_wins_over_every_suffix(tmp_path):
+    odd = tmp_path / "a#10*2.jsonl"
+    odd.touch()
+    assert parse_spec(str(odd)).path == odd
+    spec = parse_spec(f"{odd}#5*3")
+    assert (spec.path, spec.count, spec.weight) == (odd, 5, 3.0)
+    folder = tmp_path / "v1:x@y"
+    folder.mkdir()
+    assert parse_spec(f"{folder}@test").split == "test"
+    assert parse_spec(f"{folder}@test").path == folder
+
+
+@pytest.mark.parametrize("suffix", ["#0", "#-1", "#many", "*0", "*x", "*-2", "*inf", "@", ""])
+def test_a_bad_suffix_is_named(tmp_path, suffix):
+    with pytest.raises(UserError) as failure:
+        parse_spec(f"{tmp_path / 'a.jsonl'}{suffix}" if suffix else " ")
+    assert "SUBSET" in failure.value.fix
+
+
+def test_folders_are_read_in_order_and_by_split(tmp_path):
+    for name in ("train-00001.jsonl", "train-00000.jsonl", "test/a.jsonl", ".hidden.jsonl", "README.md", "state.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name)
+
+    def names(suffix=""):
+        return [str(f.path.relative_to(tmp_path)) for f in resolve(parse_spec(f"{tmp_path}{suffix}")).files]
+
+    assert names("@test") == ["test/a.jsonl"]
+    assert names() == names("@train") == ["train-00000.jsonl", "train-00001.jsonl"]  # not the test rows
+    with pytest.raises(UserError, match="no data file of split dev"):
+        names("@dev")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no data file"):
+        resolve(parse_spec(str(tmp_path / "empty")))
+
+
+def test_a_missing_file_names_the_nearest(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl")
+    with pytest.raises(UserError) as failure:
+        resolve(parse_spec(str(tmp_path / "trian.jsonl#10")))
+    assert "trian.jsonl" in failure.value.where
+    assert "train.jsonl" in failure.value.fix
+    with pytest.raises(UserError, match="no such folder"):
+        resolve(parse_spec(str(tmp_path / "nowhere" / "a.jsonl")))
+    (tmp_path / "a.docx").touch()
+    with pytest.raises(UserError, match="docx are not read"):
+        resolve(parse_spec(str(tmp_path / "a.docx")))
+
+
+def test_the_content_decides_the_hash(tmp_path):
+    def digest(name, rows=ROWS):
+        write_jsonl(tmp_path / name, rows)
+        return content_hash([as_data_file(tmp_path / name)])
+
+    assert digest("a.jsonl") == digest("b.jsonl")
+    assert digest("a.jsonl")[1] == 3
+    assert digest("a.jsonl") != digest("a.jsonl", ROWS[:2])
+
+
+# ---- what cannot be read --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "x"', "invalid_json"),
+        (b"[1, 2]", "wrong_type"),
+        (b'"text"', "wrong_type"),
+        (b'{"text": "\xff"}', "not_utf8"),
+        (b"[" * 100_000, "invalid_json"),
+    ],
+    ids=["broken", "array", "string", "latin-1", "deep"],
+)
+def test_a_bad_line_is_a_bad_row_at_its_line(tmp_path, line, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + line + b"\n" + b'{"text": "b"}\n')
+    rows = list(read_rows(as_data_file(path)))
+    assert [number for number, _ in rows] == [1, 3, 4]
+    with pytest.raises(BadRow) as failure:
+        parse_payload(rows[1][1])
+    assert failure.value.reason == reason
+    assert parse_payload(rows[2][1]) == {"text": "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line", "what"),
+    [
+        ("a.json", b'[{"text": "a"},\n{"text": "b"\n', 3, "not valid JSON"),
+        ("a.json", b'[{"text": "a"}\n{"text": "b"}]', 2, "expected , or"),
+        ("a.json", b'{\n "text": "a"\n}', 1, "no JSON array"),
+        ("a.json", b"\n\n7", 1, "no JSON array"),
+        ("a.json", b'[{"text":\n "\xff"}]', 2, "not UTF-8"),
+        ("a.csv", b'text\nok\n"open\nquote', 3, "not valid CSV"),
+        ("a.csv", b"text\nok\nb\xe4d\n", 3, "not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"x" * (MAX_LINE + 1), 2, "64 MiB"),
+    ],
+)
+def test_an_unreadable_file_names_the_line(tmp_path, name, content, line, what):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=what) as failure:
+        read(path)
+    assert failure.value.where == f"{path}:{line}"
+    assert failure.value.fix
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz"])
+def test_a_foreign_or_truncated_file_is_named(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"this is something else")
+    with pytest.raises(UserError) as failure:
+        read(path)
+    assert str(path) in failure.value.where
+    whole = tmp_path / "whole.jsonl.gz"
+    whole.write_bytes(gzip.compress(b'{"text": "a"}\n' * 10_000)[:-20])
+    with pytest.raises(UserError, match="cannot read"):
+        read(whole)
+
+
+def test_a_csv_row_with_another_number_of_cells(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("instruction,output\na,b\nonly\nc,d\n")
+    rows = list(read_rows(as_data_file(path)))
+    assert rows[1][0] == 3
+    assert rows[1][1].reason == "wrong_columns"
+    assert rows[2] == (4, {"instruction": "c", "output": "d"})
