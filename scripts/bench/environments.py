@@ -14,18 +14,22 @@ TORCH = "torch==2.13.0"
 
 @dataclass(frozen=True)
 class Environment:
-    """What a peer needs: `install` is what pip is asked for, `pins` bounds what comes along with it."""
+    """What a peer needs: `install` is what pip is asked for, `pins` bounds what comes along with it, `drop` is removed."""
 
     install: tuple[str, ...]
-    pins: tuple[str, ...]
+    pins: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
 
 
 ENVIRONMENTS = {
     "trl": Environment(("trl==1.16.0",), ("transformers==5.23.0",)),
-    "llamafactory": Environment(("llamafactory==0.9.5",), ("transformers==5.6.0", "trl==0.24.0")),
+    # Text needs neither picture nor sound, and PyPI's builds of these two fail to load beside a CPU build of torch.
+    "llamafactory": Environment(
+        ("llamafactory==0.9.5",), ("transformers==5.6.0", "trl==0.24.0"), ("torchvision", "torchaudio")
+    ),
     "ms-swift": Environment(("ms-swift==4.6.0",), ("transformers==5.19.0", "trl==0.29.1")),
     # Its jsonargparse needs requests, which neither of them asks pip for.
-    "litgpt": Environment(("litgpt==0.5.13", "requests"), ()),
+    "litgpt": Environment(("litgpt==0.5.13", "requests")),
 }
 SHOWN = ("torch", "transformers", "trl", "ms-swift", "llamafactory", "litgpt", "swiftlite")
 
@@ -49,7 +53,7 @@ def make_environment(name: str, envs: Path) -> Path:
     wanted = ENVIRONMENTS[name]
     folder, log = envs / name, envs / f"{name}.log"
     ready = folder / "ready.json"
-    recipe = {"torch": TORCH, "install": list(wanted.install), "pins": list(wanted.pins)}
+    recipe = {"torch": TORCH, **{field: list(value) for field, value in vars(wanted).items()}}
     if ready.is_file() and json.loads(ready.read_text()) == recipe:
         return python_of(folder)
     print(f"making the environment of {name} (some minutes; pip's log: {log})", flush=True)
@@ -60,11 +64,10 @@ def make_environment(name: str, envs: Path) -> Path:
     constraints.write_text("\n".join((TORCH, *wanted.pins, *wanted.install)) + "\n")
     pip = [python, "-m", "pip", "install", "--no-input", "-c", str(constraints)]
     with log.open("w") as output:
-        for command in (
-            [sys.executable, "-m", "venv", str(folder)],
-            [*pip, TORCH],
-            [*pip, *wanted.install],
-        ):
+        commands = [[sys.executable, "-m", "venv", str(folder)], [*pip, TORCH], [*pip, *wanted.install]]
+        if wanted.drop:
+            commands.append([python, "-m", "pip", "uninstall", "-y", *wanted.drop])
+        for command in commands:
             if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode != 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise EnvironmentFailed(f"`{' '.join(command)}` failed: see {log}")

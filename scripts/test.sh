@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Makes a virtual environment, installs swiftlite with its test extras and runs the whole suite.
+# usage: scripts/test.sh [--venv DIR] [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/common.sh
+
+venv=.venv
+if [ "${1:-}" = --venv ]; then
+    venv=${2:?--venv needs a folder}
+    shift 2
+fi
+say "1/2 installing swiftlite and its test tools into $venv"
+install "$venv" test
+say "2/2 running the tests"
+exec "$venv/bin/python" -m pytest "$@"

@@ -1,0 +1,204 @@
+"""The panel of a running training: what it knows, and how it is drawn for a terminal of any size."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from swiftlite.reporting.curves import Average, Curve
+from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, short, sparkline, spent
+
+TALLEST_CHART, SMALLEST_CHART = 7, 3  # lines
+NARROWEST_CHART = 28  # columns
+CELL = 25  # columns of one label with its number, gap included
+WAITING = "…"
+ESSENTIAL = ("model", "data", "output")  # facts that stay on a low terminal
+
+
+class Board:
+    """A Rich renderable; `add` and `say` may come from another thread than the drawing."""
+
+    def __init__(
+        self,
+        total: int,
+        facts: dict[str, str],
+        start_step: int = 0,
+        rows: Iterable[dict[str, Any]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """rows: of the part of the run that is being continued; clock: seconds."""
+        self.total, self.facts, self.step = total, facts, start_step
+        self.row: dict[str, Any] = {}
+        self.eval_loss: float | None = None
+        self.events: deque[str] = deque(maxlen=3)
+        self.smooth: float | None = None
+        self._average, self._losses, self._smooths = Average(), Curve(), Curve()
+        self._clock, self._started = clock, clock()
+        self._marks: deque[tuple[float, int]] = deque([(self._started, start_step)], maxlen=50)
+        self._lock = threading.Lock()
+        for row in rows:
+            self._take(row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl."""
+        with self._lock:
+            self.row, self.step = row, row["step"]
+            self._marks.append((self._clock(), self.step))
+            self._take(row)
+
+    def say(self, text: str) -> None:
+        """Something that happened, such as a saved checkpoint."""
+        with self._lock:
+            self.events.append(text)
+
+    def _take(self, row: dict[str, Any]) -> None:
+        if row.get("loss") is not None:
+            self.smooth = self._average.add(row["loss"])
+            self._losses.add(row["loss"])
+            self._smooths.add(self.smooth)
+        if row.get("eval_loss") is not None:
+            self.eval_loss = row["eval_loss"]
+
+    @property
+    def elapsed(self) -> str:
+        return duration(self._clock() - self._started)
+
+    @property
+    def remaining(self) -> str:
+        """From the pace of the last logged steps, evaluations and checkpoints between them included."""
+        (first, first_step), (last, last_step) = self._marks[0], self._marks[-1]
+        if last_step <= first_step:
+            return WAITING
+        left = (self.total - self.step) * (last - first) / (last_step - first_step)
+        return duration(max(0.0, left - (self._clock() - last)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        with self._lock:
+            yield self._panel(min(options.max_width, 120), console.height)
+
+    def _panel(self, width: int, height: int) -> Panel:
+        inner = width - 6
+        numbers = self._numbers()
+        events = [Text(f"• {event}", style="dim") for event in self.events]
+        # Lines that are always there: borders 2, facts, blank, bar, blank, and the line below the panel.
+        free = height - 6 - len(events) - bool(events)
+        facts = self.facts if free >= len(self.facts) + 7 else {k: v for k, v in self.facts.items() if k in ESSENTIAL}
+        free -= len(facts)
+        parts = [_pairs(facts), Text(), self._bar(inner), Text(), self._body(numbers, inner, free)]
+        parts += [Text(), *events] if events else []
+        return Panel(
+            Group(*parts),
+            title=Text(" swiftlite ", style="bold"),
+            title_align="left",
+            subtitle=Text(f" {self.elapsed} "),
+            subtitle_align="right",
+            border_style="cyan",
+            padding=(0, 2),
+            width=width,
+        )
+
+    def _bar(self, inner: int) -> Text:
+        share = self.step / self.total if self.total else 1.0
+        label = Text(f" {share:4.0%}  ", style="bold")
+        label.append(f"step {self.step:,}/{self.total:,}")
+        if self.row.get("epoch") is not None and inner >= 60:
+            label.append(f"  epoch {self.row['epoch']:.2f}", style="dim")
+        label.append(f"  {self.remaining} left", style="dim")
+        width = max(8, inner - label.cell_len)
+        filled = int(width * share)
+        half = filled < width and width * share - filled >= 0.5
+        bar = Text("━" * filled + "╸" * half, style="green")
+        return bar.append("━" * (width - filled - half), style="bright_black").append(label)
+
+    def _body(self, numbers: list[tuple[str, str]], inner: int, free: int) -> RenderableType:
+        """The chart with the numbers to its right, or above them, or a line of bars, as the room allows."""
+        beside = inner - 2 * CELL - 4
+        lines = -(-len(numbers) // 2)
+        if beside >= NARROWEST_CHART and free >= lines:
+            grid = Table.grid(padding=(0, 4, 0, 0))
+            grid.add_row(self._chart(beside, max(lines, min(TALLEST_CHART, free))), _grid(numbers, 2))
+            return grid
+        columns = max(1, inner // CELL)
+        cells = _grid(numbers, columns)
+        room = free - -(-len(numbers) // columns) - 1
+        if room >= SMALLEST_CHART:
+            return Group(self._chart(inner, min(TALLEST_CHART, room)), Text(), cells)
+        if room >= 0:
+            return Group(Text(sparkline(self._losses.values, inner), style="cyan", no_wrap=True), cells)
+        return cells
+
+    def _chart(self, width: int, height: int) -> RenderableType:
+        """The loss so far, each step pale and their moving average bright."""
+        values, smooth = self._losses.values, self._smooths.values
+        if not values:
+            return Text("the loss appears here after the first step".ljust(width)[:width], style="dim")
+        low, high = min(values), max(values)
+        labels = [short(high, 2), *[""] * (height - 2), short(low, 2)]
+        margin = max(map(len, labels)) + 1
+        size = width - margin - 1, height, low, high
+        text = Text(no_wrap=True)
+        for label, pale, bright in zip(labels, braille(values, *size), braille(smooth, *size), strict=True):
+            text.append(f"{label:>{margin - 1}} ", style="dim").append("│", style="bright_black")
+            for behind, front in zip(pale, bright, strict=True):
+                style = "bold cyan" if front else "bright_black"
+                text.append(chr(BLANK_BRAILLE + (front or behind)), style=style)
+            text.append("\n")
+        text.rstrip()
+        return text
+
+    def _numbers(self) -> list[tuple[str, str]]:
+        row = self.row
+
+        def shown(key: str, form: Callable[[float], str], empty: str = WAITING) -> str:
+            return form(row[key]) if row.get(key) is not None else (short(None) if key in row else empty)
+
+        cells = [
+            ("loss", shown("loss", short)),
+            ("smoothed", short(self.smooth) if self.smooth is not None else WAITING),
+            ("eval loss", short(self.eval_loss) if self.eval_loss is not None else "–"),
+            ("grad norm", shown("grad_norm", lambda v: short(v, 3))),
+            ("learn rate", shown("learning_rate", "{:.2e}".format)),
+            ("tokens/s", shown("tokens_per_second", "{:,.0f}".format)),
+            ("step", shown("step_seconds", spent)),
+            ("data", shown("data_seconds", spent)),
+            ("memory", shown("peak_memory_gib", "{:.2f} GiB".format)),
+            ("MFU", f"{row['mfu']:.1%}" if row.get("mfu") is not None else "–"),
+        ]
+        # "rewards/margin" -> "margin": the method in the head of the panel says what it belongs to
+        return cells + [(key.split("/")[1][:12], short(row[key], 3)) for key in row if "/" in key]
+
+
+def _pairs(facts: dict[str, str]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="ellipsis", no_wrap=True)
+    for key, value in facts.items():
+        grid.add_row(Text(key), Text(value))
+    return grid
+
+
+def _grid(cells: list[tuple[str, str]], columns: int) -> Table:
+    """Labels and numbers, filled column by column so that what belongs together stands together."""
+    lines = -(-len(cells) // columns)
+    grid = Table.grid(padding=(0, 1))
+    for column in range(columns):
+        grid.add_column(style="dim", no_wrap=True, width=10)
+        grid.add_column(style="bold", justify="right", no_wrap=True, width=10)
+        if column < columns - 1:
+            grid.add_column(width=CELL - 23)
+    for line in range(lines):
+        texts: list[str] = []
+        for column in range(columns):
+            at = column * lines + line
+            texts += cells[at] if at < len(cells) else ("", "")
+            texts += [""] if column < columns - 1 else []
+        grid.add_row(*texts)
+    return grid

@@ -1,0 +1,59 @@
+"""Curves out of metrics rows: what plots, page and live panel draw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SMOOTHING = 0.9
+MOST_POINTS = 2048
+
+
+class Average:
+    """Exponential moving average, corrected for its start (Adam's bias correction, arXiv 1412.6980, section 3)."""
+
+    def __init__(self) -> None:
+        self._sum, self._weight = 0.0, 0.0
+
+    def add(self, value: float) -> float:
+        self._sum = SMOOTHING * self._sum + (1 - SMOOTHING) * value
+        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        return self._sum / self._weight
+
+
+class Curve:
+    """A series that stays small however long the run: when it is full, neighbours are averaged pair by pair."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._stride, self._sum, self._count = 1, 0.0, 0
+
+    def add(self, value: float) -> None:
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count < self._stride:
+            return
+        self.values.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self.values) >= MOST_POINTS:
+            self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2], strict=True)]
+            self._stride *= 2
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """The moving average after each value."""
+    average = Average()
+    return [average.add(value) for value in values]
+
+
+def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of the rows that have a number under the key."""
+    points = [
+        (row["step"], row[key])
+        for row in rows
+        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool)
+    ]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def preference_keys(rows: list[dict[str, Any]]) -> list[str]:
+    """The keys that preference methods add, such as `rewards/margin`."""
+    return sorted({key for row in rows for key in row if "/" in key})

@@ -1,0 +1,316 @@
+"""From `--dataset` to steps: the cache, the audit, bad rows by policy, evaluation rows, and the choice of rows."""
+
+import json
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+
+from swiftlite.config.resolve import resolve_config
+from swiftlite.data import build
+from swiftlite.data.prepare import prepare_data
+from swiftlite.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer):
+    """A folder with a tokenizer, as a model's."""
+    path = tmp_path / "model"
+    tokenizer.save_pretrained(path)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    return path
+
+
+@pytest.fixture
+def prepare(folder, tmp_path, tokenizer):
+    """A factory: options -> PreparedData; `prepare.loads` counts how often the tokenizer was needed."""
+
+    def run(*dataset, method="sft", **options):
+        config = resolve_config(
+            method, model=str(folder), dataset=[str(name) for name in dataset], output_dir=str(tmp_path / "out"),
+            **({"cache_dir": str(tmp_path / "cache"), "max_length": 256, "template_date": "2025-01-01"} | options),
+        )  # fmt: skip
+
+        def load():
+            run.loads += 1
+            return tokenizer
+
+        return prepare_data(config, load)
+
+    run.loads = 0
+    return run
+
+
+def seen(plan):
+    return [s.where for batch in plan.steps() for pack in batch.packs for s in pack]
+
+
+def lines(plan):
+    return sorted(int(where.rsplit(":", 1)[1]) for where in seen(plan))
+
+
+BAD = {"messages": [{"role": "user", "content": "and?"}]}
+
+
+def test_steps_and_audit_agree(prepare, write_rows, chat_rows):
+    path = write_rows("a.jsonl", chat_rows)
+    prepared = prepare(path)
+    described = prepared.train.describe()
+    assert lines(prepared.train) == list(range(1, 33))
+    assert prepared.audit["rows"] == {
+        "read": 32, "used": 32, "dropped": {}, "truncated": 0, "split": 0, "split_by_template": 0,
+    }  # fmt: skip
+    for key in ("tokens", "trained_tokens", "packs", "fill"):
+        assert prepared.audit[key] == described[key] == prepared.audit["datasets"][str(path)][key]
+    assert not prepared.rejected
+    assert prepared.eval is None
+    json.dumps(prepared.audit)
+
+
+def test_the_second_run_needs_no_tokenizer_and_gives_the_same_steps(prepare, write_rows, chat_rows):
+    path = write_rows("a.jsonl", chat_rows)
+    first = prepare(path)
+    assert prepare.loads == 1
+    again = prepare(path)
+    assert prepare.loads == 1
+    assert seen(again.train) == seen(first.train)
+    assert again.fingerprint == first.fingerprint
+    path.rename(path.with_name("b.jsonl"))  # the content counts, not the name; errors name the file as it is now
+    moved = prepare(path.with_name("b.jsonl"))
+    assert prepare.loads == 1
+    assert seen(moved.train)[0].startswith(str(path.with_name("b.jsonl")))
+
+
+def test_whatever_changes_tokens_changes_the_key(prepare, write_rows, chat_rows, folder):
+    path = write_rows("a.jsonl", chat_rows)
+    prepare(path)
+    for change in ({"max_length": 128}, {"overlong": "drop"}, {"new_tokens": ["<x>"]}, {"chat_template": "chatml"}):
+        before = prepare.loads
+        prepare(path, **change)
+        assert prepare.loads == before + 1, change
+    before = prepare.loads
+    prepare(path, template_date="2030-01-01")  # this template asks for no date
+    prepare(path, seed=7, packing=False, shuffle=False, workers=3)
+    assert prepare.loads == before
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d') }}" + (folder / "chat_template.jinja").read_text())
+    prepare(path)
+    prepare(path, template_date="2030-01-01")
+    write_rows("a.jsonl", chat_rows[:-1])
+    prepare(path)
+    assert prepare.loads == before + 3
+
+
+@pytest.mark.parametrize("name", ["sequences.arrow", "meta.json", "rejected.jsonl"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "changed"])
+def test_a_damaged_cache_entry_is_built_again(prepare, write_rows, chat_rows, tmp_path, name, damage):
+    path = write_rows("a.jsonl", [*chat_rows, BAD])
+    expected = seen(prepare(path, on_bad_row="skip").train)
+    (entry,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
+    content = (entry / name).read_bytes()
+    if damage == "gone":
+        (entry / name).unlink()
+    else:
+        (entry / name).write_bytes(content[: len(content) // 2] + (b"x" * 40 if damage == "changed" else b""))
+    assert seen(prepare(path, on_bad_row="skip").train) == expected
+    assert prepare.loads == 2
+
+
+def test_an_error_leaves_no_half_entry(prepare, write_rows, chat_rows, tmp_path):
+    path = write_rows("a.jsonl", [*chat_rows, BAD])
+    with pytest.raises(UserError):
+        prepare(path)
+    assert [p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir()] == []
+
+
+def test_a_cache_that_cannot_be_written(prepare, write_rows, chat_rows, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="token cache") as failure:
+        prepare(write_rows("a.jsonl", chat_rows), cache_dir=str(tmp_path / "file"))
+    assert "--cache-dir" in failure.value.fix
+
+
+def test_worker_processes_change_nothing(prepare, write_rows, chat_rows, monkeypatch, tmp_path):
+    path = write_rows("a.jsonl", chat_rows * 12)
+    alone = prepare(path, workers=1)
+    monkeypatch.setattr(build, "POOL_FROM_ROWS", 10)
+    monkeypatch.setattr(build, "CHUNK", 7)
+    pooled = prepare(path, workers=2, cache_dir=str(tmp_path / "other"))
+    assert prepare.loads == 2
+    assert seen(pooled.train) == seen(alone.train)
+    assert pooled.audit == alone.audit
+    write_rows("a.jsonl", [*chat_rows * 12, BAD, *chat_rows, BAD])
+    with pytest.raises(UserError) as failure:
+        prepare(path, workers=2)
+    assert failure.value.where == f"{path}:385"
+
+
+def _fill(make, barrier, results):
+    barrier.wait()
+    results.put(make())
+
+
+def test_processes_that_start_together_prepare_once(prepare, write_rows, chat_rows):
+    path = write_rows("a.jsonl", chat_rows)
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(3), context.Queue()
+
+    def make():
+        return seen(prepare(path).train)[:3], prepare.loads
+
+    processes = [context.Process(target=_fill, args=(make, barrier, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sum(loads for _, loads in found) == 1
+    assert all(rows == found[0][0] for rows, _ in found)
+
+
+# ---- bad rows and bad files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "says"),
+    [
+        (b'{"messages": [', "invalid_json", "not valid JSON"),
+        (b'["a"]', "wrong_type", "must be a JSON object"),
+        (b'{"messages": "\xff"}', "not_utf8", "not UTF-8"),
+        (json.dumps(BAD).encode(), "no_assistant_turn", "no assistant turn"),
+        (b'{"messages": 5}', "wrong_type", "must be an array"),
+        (b'{"other": 5}', "missing_key", "messages rows need messages"),
+    ],
+)
+def test_a_bad_row_stops_with_its_true_line_or_is_skipped_and_counted(prepare, write_rows, chat_rows, line, reason, says):
+    path = write_rows("a.jsonl", chat_rows * 8)
+    text = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*text[:150], b"\n", line + b"\n", *text[150:]]))
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(UserError, match=says) as failure:
+            prepare(path)
+        assert failure.value.where == f"{path}:152"
+        assert "--on-bad-row skip" in failure.value.fix
+        prepared = prepare(path, on_bad_row="skip")
+    assert prepared.audit["rows"]["dropped"] == {reason: 1}
+    assert prepared.audit["rows"]["read"] == 257
+    assert prepared.audit["rows"]["used"] == 256
+    (row,) = prepared.rejected
+    assert (row["file"], row["line"], row["reason"]) == (str(path), 152, reason)
+    assert 152 not in lines(prepared.train)
+
+
+def test_nothing_left_shows_the_counts(prepare, write_rows):
+    path = write_rows("a.jsonl", [BAD] * 3 + [{"messages": [{"role": "assistant", "content": ""}]}])
+    with pytest.raises(UserError, match="4 read, all dropped .no_assistant_turn 3, empty 1.") as failure:
+        prepare(path, on_bad_row="skip")
+    assert failure.value.where == str(path)
+    with pytest.raises(UserError, match="no row format has these keys: foo"):
+        prepare(write_rows("b.jsonl", [{"foo": 1}]))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_an_empty_file(prepare, tmp_path, name):
+    (tmp_path / name).write_text("\n" if name != "a.csv" else "instruction,output\n")
+    with pytest.raises(UserError, match="holds no row"):
+        prepare(tmp_path / name)
+
+
+def test_what_the_config_gets_wrong(prepare, write_rows, chat_rows):
+    path = write_rows("a.jsonl", chat_rows)
+    with pytest.raises(UserError, match="none of the columns dialog"):
+        prepare(path, columns={"messages": "dialog"})
+    with pytest.raises(UserError, match="named twice"):
+        prepare(path, path)
+    with pytest.raises(UserError, match="pretrain reads `text` rows") as failure:
+        prepare(path, method="pretrain")
+    assert failure.value.where == f"{path}:1"
+
+
+def test_a_model_without_chat_template(prepare, write_rows, chat_rows, tokenizer):
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with pytest.raises(UserError, match="no chat template"):
+            prepare(write_rows("a.jsonl", chat_rows))
+        rows = [{"prompt": "2 + 2 =", "completion": " 4"}]
+        assert prepare(write_rows("b.jsonl", rows)).audit["rows"]["used"] == 1  # plain text needs none
+    finally:
+        tokenizer.chat_template = template
+
+
+# ---- which rows -----------------------------------------------------------------------------------------------------
+
+
+def test_count_is_a_seeded_choice(prepare, write_rows, chat_rows):
+    path = write_rows("a.jsonl", chat_rows)
+    first, again, other = (lines(prepare(f"{path}#10", seed=seed).train) for seed in (1, 1, 2))
+    assert len(first) == len(set(first)) == 10
+    assert first == again != other
+    assert first != list(range(1, 11))
+    assert lines(prepare(f"{path}#500").train) == list(range(1, 33))
+
+
+def test_mixing_by_weight(prepare, write_rows, chat_rows):
+    a, b = write_rows("a.jsonl", chat_rows), write_rows("b.jsonl", chat_rows)
+    prepared = prepare(f"{a}*2", f"{b}*0.5")
+    rows = seen(prepared.train)
+    assert sum(where.startswith(str(a)) for where in rows) == 64
+    assert sum(where.startswith(str(b)) for where in rows) == 16
+    assert prepared.audit["datasets"][f"{a}*2"]["rows"]["used"] == 32
+
+
+def test_files_of_several_formats_mix(prepare, write_rows, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_rows("data/a.jsonl", [{"instruction": "Hi", "output": "Hello"}])
+    write_rows("data/b.jsonl", [{"prompt": "2 + 2 =", "completion": " 4"}])
+    (folder / "c.csv").write_text("question,answer\nHi,Hello\n")
+    prepared = prepare(folder)
+    assert sorted(seen(prepared.train)) == [f"{folder}/a.jsonl:1", f"{folder}/b.jsonl:1", f"{folder}/c.csv:2"]
+
+
+def test_a_held_out_row_is_never_trained(prepare, write_rows, chat_rows):
+    rows = chat_rows * 2
+    rows[5] = {"text": None, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ab " * 900}]}
+    path = write_rows("a.jsonl", rows)
+    prepared = prepare(path, eval_fraction=0.25, overlong="split")
+    train, held_out = seen(prepared.train), seen(prepared.eval)
+    assert set(train).isdisjoint(held_out)
+    assert len(set(held_out)) == 16
+    assert set(train) | set(held_out) == {f"{path}:{i + 1}" for i in range(64)}
+    assert prepared.audit["rows"]["held_out"] == 16
+    assert prepared.audit["rows"]["used"] == 48
+    assert prepared.audit["eval"]["rows"]["used"] == 16
+    assert seen(prepare(path, eval_fraction=0.25, overlong="split").eval) == held_out
+    with pytest.raises(UserError, match="too few rows"):
+        prepare(write_rows("b.jsonl", chat_rows[:1]), eval_fraction=0.5)
+
+
+def test_an_evaluation_file_is_read_once_in_order(prepare, write_rows, chat_rows):
+    train, held_out = write_rows("a.jsonl", chat_rows), write_rows("b.jsonl", chat_rows[:9])
+    prepared = prepare(train, eval_dataset=[str(held_out)], packing=False, epochs=3)
+    assert seen(prepared.eval) == [f"{held_out}:{i + 1}" for i in range(9)]
+    assert prepared.audit["eval"]["rows"]["read"] == 9
+    assert prepared.audit["rows"]["read"] == 32
+
+
+def test_the_fingerprint_changes_with_the_steps(prepare, write_rows, chat_rows):
+    path = write_rows("a.jsonl", chat_rows)
+    base = prepare(path).fingerprint
+    for change in ({"seed": 5}, {"packing": False}, {"shuffle": False}, {"global_batch_size": 2}, {"eval_fraction": 0.5}):
+        assert prepare(path, **change).fingerprint != base, change
+    assert prepare(path, epochs=9, micro_batch_size=2, learning_rate=0.1).fingerprint == base
+
+
+def test_sequences_are_read_without_a_copy(prepare, write_rows, chat_rows):
+    batch = next(prepare(write_rows("a.jsonl", chat_rows)).train.steps())
+    ids = batch.packs[0][0].input_ids
+    assert ids.dtype == np.int32
+    assert not ids.flags.owndata
+    assert not ids.flags.writeable  # a view into the mapped file
+
+
+def test_a_missing_data_set_makes_no_files(prepare, tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        prepare(tmp_path / "none.jsonl")
+    assert not os.path.exists(tmp_path / "out")

@@ -1,0 +1,178 @@
+"""Streaming: every row once an epoch, the same steps from any start, and no window tokenised to find a later one."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from swiftlite.config.resolve import resolve_config
+from swiftlite.data import stream, windows
+from swiftlite.data.prepare import prepare_data
+from swiftlite.errors import UserError
+
+LINES = [f"line {i} " + "of some text " * (i % 11) for i in range(400)]
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 2000)
+
+
+@pytest.fixture
+def open_stream(tmp_path, tokenizer):
+    """A factory: data set, steps, options -> PreparedData of a streamed run."""
+    folder = tmp_path / "model"
+    tokenizer.save_pretrained(folder)
+
+    def run(*dataset, max_steps=40, **options):
+        chosen = {"max_length": 64, "global_batch_size": 3, "cache_dir": str(tmp_path / "cache")} | options
+        config = resolve_config(
+            "pretrain", model=str(folder), dataset=[str(name) for name in dataset], streaming=True,
+            max_steps=max_steps, output_dir=str(tmp_path / "out"), **chosen,
+        )  # fmt: skip
+        return prepare_data(config, lambda: tokenizer)
+
+    return run
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(LINES) + "\n")
+    return path
+
+
+def content(batches):
+    return [(b.step, round(b.epoch, 9), [[s.where for s in pack] for pack in b.packs]) for b in batches]
+
+
+def documents(plan, start=0):
+    return [s for batch in plan.steps(start) for pack in batch.packs for s in pack]
+
+
+def one_epoch(plan):
+    """The documents of the first visit of each window."""
+    found = []
+    for batch in plan.steps():
+        found += [s for pack in batch.packs for s in pack]
+        if batch.epoch >= 1:
+            break
+    return found
+
+
+def test_every_line_is_read_once_an_epoch(open_stream, text_file, tokenizer):
+    plan = open_stream(text_file, max_steps=10_000, shuffle=False, packing=False, max_length=512).train
+    texts = [tokenizer.decode(s.input_ids[:-1]) for s in one_epoch(plan)]
+    assert texts[: len(LINES)] == LINES
+    assert plan.audit()["rows"]["read"] == len(LINES)
+    assert plan.audit()["windows"]["read"] == plan.audit()["windows"]["all"] > 5
+
+
+def test_any_step_can_be_the_first(open_stream, text_file, tmp_path):
+    whole = content(open_stream(text_file).train.steps())
+    assert len(whole) == 40
+    for start in (1, 17, 39):
+        assert content(open_stream(text_file).train.steps(start)) == whole[start:]
+        fresh = open_stream(text_file, cache_dir=str(tmp_path / f"other{start}"))
+        assert content(fresh.train.steps(start)) == whole[start:]  # without the record of pack counts
+    assert content(open_stream(text_file, seed=1).train.steps()) != whole
+
+
+def test_a_later_step_is_found_without_tokenising_what_comes_before(open_stream, text_file, monkeypatch):
+    plan = open_stream(text_file).train
+    last = content(plan.steps())[-1]
+    again = open_stream(text_file).train
+    read = []
+    whole = stream.read_window
+    monkeypatch.setattr(stream, "read_window", lambda *args: read.append(args[1]) or whole(*args))
+    assert content(again.steps(39)) == [last]
+    assert len(read) <= stream.AHEAD + 3  # the step's window, and those that the thread reads ahead
+
+
+def test_epochs_go_on_in_another_order(open_stream, text_file):
+    steps = list(open_stream(text_file, max_steps=150).train.steps())
+    first = [s.where for b in steps if b.epoch <= 1 for pack in b.packs for s in pack]
+    second = [s.where for b in steps if 1 < b.epoch <= 2 for pack in b.packs for s in pack]
+    assert len(first) > 350
+    assert len(second) > 350
+    assert first[:300] != second[:300]
+    assert [b.epoch for b in steps] == sorted(b.epoch for b in steps)
+
+
+def test_packs_hold_max_length_and_rows_are_split(open_stream, tmp_path, tokenizer):
+    path = tmp_path / "long.txt"
+    path.write_text("word " * 3000 + "\n" + "short\n")
+    plan = open_stream(path, max_steps=6).train
+    assert all(sum(len(s.input_ids) for s in pack) <= 64 for b in plan.steps() for pack in b.packs)
+    assert plan.audit()["rows"]["split"] == 1
+    assert plan.describe()["fill"] > 0.9
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_other_file_types(open_stream, tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    table = pa.Table.from_pylist([{"text": line} for line in LINES])
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=50)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=50)
+    plan = open_stream(path, max_steps=10_000, packing=False, overlong="truncate").train
+    wheres = [s.where for s in one_epoch(plan)]
+    assert len(set(wheres)) == len(LINES)
+    if kind != "jsonl":
+        assert set(wheres) == {f"{path}:{i + 1}" for i in range(len(LINES))}
+
+
+def test_a_bad_line_is_named_by_its_number_or_skipped(open_stream, tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"text": line}) for line in LINES]
+    rows[250] = '{"text": '
+    path.write_text("\n".join(rows) + "\n")
+    with pytest.raises(UserError, match="not valid JSON") as failure:
+        documents(open_stream(path, max_steps=500).train)
+    assert failure.value.where == f"{path}:251"
+    prepared = open_stream(path, max_steps=500, on_bad_row="skip")
+    documents(prepared.train)
+    (row,) = prepared.rejected
+    assert (row["line"], row["reason"]) == (251, "invalid_json")
+    assert prepared.train.audit()["rows"]["dropped"] == {"invalid_json": 1}
+
+
+def test_stopping_early_ends_the_thread(open_stream, text_file):
+    import threading
+
+    before = threading.active_count()
+    steps = open_stream(text_file).train.steps()
+    next(steps)
+    steps.close()
+    assert threading.active_count() == before
+
+
+def test_what_cannot_be_streamed_is_refused(open_stream, tmp_path, text_file):
+    for name in ("a.csv", "a.json", "a.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"text\nx\n")
+        with pytest.raises(UserError, match="--streaming cannot start in the middle") as failure:
+            open_stream(tmp_path / name)
+        assert failure.value.where == str(tmp_path / name)
+    with pytest.raises(UserError, match="cannot choose rows"):
+        open_stream(f"{text_file}#10")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(UserError, match="no row"):
+        open_stream(tmp_path / "empty.txt")
+    (tmp_path / "blank.txt").write_text("\n" * 50)
+    with pytest.raises(UserError, match="no row of the stream"):
+        documents(open_stream(tmp_path / "blank.txt").train)
+
+
+def test_weights_repeat_windows(open_stream, text_file, tmp_path):
+    other = tmp_path / "b.txt"
+    other.write_text("\n".join(LINES) + "\n")
+    plan = open_stream(f"{text_file}*2", f"{other}*0.5", max_steps=10_000, packing=False, overlong="truncate").train
+    wheres = [s.where for s in one_epoch(plan)]
+    of_first = [w for w in wheres if w.startswith(str(text_file))]
+    assert len(of_first) == 2 * len(LINES)
+    assert len(LINES) // 3 < len(wheres) - len(of_first) < len(LINES) * 2 // 3
