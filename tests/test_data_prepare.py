@@ -93,7 +93,9 @@ def test_whatever_changes_tokens_changes_the_key(prepare, write_rows, chat_rows,
     prepare(path, template_date="2030-01-01")  # this template asks for no date
     prepare(path, seed=7, packing=False, shuffle=False, workers=3)
     assert prepare.loads == before
-    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d') }}" + (folder / "chat_template.jinja").read_text())
+    (folder / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d') }}" + (folder / "chat_template.jinja").read_text()
+    )
     prepare(path)
     prepare(path, template_date="2030-01-01")
     write_rows("a.jsonl", chat_rows[:-1])
@@ -139,10 +141,11 @@ def test_worker_processes_change_nothing(prepare, write_rows, chat_rows, monkeyp
     assert prepare.loads == 2
     assert seen(pooled.train) == seen(alone.train)
     assert pooled.audit == alone.audit
-    write_rows("a.jsonl", [*chat_rows * 12, BAD, *chat_rows, BAD])
-    with pytest.raises(UserError) as failure:
-        prepare(path, workers=2)
-    assert failure.value.where == f"{path}:385"
+    for rows, line in (([*chat_rows * 12, BAD, *chat_rows, BAD], 385), ([BAD, *chat_rows * 6, BAD], 1)):
+        write_rows("a.jsonl", rows)
+        with pytest.raises(UserError) as failure:
+            prepare(path, workers=2)
+        assert failure.value.where == f"{path}:{line}"  # the first in the file, not the first that was found
 
 
 def _fill(make, barrier, results):
@@ -182,7 +185,9 @@ def test_processes_that_start_together_prepare_once(prepare, write_rows, chat_ro
         (b'{"other": 5}', "missing_key", "messages rows need messages"),
     ],
 )
-def test_a_bad_row_stops_with_its_true_line_or_is_skipped_and_counted(prepare, write_rows, chat_rows, line, reason, says):
+def test_a_bad_row_stops_with_its_true_line_or_is_skipped_and_counted(
+    prepare, write_rows, chat_rows, line, reason, says
+):
     path = write_rows("a.jsonl", chat_rows * 8)
     text = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*text[:150], b"\n", line + b"\n", *text[150:]]))
@@ -271,7 +276,10 @@ def test_files_of_several_formats_mix(prepare, write_rows, tmp_path):
 
 def test_a_held_out_row_is_never_trained(prepare, write_rows, chat_rows):
     rows = chat_rows * 2
-    rows[5] = {"text": None, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ab " * 900}]}
+    rows[5] = {
+        "text": None,
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ab " * 900}],
+    }
     path = write_rows("a.jsonl", rows)
     prepared = prepare(path, eval_fraction=0.25, overlong="split")
     train, held_out = seen(prepared.train), seen(prepared.eval)
@@ -297,7 +305,13 @@ def test_an_evaluation_file_is_read_once_in_order(prepare, write_rows, chat_rows
 def test_the_fingerprint_changes_with_the_steps(prepare, write_rows, chat_rows):
     path = write_rows("a.jsonl", chat_rows)
     base = prepare(path).fingerprint
-    for change in ({"seed": 5}, {"packing": False}, {"shuffle": False}, {"global_batch_size": 2}, {"eval_fraction": 0.5}):
+    for change in (
+        {"seed": 5},
+        {"packing": False},
+        {"shuffle": False},
+        {"global_batch_size": 2},
+        {"eval_fraction": 0.5},
+    ):
         assert prepare(path, **change).fingerprint != base, change
     assert prepare(path, epochs=9, micro_batch_size=2, learning_rate=0.1).fingerprint == base
 

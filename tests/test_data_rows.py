@@ -118,7 +118,9 @@ def test_a_message_can_be_left_out(mark):
 
 
 def message_row(*messages):
-    return {"messages": [dict(zip(("role", "content"), m, strict=True)) if isinstance(m, tuple) else m for m in messages]}
+    return {
+        "messages": [dict(zip(("role", "content"), m, strict=True)) if isinstance(m, tuple) else m for m in messages]
+    }
 
 
 ASK, ANSWER = ("user", "a"), ("assistant", "b")

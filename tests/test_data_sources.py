@@ -89,7 +89,10 @@ def test_text_by_line_paragraph_and_document(tmp_path):
 
 def test_columnar_files_lose_the_nulls_that_their_schema_adds(tmp_path):
     path = tmp_path / "a.parquet"
-    rows = [{"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "tool", "name": "n", "content": "b"}]}]
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"messages": [{"role": "tool", "name": "n", "content": "b"}]},
+    ]
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
     assert [row for _, row in read(path)] == rows
 

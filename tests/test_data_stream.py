@@ -91,7 +91,7 @@ def test_a_later_step_is_found_without_tokenising_what_comes_before(open_stream,
 
 
 def test_epochs_go_on_in_another_order(open_stream, text_file):
-    steps = list(open_stream(text_file, max_steps=150).train.steps())
+    steps = list(open_stream(text_file, max_steps=400).train.steps())
     first = [s.where for b in steps if b.epoch <= 1 for pack in b.packs for s in pack]
     second = [s.where for b in steps if 1 < b.epoch <= 2 for pack in b.packs for s in pack]
     assert len(first) > 350

@@ -48,7 +48,9 @@ def bos_tokenizer():
 def test_the_answer_and_its_end_are_trained_and_nothing_else(tokenizer):
     ids, trained = only(run(tokenizer, chat_row("Who are you?", "I am small."), "messages"))
     assert tokenizer.decode(ids[trained]) == "I am small.<|im_end|>"
-    assert tokenizer.decode(ids[~trained]).endswith("<|im_start|>assistant\n\n")  # header, and the template's line break
+    assert tokenizer.decode(ids[~trained]).endswith(
+        "<|im_start|>assistant\n\n"
+    )  # header, and the template's line break
 
 
 def test_pad_equal_to_eos_does_not_lose_the_end_of_turn():
@@ -63,7 +65,9 @@ def test_the_whole_is_tokenised_once(tokenizer):
     ids, trained = only(run(tokenizer, {"prompt": "The capital of France is Par", "completion": "is."},
                             "prompt and completion"))  # fmt: skip
     whole = tokenizer("The capital of France is Paris.", add_special_tokens=False)["input_ids"]
-    apart = sum((tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("The capital of France is Par", "is.")), [])
+    apart = sum(
+        (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("The capital of France is Par", "is.")), []
+    )
     assert whole != apart
     assert ids.tolist() == [*whole, tokenizer.eos_token_id]
     assert tokenizer.decode(ids[trained]) == " Paris.<|im_end|>"  # a token that shares a character with it is trained
@@ -77,6 +81,19 @@ def test_text_and_completions_get_one_trained_eos(tokenizer):
         assert ids.tolist().count(tokenizer.eos_token_id) == 1
     ids, _ = only(run(tokenizer, {"text": "Once upon<|im_end|>"}, "text"))
     assert ids.tolist().count(tokenizer.eos_token_id) == 1
+
+
+def test_the_eos_of_the_tokenizer_itself_is_trained_and_not_doubled():
+    from tokenizers import processors
+
+    tokenizer = build_tokenizer()
+    eos = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|im_end|>", pair="$A $B", special_tokens=[("<|im_end|>", eos)]
+    )
+    ids, trained = only(run(tokenizer, {"prompt": "2 + 2 =", "completion": " 4"}, "prompt and completion"))
+    assert ids.tolist().count(eos) == 1
+    assert tokenizer.decode(ids[trained]) == " 4<|im_end|>"
 
 
 def test_a_tokenizer_without_eos_is_refused(tokenizer):

@@ -113,6 +113,17 @@ def test_every_row_is_seen_once_an_epoch_and_the_order_changes():
     assert [steps[half - 1].epoch, steps[-1].epoch] == [1.0, 2.0]
 
 
+def test_rows_and_packs_are_shuffled_anew_each_epoch():
+    steps = list(plan(epochs=2, packing=False).steps())
+    names = [s.where for b in steps for pack in b.packs for s in pack]
+    assert names[:200] != names[200:]
+    emptiest = set()
+    for seed in range(8):
+        fills = [sum(len(s.input_ids) for s in pack) for b in plan(seed=seed).steps() for pack in b.packs]
+        emptiest.add(int(np.argmin(fills)))
+    assert len(emptiest) > 2  # packing makes the emptiest pack last; training must not
+
+
 def test_packs_hold_at_most_max_length_and_steps_the_global_batch():
     steps = list(plan().steps())
     assert all(sum(len(s.input_ids) for s in pack) <= 256 for b in steps for pack in b.packs)

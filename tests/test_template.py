@@ -1,5 +1,6 @@
-"""Trained spans under templates that behave like the families' own: exactly the answers and their end-of-turn tokens."""
+"""Trained spans under templates that behave like the families' own: exactly the answers and their end tokens."""
 
+import numpy as np
 import pytest
 from conftest import build_tokenizer
 
@@ -59,6 +60,10 @@ MISTRAL = """{{- bos_token }}{%- for m in messages %}
 {{- raise_exception('After the optional system message, conversation roles must alternate') }}{% endif %}
 {%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}
 {%- else %}{{- ' ' + m.content + eos_token }}{% endif %}{%- endfor %}"""
+PHI3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
 DROPS_THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content.split('</think>')[-1] }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -97,7 +102,7 @@ def trained_texts(tokenizer, conversation, date="2025-03-09"):
     found = []
     for part in ChatRenderer(tokenizer, date).render(conversation):
         encoded = tokenizer(part.text, add_special_tokens=False, return_offsets_mapping=True)
-        flags = overlaps(__import__("numpy").asarray(encoded["offset_mapping"]), part.spans)
+        flags = overlaps(np.asarray(encoded["offset_mapping"]), part.spans)
         stretches, current = [], []
         for token, flag in zip(encoded["input_ids"], [*flags], strict=True):
             if flag:
@@ -132,7 +137,9 @@ def test_train_false_leaves_one_answer_out(make_tokenizer, template):
 
 
 def test_what_follows_the_last_trained_answer_is_cut():
-    cut = chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}])
+    cut = chat(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    )
     assert [m["content"] for m in cut.messages] == ["a", "b"]
 
 
@@ -166,6 +173,23 @@ def test_mistral(make_tokenizer):
     two_answers = [{"role": "user", "content": "a"}, *({"role": "assistant", "content": c} for c in "bc")]
     with pytest.raises(BadRow, match="must alternate"):
         ChatRenderer(tokenizer, "2025-03-09").render(chat(two_answers))
+
+
+def test_phi3_text_behind_the_end_token_is_not_trained(make_tokenizer):
+    tokenizer = make_tokenizer(PHI3, ["<|end|>"])
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["I am small.<|end|>", "Now I answer.<|end|>"]]
+    text = ChatRenderer(tokenizer, "2025-03-09").render(chat(TWO_TURNS))[0].text
+    assert text.count("<|im_end|>") == 1  # eos, behind the whole conversation only
+    own = chat(["Which token ends a turn?", "It is <|end|>"])  # an answer that itself ends with a special token
+    assert trained_texts(tokenizer, own) == [["It is <|end|><|end|>"]]
+
+
+def test_a_dropped_tool_call_is_a_bad_row(make_tokenizer):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "I add.", "tool_calls": [call]}]
+    with pytest.raises(BadRow) as failure:
+        ChatRenderer(make_tokenizer(build_tokenizer().chat_template), "2025-03-09").render(chat(messages))
+    assert failure.value.reason == "template_drops_content"
 
 
 def test_qwen3_history_without_thinking_splits_the_row(make_tokenizer):

@@ -14,18 +14,23 @@ TORCH = "torch==2.13.0"
 
 @dataclass(frozen=True)
 class Environment:
-    """What a peer needs: `install` is what pip is asked for, `pins` bounds what comes along with it, `drop` is removed."""
+    """What a peer needs.
+
+    install: what pip is asked for; pins: bounds for what comes along with it; drop: packages removed again;
+    empty: modules that are imported but not used by text training, each replaced by an empty one.
+    """
 
     install: tuple[str, ...]
     pins: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
 
 
 ENVIRONMENTS = {
     "trl": Environment(("trl==1.16.0",), ("transformers==5.23.0",)),
     # Text needs neither picture nor sound, and PyPI's builds of these two fail to load beside a CPU build of torch.
     "llamafactory": Environment(
-        ("llamafactory==0.9.5",), ("transformers==5.6.0", "trl==0.24.0"), ("torchvision", "torchaudio")
+        ("llamafactory==0.9.5",), ("transformers==5.6.0", "trl==0.24.0"), ("torchvision", "torchaudio"), ("torchaudio",)
     ),
     "ms-swift": Environment(("ms-swift==4.6.0",), ("transformers==5.19.0", "trl==0.29.1")),
     # Its jsonargparse needs requests, which neither of them asks pip for.
@@ -71,6 +76,10 @@ def make_environment(name: str, envs: Path) -> Path:
             if subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode != 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise EnvironmentFailed(f"`{' '.join(command)}` failed: see {log}")
+    for module in wanted.empty:
+        stub = next(folder.glob("lib/python*/site-packages")) / module / "__init__.py"
+        stub.parent.mkdir()
+        stub.write_text('"""Empty: text training imports this module but does not use it."""\n')
     ready.write_text(json.dumps(recipe))
     return python_of(folder)
 

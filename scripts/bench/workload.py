@@ -207,9 +207,14 @@ def write_model(folder: Path, tokenizer, seed: int) -> None:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps(special))
+    write_tokenizer(folder, tokenizer)
+
+
+def write_tokenizer(folder: Path, tokenizer) -> None:
+    """The tokenizer's files with the chat template, as a model folder holds them."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": SHAPE["max_position_embeddings"],
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1_000_000,
         "eos_token": END, "pad_token": PAD, "additional_special_tokens": [START, END],
         "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
     }  # fmt: skip

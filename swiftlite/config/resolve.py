@@ -109,7 +109,7 @@ def _settle_method(method: str | None, given: dict[str, Given]) -> None:
 def _require(config: RunConfig) -> None:
     if not config.model:
         raise UserError("no model is named", fix="add --model with a hub id, a folder or a short name (qwen3-0.6b)")
-    if not config.dataset:
+    if not config.dataset and not config.dry_run:  # a plan needs no rows
         raise UserError("no data set is named", fix="add --dataset with a file, a folder, a hub id or a short name")
 
 

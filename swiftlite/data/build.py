@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import signal
 import sys
+import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -165,10 +168,22 @@ _worker_run: RowTokenizer | None = None
 
 
 def _start_worker(run: RowTokenizer) -> None:
-    """In a fresh process: keep the tokenizer, and keep it to one thread, since there is a process a core."""
+    """In a fresh process: keep the tokenizer, and keep it to one thread, since there is a process a core.
+
+    Ctrl-C is the parent's to answer, and a worker does not outlive a parent that was killed.
+    """
     global _worker_run
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _worker_run = run
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _work(rows: list[RawRow]) -> TokenBatch:

@@ -121,33 +121,42 @@ class BatchPlan:
 
         fill: tokens over packs times max_length; without packing a row is a pack.
         """
-        return self._summary(np.concatenate([np.asarray(p) for p in self._packs(0)]), self._packs(0)) | {
-            "steps_per_epoch": self._epoch_steps(0)
-        }
+        members, packs = self._first_epoch()
+        return self._summary(members, packs, self._pack_tokens()) | {"steps_per_epoch": self._epoch_steps(0)}
 
     def describe_parts(self) -> dict[str, dict[str, Any]]:
         """The same per data set; a pack counts for each data set that has a row in it."""
-        found = {}
-        owners = [np.searchsorted(self._offsets, pack, side="right") - 1 for pack in self._packs(0)]
-        for which, part in enumerate(self._parts):
-            mine = [pack for pack, owner in zip(self._packs(0), owners, strict=True) if which in owner]
-            members = np.concatenate([np.empty(0, dtype=np.int64), *(np.asarray(pack) for pack in mine)])
-            members = members[(members >= self._offsets[which]) & (members < self._offsets[which + 1])]
-            found[part.name] = self._summary(members, mine)
-        return found
+        members, packs = self._first_epoch()
+        owners, held = np.searchsorted(self._offsets, members, side="right") - 1, self._pack_tokens()
+        return {
+            part.name: self._summary(members[owners == place], packs[owners == place], held)
+            for place, part in enumerate(self._parts)
+        }
 
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence of the first epoch."""
-        return self._lengths[np.concatenate([np.asarray(pack) for pack in self._packs(0)])]
+        return self._lengths[self._first_epoch()[0]]
 
-    def _summary(self, members: np.ndarray, packs: list[list[int]]) -> dict[str, Any]:
-        held = sum(int(self._lengths[pack].sum()) for pack in packs)
+    def _first_epoch(self) -> tuple[np.ndarray, np.ndarray]:
+        """(sequence index, number of its pack) of everything in the first epoch."""
+        packs = self._packs(0)
+        sizes = [len(pack) for pack in packs]
+        members = np.fromiter((index for pack in packs for index in pack), dtype=np.int64, count=sum(sizes))
+        return members, np.repeat(np.arange(len(packs)), sizes)
+
+    def _pack_tokens(self) -> np.ndarray:
+        members, packs = self._first_epoch()
+        return np.bincount(packs, weights=self._lengths[members])
+
+    def _summary(self, members: np.ndarray, packs: np.ndarray, held: np.ndarray) -> dict[str, Any]:
+        """Numbers of some sequences; packs: the pack of each; held: tokens in each pack."""
+        used = np.unique(packs)
         return {
             "rows": int(self._opens_row[members].sum()),
             "tokens": int(self._lengths[members].sum()),
             "trained_tokens": int(self._trained[members].sum()),
-            "packs": len(packs),
-            "fill": round(held / (len(packs) * self._options.max_length), 4) if packs else 0.0,
+            "packs": len(used),
+            "fill": round(float(held[used].sum()) / (len(used) * self._options.max_length), 4) if len(used) else 0.0,
         }
 
     def _read_pack(self, pack: list[int]) -> Pack:

@@ -159,8 +159,8 @@ def load_or_build(root: Path, key: str, build: Callable[[Path], dict[str, Any]])
 
 
 def _build_aside(final: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = final.with_name(f".{final.name}.partial" if fcntl else f".{final.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
         meta = build(partial)

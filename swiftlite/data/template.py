@@ -64,7 +64,8 @@ class ChatRenderer:
         turns = [self._turn(chat, index) for index, trained in enumerate(chat.trained) if trained]
         groups = [[turns[0]]]
         for turn in turns[1:]:
-            if turn.text.startswith(groups[-1][-1].text):
+            before = groups[-1][-1]
+            if turn.text.startswith(before.text[: before.spans[-1][1]]):
                 groups[-1].append(turn)
             else:
                 groups.append([turn])
@@ -81,12 +82,26 @@ class ChatRenderer:
         else:
             text, spans = self._between(chat, index)
         start, end = spans[-1]
-        stripped = text[start:end].rstrip()
-        closed = stripped.endswith(self._special)
-        if closed:  # white space behind the end-of-turn token belongs to the template, not to the answer
-            spans = [*spans[:-1], (start, start + len(stripped))]
+        ends = self._closing_tokens(text[start:end])
+        if ends:  # what stands behind the end-of-turn token belongs to the template, not to the answer
+            message = chat.messages[index]
+            own = len(ends) if message.get("tool_calls") else len(self._closing_tokens(message["content"]))
+            spans = [*spans[:-1], (start, start + ends[min(own, len(ends) - 1)])]
         self._check_content(chat, index, text[: spans[0][0]], "".join(text[s:e] for s, e in spans))
-        return _Turn(text, spans, closed)
+        return _Turn(text, spans, closed=bool(ends))
+
+    def _closing_tokens(self, text: str) -> list[int]:
+        """Where the special tokens end that close a text, ascending; white space may stand between them.
+
+        The first that is not the answer's own ends the turn. (Phi-3 puts `<|endoftext|>` behind its `<|end|>` wherever
+        no generation prompt follows; after a tool call special tokens of the call come first.)
+        """
+        ends: list[int] = []
+        while token := next((token for token in self._special if text.rstrip().endswith(token)), ""):
+            text = text.rstrip()
+            ends.append(len(text))
+            text = text[: -len(token)]
+        return ends[::-1]
 
     def _marked(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
         """(text up to the end of the answer, spans the template marks for it)."""
@@ -143,9 +158,10 @@ class ChatRenderer:
         """
         message = chat.messages[index]
         parts = [message["content"], *(message[key] for key in REASONING_KEYS if message.get(key))]
-        parts += [call["function"]["name"] for call in message.get("tool_calls") or []]
         opening, found = _squash(before[-OPENING:]), _squash(trained)
-        if not all(_ends_within(_squash(part), opening, found) for part in parts):
+        calls = found.replace(_squash(message["content"]), "", 1)  # a call may be named by a word of the answer
+        called = all(_squash(call["function"]["name"]) in calls for call in message.get("tool_calls") or [])
+        if not called or not all(_ends_within(_squash(part), opening, found) for part in parts):
             raise BadRow("template_drops_content", f"the chat template leaves out a part of message {index}")
 
     # ---- the template -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -16,9 +17,10 @@ from rich.text import Text
 from swiftlite.reporting.curves import Average, Curve
 from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, short, sparkline, spent
 
+WIDEST = 120  # columns of the panel
 TALLEST_CHART, SMALLEST_CHART = 7, 3  # lines
-NARROWEST_CHART = 28  # columns
-CELL = 25  # columns of one label with its number, gap included
+NARROWEST_CHART = 24  # columns
+NUMBER, GAP = 9, 3  # columns
 WAITING = "…"
 ESSENTIAL = ("model", "data", "output")  # facts that stay on a low terminal
 
@@ -82,7 +84,7 @@ class Board:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
-            yield self._panel(min(options.max_width, 120), console.height)
+            yield self._panel(min(options.max_width, WIDEST), console.height)
 
     def _panel(self, width: int, height: int) -> Panel:
         inner = width - 6
@@ -96,9 +98,9 @@ class Board:
         parts += [Text(), *events] if events else []
         return Panel(
             Group(*parts),
-            title=Text(" swiftlite ", style="bold"),
+            title=Text("swiftlite", style="bold"),
             title_align="left",
-            subtitle=Text(f" {self.elapsed} "),
+            subtitle=Text(self.elapsed),
             subtitle_align="right",
             border_style="cyan",
             padding=(0, 2),
@@ -115,18 +117,20 @@ class Board:
         width = max(8, inner - label.cell_len)
         filled = int(width * share)
         half = filled < width and width * share - filled >= 0.5
-        bar = Text("━" * filled + "╸" * half, style="green")
+        bar = Text().append("━" * filled + "╸" * half, style="green")
         return bar.append("━" * (width - filled - half), style="bright_black").append(label)
 
     def _body(self, numbers: list[tuple[str, str]], inner: int, free: int) -> RenderableType:
         """The chart with the numbers to its right, or above them, or a line of bars, as the room allows."""
-        beside = inner - 2 * CELL - 4
+        cell = max(len(label) for label, _ in numbers) + 1 + NUMBER + GAP
+        beside = inner - (2 * cell - GAP) - 4
         lines = -(-len(numbers) // 2)
         if beside >= NARROWEST_CHART and free >= lines:
             grid = Table.grid(padding=(0, 4, 0, 0))
             grid.add_row(self._chart(beside, max(lines, min(TALLEST_CHART, free))), _grid(numbers, 2))
             return grid
-        columns = max(1, inner // CELL)
+        columns = max(1, (inner + GAP) // cell)
+        numbers = numbers[: columns * max(1, free)]
         cells = _grid(numbers, columns)
         room = free - -(-len(numbers) // columns) - 1
         if room >= SMALLEST_CHART:
@@ -147,9 +151,9 @@ class Board:
         text = Text(no_wrap=True)
         for label, pale, bright in zip(labels, braille(values, *size), braille(smooth, *size), strict=True):
             text.append(f"{label:>{margin - 1}} ", style="dim").append("│", style="bright_black")
-            for behind, front in zip(pale, bright, strict=True):
-                style = "bold cyan" if front else "bright_black"
-                text.append(chr(BLANK_BRAILLE + (front or behind)), style=style)
+            for in_front, cells in groupby(zip(pale, bright, strict=True), key=lambda cell: cell[1] > 0):
+                run = "".join(chr(BLANK_BRAILLE + (front or behind)) for behind, front in cells)
+                text.append(run, style="bold cyan" if in_front else "dim cyan")
             text.append("\n")
         text.rstrip()
         return text
@@ -172,13 +176,13 @@ class Board:
             ("memory", shown("peak_memory_gib", "{:.2f} GiB".format)),
             ("MFU", f"{row['mfu']:.1%}" if row.get("mfu") is not None else "–"),
         ]
-        # "rewards/margin" -> "margin": the method in the head of the panel says what it belongs to
-        return cells + [(key.split("/")[1][:12], short(row[key], 3)) for key in row if "/" in key]
+        preference = {key.removeprefix("rewards/").replace("logps/", "logp "): row[key] for key in row if "/" in key}
+        return cells + [(name, short(value, 3)) for name, value in preference.items()]
 
 
 def _pairs(facts: dict[str, str]) -> Table:
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True, min_width=max(map(len, facts), default=0))
     grid.add_column(overflow="ellipsis", no_wrap=True)
     for key, value in facts.items():
         grid.add_row(Text(key), Text(value))
@@ -188,17 +192,18 @@ def _pairs(facts: dict[str, str]) -> Table:
 def _grid(cells: list[tuple[str, str]], columns: int) -> Table:
     """Labels and numbers, filled column by column so that what belongs together stands together."""
     lines = -(-len(cells) // columns)
-    grid = Table.grid(padding=(0, 1))
+    label = max(len(label) for label, _ in cells) + 1
+    grid = Table.grid()
     for column in range(columns):
-        grid.add_column(style="dim", no_wrap=True, width=10)
-        grid.add_column(style="bold", justify="right", no_wrap=True, width=10)
+        grid.add_column(style="dim", no_wrap=True, width=label)
+        grid.add_column(style="bold", justify="right", no_wrap=True, width=NUMBER)
         if column < columns - 1:
-            grid.add_column(width=CELL - 23)
+            grid.add_column(width=GAP)
     for line in range(lines):
-        texts: list[str] = []
+        texts: list[Text] = []
         for column in range(columns):
             at = column * lines + line
-            texts += cells[at] if at < len(cells) else ("", "")
-            texts += [""] if column < columns - 1 else []
+            texts += [Text(text) for text in (cells[at] if at < len(cells) else ("", ""))]
+            texts += [Text()] if column < columns - 1 else []
         grid.add_row(*texts)
     return grid

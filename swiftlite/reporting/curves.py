@@ -54,6 +54,9 @@ def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]
     return [step for step, _ in points], [value for _, value in points]
 
 
-def preference_keys(rows: list[dict[str, Any]]) -> list[str]:
-    """The keys that preference methods add, such as `rewards/margin`."""
-    return sorted({key for row in rows for key in row if "/" in key})
+def preference_groups(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The keys that preference methods add, such as `rewards/margin`, by what is drawn on one scale."""
+    groups: dict[str, list[str]] = {}
+    for key in sorted({key for row in rows for key in row if "/" in key}):
+        groups.setdefault("accuracy" if key.endswith("/accuracy") else key.split("/")[0], []).append(key)
+    return groups

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from swiftlite.reporting.board import Board
+from swiftlite.reporting.board import WIDEST, Board
 from swiftlite.reporting.words import duration, short
 
 REFRESH_PER_SECOND = 3  # drawing takes milliseconds that a CPU run would miss
@@ -77,9 +77,9 @@ class LiveDisplay:
         grid.add_column(overflow="fold")
         for key, value in lines.items():
             grid.add_row(Text(key), Text(value, style="bold" if key in ("loss", "try it") else ""))
-        title = Text(" done ", style="bold")
-        width = min(self._console.width, 120)
-        self._console.print(Panel(grid, title=title, title_align="left", border_style="green", padding=(0, 2), width=width))
+        title, width = Text("done", style="bold"), min(self._console.width, WIDEST)
+        panel = Panel(grid, title=title, title_align="left", border_style="green", padding=(0, 2), width=width)
+        self._console.print(panel)
 
 
 class PlainDisplay:

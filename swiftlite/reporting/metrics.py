@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
+
+from swiftlite.reporting.files import disk_errors, write_whole
 
 FILE = "metrics.jsonl"
 
@@ -14,20 +15,26 @@ FILE = "metrics.jsonl"
 class MetricsFile:
     """Appends rows. On resume the rows of steps that are trained again are dropped first."""
 
-    def __init__(self, output: Path, start_step: int) -> None:
-        path = output / FILE
-        kept = [row for row in read_metrics(output) if row["step"] <= start_step]
-        partial = path.with_name(f".{FILE}.partial")
-        partial.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        os.replace(partial, path)
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, output: Path, start_step: int = 0) -> None:
+        """kept: the rows up to `start_step`. Raises RunError where the file cannot be written."""
+        self._path = output / FILE
+        self.kept = [row for row in read_metrics(output) if row["step"] <= start_step]
+        text = "".join(map(_line, self.kept))
+        write_whole(self._path, lambda path: path.write_text(text, encoding="utf-8"))
+        self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
+        """Append a row and hand it to the system. Raises RunError where the disk is full."""
+        with disk_errors(self._path):
+            self._file.write(_line(row))
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file; a row that did not fit on the disk was reported before."""
+        try:
+            self._file.close()
+        except OSError:
+            return
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -36,16 +43,16 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """The rows of a run; a last line cut off by a kill is left out."""
+    """The rows of a run; lines that are no row, such as a last one cut off by a kill, are left out."""
     path = output / FILE
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
     return rows

@@ -2,133 +2,169 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from swiftlite.reporting.charts import Line, chart
+from swiftlite.reporting.curves import preference_groups, series, smoothed
+from swiftlite.reporting.files import read_json, read_run_state, without_secrets, write_whole
 from swiftlite.reporting.metrics import read_metrics
-from swiftlite.reporting.plots import series, smoothed
+from swiftlite.reporting.words import duration, short
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 64, 28
-STYLE = """
-:root{color-scheme:light dark;--ink:#1f2933;--soft:#6b7785;--line:#d7dde3;--card:#fff;--back:#f4f6f8;--a:#2563eb;--b:#d97706}
-@media(prefers-color-scheme:dark){:root{--ink:#e6eaee;--soft:#94a1af;--line:#33404d;--card:#18212b;--back:#10161d;--a:#60a5fa;--b:#fbbf24}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--back);max-width:1100px;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.5rem;margin:.2rem 0}h2{font-size:1rem;margin:0 0 .6rem}p{color:var(--soft);margin:.2rem 0}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:.8rem;margin:1rem 0}
-.card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:.8rem 1rem;overflow-x:auto;margin-bottom:1rem}
-.card b{display:block;font-size:1.3rem}.card span{color:var(--soft)}
-table{border-collapse:collapse;width:100%}td,th{padding:.2rem .6rem;border-bottom:1px solid var(--line);text-align:left}
-td.n{text-align:right;font-variant-numeric:tabular-nums}svg{width:100%;height:auto}svg text{fill:var(--soft);font-size:11px}
-.grid{stroke:var(--line)}.raw{stroke:var(--a);opacity:.35}.main{stroke:var(--a);stroke-width:2}.eval{stroke:var(--b);stroke-width:2}
-path{fill:none}circle{fill:var(--b)}circle.p{fill:var(--a);opacity:0}circle.p:hover{opacity:1}
-"""
+Rows = list[dict[str, Any]]
+
+STYLE = Path(__file__).with_name("page.css")
+SINGLE_CHARTS = {
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm before clipping",
+    "tokens_per_second": "Tokens per second",
+    "peak_memory_gib": "Peak memory, GiB",
+    "mfu": "Model FLOPs utilisation",
+}
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def write_report_page(output: Path) -> Path:
-    """Write the page from config.yaml, audit.json and metrics.jsonl of a run folder."""
-    rows = read_metrics(output)
-    body = [f"<h1>{escape(output.name)}</h1>", _headline(rows), *_charts(rows), _audit(output), _config(output)]
-    page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(output.name)} · swiftlite</title>
-<meta name="viewport" content="width=device-width"><style>{STYLE}</style><body>{"".join(body)}</body></html>
-"""
-    path = output / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
+    """Write the page from run.json, config.yaml, audit.json and metrics.jsonl of a run folder.
+
+    Raises RunError where the file cannot be written.
+    """
+    name, style = escape(output.resolve().name), STYLE.read_text(encoding="utf-8")
+    rows, state = read_metrics(output), read_run_state(output)
+    body = [
+        f"<header><h1>{name}</h1>{_state(state)}</header>",
+        _facts(state),
+        _cards(rows, state),
+        f'<div class="charts">{"".join(_charts(rows))}</div>',
+        _messages(state),
+        _audit(read_json(output / "audit.json")),
+        _config(output / "config.yaml"),
+        f"<footer>written by swiftlite {escape(str(state.get('swiftlite', '')))}</footer>",
+    ]
+    page = (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name} · swiftlite</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+    return write_whole(output / "report.html", lambda path: path.write_text(page, encoding="utf-8"))
 
 
-def _headline(rows: list[dict[str, Any]]) -> str:
+def _text(value: Any) -> str:
+    return escape(without_secrets(str(value)))
+
+
+def _state(state: dict[str, Any]) -> str:
+    now = str(state.get("state", "unknown"))
+    kind = now.split()[0] if now.split() else "unknown"
+    mark = kind if kind in ("finished", "running", "stopped", "failed") else "unknown"
+    started = f'<span class="soft">started {_text(state["started"])}</span>' if state.get("started") else ""
+    return f'<p><b class="mark {mark}">{_text(now)}</b> {started}</p>'
+
+
+def _facts(state: dict[str, Any]) -> str:
+    facts = state.get("facts")
+    if not isinstance(facts, dict) or not facts:
+        return ""
+    rows = "".join(f"<tr><th>{_text(key)}</th><td>{_text(value)}</td></tr>" for key, value in facts.items())
+    return f'<section class="card"><table class="facts">{rows}</table></section>'
+
+
+def _cards(rows: Rows, state: dict[str, Any]) -> str:
     if not rows:
         return "<p>No step is logged yet.</p>"
-    _, losses = series(rows, "loss")
-    _, evals = series(rows, "eval_loss")
-    _, speeds = series(rows, "tokens_per_second")
-    _, memory = series(rows, "peak_memory_gib")
-    cards = [("steps", f"{rows[-1]['step']:,}")]
+    losses, evals = series(rows, "loss")[1], series(rows, "eval_loss")[1]
+    speeds, memory = series(rows, "tokens_per_second")[1], series(rows, "peak_memory_gib")[1]
+    total = state.get("total_steps")
+    cards = [("steps", f"{rows[-1]['step']:,}" + (f"/{total:,}" if isinstance(total, int) else ""))]
     if losses:
-        cards += [("first loss", f"{losses[0]:.4f}"), ("last loss", f"{losses[-1]:.4f}")]
-    if evals:
-        cards += [("best eval loss", f"{min(evals):.4f}")]
-    if speeds:
-        cards += [("median tokens/s", f"{sorted(speeds)[len(speeds) // 2]:,.0f}")]
-    if memory:
-        cards += [("peak memory", f"{max(memory):.2f} GiB")]
-    return (
-        '<div class="cards">'
-        + "".join(f'<div class="card"><span>{k}</span><b>{v}</b></div>' for k, v in cards)
-        + "</div>"
-    )
+        cards += [("first loss", short(losses[0])), ("last loss", short(losses[-1]))]
+        cards += [("smoothed", short(smoothed(losses)[-1]))]
+    cards += [("best eval loss", short(min(evals)))] if evals else []
+    cards += [("median tokens/s", f"{median(speeds):,.0f}")] if speeds else []
+    cards += [("peak memory", f"{max(memory):.2f} GiB")] if memory else []
+    if isinstance(state.get("seconds"), int | float):
+        cards += [("time", duration(state["seconds"]))]
+    shown = (f'<div class="card"><span>{label}</span><b>{value}</b></div>' for label, value in cards)
+    return f'<div class="cards">{"".join(shown)}</div>'
 
 
-def _charts(rows: list[dict[str, Any]]) -> list[str]:
+def _charts(rows: Rows) -> list[str]:
     steps, losses = series(rows, "loss")
-    charts = []
-    if losses:
-        lines = [("raw", steps, losses), ("main", steps, smoothed(losses))]
-        charts.append(_chart("Loss per trained token", lines, series(rows, "eval_loss")))
-    titles = {
-        "learning_rate": "Learning rate",
-        "grad_norm": "Gradient norm before clipping",
-        "tokens_per_second": "Tokens per second",
-        "peak_memory_gib": "Peak memory, GiB",
-    }
-    titles |= {key: key for key in sorted({key for row in rows for key in row if "/" in key})}
-    for key, title in titles.items():
-        points = series(rows, key)
-        if points[0]:
-            charts.append(_chart(title, [("main", *points)], ([], [])))
+    lines = [
+        Line("loss", "raw", (steps, losses)),
+        Line("smoothed", "main", (steps, smoothed(losses))),
+        Line("eval loss", "eval", series(rows, "eval_loss")),
+    ]
+    charts = [chart("Loss per trained token", lines, large=True)]
+    charts += [chart(title, [Line(title, "main", series(rows, key))]) for key, title in SINGLE_CHARTS.items()]
+    seconds = [
+        Line("whole step", "main", series(rows, "step_seconds")),
+        Line("waiting for data", "eval2", series(rows, "data_seconds")),
+    ]
+    charts.append(chart("Seconds per step", seconds))
+    for title, keys in preference_groups(rows).items():
+        lines = [Line(key, f"c{number % 4}", series(rows, key)) for number, key in enumerate(keys)]
+        charts.append(chart(title.capitalize(), lines))
     return charts
 
 
-def _chart(title: str, lines: list[tuple[str, list[int], list[float]]], evals: tuple[list[int], list[float]]) -> str:
-    """One SVG; hovering over a point shows its step and value."""
-    xs = [x for _, steps, _ in lines for x in steps] + evals[0]
-    ys = [y for _, _, values in lines for y in values] + evals[1]
-    low_x, low_y = min(xs), min(ys)
-    span_x, span_y = (max(xs) - low_x) or 1, (max(ys) - low_y) or abs(low_y) or 1
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (x - low_x) / span_x * (WIDTH - LEFT - 12)
-        return round(across, 1), round(10 + (1 - (y - low_y) / span_y) * (HEIGHT - BOTTOM - 10), 1)
-
-    parts = []
-    for i in range(5):
-        value = low_y + span_y * i / 4
-        _, y = place(low_x, value)
-        parts.append(f'<path class="grid" d="M{LEFT} {y}H{WIDTH}"/><text x="0" y="{y + 4}">{value:.4g}</text>')
-    for i in range(5):
-        step = low_x + span_x * i / 4
-        x, _ = place(step, low_y)
-        parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="middle">{step:.0f}</text>')
-    for kind, steps, values in lines:
-        points = [place(x, y) for x, y in zip(steps, values, strict=True)]
-        parts.append(f'<path class="{kind}" d="M' + "L".join(f"{x} {y}" for x, y in points) + '"/>')
-        if kind == "main":
-            every = max(1, len(points) // 300)
-            triples = list(zip(points, steps, values, strict=True))[::every]
-            parts += [_dot(point, f"step {s}: {v:.6g}", "p") for point, s, v in triples]
-    for step, value in zip(*evals, strict=True):
-        parts.append(_dot(place(step, value), f"eval, step {step}: {value:.6g}", "e"))
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
-    return f'<div class="card"><h2>{escape(title)}</h2>{svg}</div>'
+def _messages(state: dict[str, Any]) -> str:
+    messages = state.get("messages")
+    if not isinstance(messages, list):
+        return ""
+    found = [(m.get("step", 0), m.get("text", "")) for m in messages if isinstance(m, dict)]
+    if not found:
+        return ""
+    rows = "".join(f'<tr><td class="n">{_text(step)}</td><td>{_text(text)}</td></tr>' for step, text in found)
+    return (
+        f'<details class="card"><summary>What happened ({len(found):,})</summary>'
+        f'<table><tr><th class="n">step</th><th></th></tr>{rows}</table></details>'
+    )
 
 
-def _dot(point: tuple[float, float], text: str, kind: str) -> str:
-    return f'<circle class="{kind}" cx="{point[0]}" cy="{point[1]}" r="4"><title>{escape(text)}</title></circle>'
+def _audit(audit: dict[str, Any]) -> str:
+    """Rows and tokens in all and per data set, one table."""
+    sections = {"in all": audit}
+    if isinstance(audit.get("datasets"), dict):
+        sections |= {str(name): section for name, section in audit["datasets"].items()}
+    if isinstance(audit.get("eval"), dict):
+        sections["evaluation"] = audit["eval"]
+    flat = {name: _flat(section) for name, section in sections.items() if isinstance(section, dict)}
+    keys = list(dict.fromkeys(key for section in flat.values() for key in section))
+    if not keys:
+        return ""
+    head = "".join(f'<th class="n">{_text(key)}</th>' for key in keys)
+    rows = ""
+    for name, section in flat.items():
+        cells = "".join(f'<td class="n">{_cell(section.get(key))}</td>' for key in keys)
+        rows += f"<tr><th>{_text(name)}</th>{cells}</tr>"
+    table = f"<table><tr><th></th>{head}</tr>{rows}</table>"
+    return f'<section class="card"><h2>What became of the data</h2>{table}</section>'
 
 
-def _audit(output: Path) -> str:
-    path = output / "audit.json"
+def _flat(section: dict[str, Any]) -> dict[str, Any]:
+    """rows.read -> `rows read`, rows.dropped.too_long -> `dropped: too_long`; then the numbers beside `rows`."""
+    flat: dict[str, Any] = {}
+    rows = section.get("rows")
+    for key, value in rows.items() if isinstance(rows, dict) else ():
+        if isinstance(value, dict):
+            flat |= {f"{key}: {reason}": count for reason, count in value.items()}
+        elif value or key in ("read", "used"):
+            flat[f"rows {key}"] = value
+    return flat | {key.replace("_", " "): v for key, v in section.items() if isinstance(v, int | float)}
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1%}" if 0 <= value <= 1 else f"{value:,.2f}"
+    return f"{value:,}" if isinstance(value, int) else ""
+
+
+def _config(path: Path) -> str:
     if not path.is_file():
         return ""
-    text = json.dumps(json.loads(path.read_text(encoding="utf-8")), indent=2, ensure_ascii=False)
-    return f'<div class="card"><h2>What became of the rows</h2><pre>{escape(text)}</pre></div>'
-
-
-def _config(output: Path) -> str:
-    path = output / "config.yaml"
-    if not path.is_file():
-        return ""
-    text = path.read_text(encoding="utf-8")
-    return f'<div class="card"><h2>Configuration</h2><pre>{escape(text)}</pre></div>'
+    text = _text(path.read_text(encoding="utf-8", errors="replace"))
+    return f'<details class="card"><summary>Configuration</summary><pre>{text}</pre></details>'

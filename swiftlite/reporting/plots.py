@@ -3,65 +3,67 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from swiftlite.reporting.curves import preference_groups, series, smoothed
+from swiftlite.reporting.files import write_whole
 from swiftlite.reporting.metrics import read_metrics
 
-SMOOTHING = 0.9
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-
-def smoothed(values: list[float]) -> list[float]:
-    """Exponential moving average, corrected for its start."""
-    result, average, weight = [], 0.0, 0.0
-    for value in values:
-        average = SMOOTHING * average + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
-        result.append(average / weight)
-    return result
-
-
-def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of the rows that have a number under the key."""
-    points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-    return [step for step, _ in points], [value for _, value in points]
+BLUE, PALE, ORANGE, GREEN, GREY = "#1f5fbf", "#a9c6ee", "#d9730d", "#2e8b57", "#5f6b7a"
 
 
 def write_loss_plot(output: Path) -> Path | None:
-    """Draw loss, evaluation, learning rate and gradient norm, and preference curves where there are any."""
+    """Draw loss, evaluation, learning rate and gradient norm, and preference curves where there are any.
+
+    None where no step is logged. Raises RunError where the file cannot be written.
+    """
     rows = read_metrics(output)
     if not rows:
         return None
-    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot: no window system, nothing global
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    groups = preference_groups(rows)
+    figure = Figure(figsize=(10, 5.6 + 2.6 * len(groups)), layout="constrained")
+    grid = figure.add_gridspec(2 + len(groups), 2, height_ratios=[3.2, 1.4, *[1.8] * len(groups)])
+    _loss(figure.add_subplot(grid[0, :]), rows, output.resolve().name)
+    _small(figure.add_subplot(grid[1, 0]), rows, "learning_rate", "learning rate", GREEN)
+    _small(figure.add_subplot(grid[1, 1]), rows, "grad_norm", "gradient norm", GREY)
+    for number, (title, keys) in enumerate(groups.items()):
+        axes = figure.add_subplot(grid[2 + number, :])
+        for key in keys:
+            axes.plot(*series(rows, key), linewidth=1.3, label=key)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.legend(frameon=False, fontsize=8)
+        _plain(axes)
+    return write_whole(output / "loss.png", lambda path: figure.savefig(path, dpi=130, format="png"))
 
-    extra = sorted({key for row in rows for key in row if "/" in key})
-    figure, axes = pyplot.subplots(
-        2 + bool(extra), 1, figsize=(9, 6 + 3 * bool(extra)), height_ratios=[3, 1, 2][: 2 + bool(extra)], sharex=True
-    )
+
+def _loss(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
     steps, losses = series(rows, "loss")
-    axes[0].plot(steps, losses, color="#9ecae1", linewidth=1, label="loss")
-    axes[0].plot(steps, smoothed(losses), color="#08519c", linewidth=2, label="smoothed")
+    marker = "." if len(steps) < 3 else None
+    axes.plot(steps, losses, color=PALE, linewidth=1, marker=marker, label="loss")
+    axes.plot(steps, smoothed(losses), color=BLUE, linewidth=2, label="smoothed")
     eval_steps, eval_losses = series(rows, "eval_loss")
     if eval_losses:
-        axes[0].plot(eval_steps, eval_losses, "o-", color="#d94801", label="eval loss")
-    axes[0].set_ylabel("loss per trained token")
-    axes[0].legend(frameon=False)
-    axes[1].plot(*series(rows, "grad_norm"), color="#636363", linewidth=1)
-    axes[1].set_ylabel("gradient norm")
-    rate = axes[1].twinx()
-    rate.plot(*series(rows, "learning_rate"), color="#31a354", linewidth=1)
-    rate.set_ylabel("learning rate", color="#31a354")
-    for key in extra:
-        axes[2].plot(*series(rows, key), linewidth=1, label=key)
-    if extra:
-        axes[2].legend(frameon=False)
-    axes[-1].set_xlabel("step")
-    for axis in axes:
-        axis.grid(alpha=0.2)
-    figure.tight_layout()
-    path = output / "loss.png"
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
+        axes.plot(eval_steps, eval_losses, "o-", color=ORANGE, markersize=4, linewidth=1, label="eval loss")
+    axes.set_title(title, fontsize=11, loc="left", parse_math=False)
+    axes.set_ylabel("loss per trained token")
+    axes.legend(frameon=False)
+    _plain(axes)
+
+
+def _small(axes: Axes, rows: list[dict[str, Any]], key: str, title: str, color: str) -> None:
+    axes.plot(*series(rows, key), color=color, linewidth=1)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    axes.set_xlabel("step", fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)

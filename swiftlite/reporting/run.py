@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import uuid
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from swiftlite.reporting.display import Board, duration, open_display, short
+from swiftlite import __version__
+from swiftlite.reporting.board import Board
+from swiftlite.reporting.display import Update, open_display
+from swiftlite.reporting.files import read_run_state, without_secrets, write_run_state
 from swiftlite.reporting.metrics import MetricsFile
 from swiftlite.reporting.trackers import Tracker, check_trackers, open_trackers
+from swiftlite.reporting.words import duration, short
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
+
+MOST_MESSAGES = 1000  # kept in run.json; all of them are shown
 
 
 class RunReporter:
     """Use as a context manager, so that the terminal is given back whatever happens."""
 
     def __init__(self, config: RunConfig, output: Path, stream: TextIO | None = None) -> None:
-        """Raises UserError where a tracker of `--report-to` is not installed."""
+        """stream: stdout unless given. Raises UserError where a tracker of `--report-to` is not installed."""
         check_trackers(config.report_to)
         self._config, self._output = config, output
         self._display = open_display(stream)
-        self._metrics: MetricsFile | None = None
-        self._trackers: list[Tracker] = []
-        self._first: float | None = None
-        self._last: float | None = None
-        self._tokens = 0
-        self._started = time.monotonic()
+        self._began = time.monotonic()
+        self._running: _Running | None = None
 
     def __enter__(self) -> RunReporter:
         return self
@@ -39,49 +42,116 @@ class RunReporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._display.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        for tracker in self._trackers:
-            tracker.close()
+        if self._running is not None:
+            self._running.close(error)
 
-    def phase(self, text: str) -> AbstractContextManager[Callable[..., None]]:
-        """Show that something takes its time; yields `update(done, total)`."""
-        return self._display.phase(text)
+    def phase(self, text: str, total: int | None = None) -> AbstractContextManager[Update]:
+        """Show that something takes its time; yields `update(done, total=None)`."""
+        return self._display.phase(text, total)
 
     def start(self, total_steps: int, facts: dict[str, str], *, start_step: int = 0) -> None:
-        """Open metrics and trackers in the output folder, which must exist, and show the run."""
-        self._metrics = MetricsFile(self._output, start_step)
-        name = self._config.run_name or self._output.name
-        settings = self._config.model_dump(mode="json")
-        self._trackers = open_trackers(self._config.report_to, self._output, name, settings)
-        self._board = Board(total_steps, facts, start_step)
-        self._display.start(self._board)
+        """Open metrics and trackers in the output folder, which must exist, and show the run.
+
+        start_step: rows of metrics.jsonl behind it are dropped. Raises UserError where a tracker does not start.
+        """
+        self._running = _Running(self._config, self._output, total_steps, facts, start_step)
+        self._display.start(self._running.board)
 
     def log(self, row: dict[str, Any]) -> None:
-        """One row of metrics.jsonl; `step` is in it."""
-        self._metrics.write(row)
-        self._board.add(row)
-        self._display.row(row)
-        self._tokens += row["tokens"]
-        if row.get("loss") is not None:
-            self._first = row["loss"] if self._first is None else self._first
-            self._last = row["loss"]
-        numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k != "step"}
-        for tracker in self._trackers:
-            tracker.log(numbers, row["step"])
+        """One row of metrics.jsonl: ints, floats and None, with `step`. Raises RunError where the disk is full."""
+        self._running.log(row, self.message)
+        self._display.row(row, self._running.board)
 
     def message(self, text: str) -> None:
+        """Something that happened, such as a saved checkpoint."""
+        if self._running is not None:
+            self._running.say(text)
         self._display.message(text)
 
     def finish(self, model: Path) -> None:
         """Show the summary: what became of the loss, how long it took, where the model lies, what to do next."""
-        lines = []
-        if self._first is not None:
-            lines.append(f"loss      {short(self._first)} → [bold]{short(self._last)}[/]")
-        lines += [
-            f"time      {duration(time.monotonic() - self._started)}",
-            f"tokens    {self._tokens:,} in the logged steps",
-            f"model     {model}",
-            f"try it    swiftlite infer --model {model}",
-        ]
-        self._display.summary("\n".join(lines))
+        running = self._running
+        running.finished = True
+        lines = {}
+        if running.first_loss is not None:
+            last = running.board.row.get("loss", running.first_loss)
+            lines["loss"] = f"{short(running.first_loss)} → {short(last)} (smoothed {short(running.board.smooth)})"
+        if running.board.eval_loss is not None:
+            lines["eval loss"] = short(running.board.eval_loss)
+        lines["time"] = f"{duration(time.monotonic() - self._began)}, {running.speed()}"
+        lines["model"] = str(model)
+        lines["try it"] = f"swiftlite infer --model {model}"
+        self._display.summary(lines)
+        running.write_state("finished")
+
+
+class _Running:
+    """What is open between `start` and the end."""
+
+    def __init__(
+        self, config: RunConfig, output: Path, total_steps: int, facts: dict[str, str], start_step: int
+    ) -> None:
+        self._output = output
+        self._started = time.monotonic()
+        before = read_run_state(output) if start_step else {}
+        self._state = {
+            "swiftlite": __version__,
+            "id": str(before.get("id") or uuid.uuid4().hex[:21]),
+            "started": before.get("started") or datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": 0.0,
+            "state": "running",
+            "total_steps": total_steps,
+            "facts": facts,
+            "messages": [m for m in before.get("messages", []) if m.get("step", 0) <= start_step],
+        }
+        self._seconds_before = float(before.get("seconds", 0.0))
+        self._metrics = MetricsFile(output, start_step)
+        kept = self._metrics.kept
+        self.board = Board(total_steps, facts, start_step, kept)
+        self.first_loss = next((row["loss"] for row in kept if row.get("loss") is not None), None)
+        self.finished = False
+        self._tokens, self._token_seconds = 0, 0.0
+        self.write_state("running")
+        name, settings = config.run_name or output.resolve().name, config.model_dump(mode="json")
+        self._trackers: dict[str, Tracker] = open_trackers(
+            config.report_to, output, name, self._state["id"], start_step, settings
+        )
+
+    def log(self, row: dict[str, Any], message: Any) -> None:
+        self._metrics.write(row)
+        self.board.add(row)
+        if self.first_loss is None:
+            self.first_loss = row.get("loss")
+        if row.get("tokens_per_second") and row.get("tokens"):
+            self._tokens += row["tokens"]
+            self._token_seconds += row["tokens"] / row["tokens_per_second"]
+        numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(numbers, row["step"])
+            except Exception as error:  # a tracker that breaks must not end hours of training
+                del self._trackers[name]
+                message(f"{name} failed and is left out from here on: {without_secrets(str(error))[:200]}")
+
+    def say(self, text: str) -> None:
+        self.board.say(text)
+        self._state["messages"] = [*self._state["messages"], {"step": self.board.step, "text": text}][-MOST_MESSAGES:]
+
+    def speed(self) -> str:
+        """Mean over the logged steps."""
+        return f"{self._tokens / self._token_seconds:,.0f} tokens/s" if self._token_seconds else "no step timed"
+
+    def write_state(self, state: str) -> None:
+        seconds = self._seconds_before + time.monotonic() - self._started
+        self._state |= {"state": state, "seconds": round(seconds, 1)}
+        write_run_state(self._output, self._state)
+
+    def close(self, error: BaseException | None) -> None:
+        self._metrics.close()
+        for tracker in self._trackers.values():
+            tracker.close()
+        if not self.finished:
+            stopped = error is None or not isinstance(error, Exception)
+            at = f"at step {self.board.step:,} of {self.board.total:,}"
+            first_line = "" if stopped else f": {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            self.write_state(f"stopped {at}" if stopped else f"failed {at}{first_line}")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from swiftlite.errors import UserError
+from swiftlite.reporting.files import without_secrets
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab", "trackio": "trackio"}
-SECRETS = ("token", "key", "password", "secret")
+PROJECT = "swiftlite"
 
 
 class Tracker(Protocol):
-    """Takes one row a step."""
+    """Takes the numbers of one logged step at a time."""
 
     def log(self, row: dict[str, float], step: int) -> None: ...
     def close(self) -> None: ...
@@ -23,29 +24,52 @@ class Tracker(Protocol):
 def check_trackers(names: Iterable[str]) -> None:
     """Raises UserError where a tracker's package is not installed."""
     for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        found = importlib.util.find_spec(name)
+        # A folder of that name in the working directory (wandb leaves one) is found as a package without a file.
+        if found is None or found.origin is None:
             raise UserError(
-                f"--report-to {name} needs the package {PACKAGES[name]}",
+                f"--report-to {name} needs the package {name}",
+                where=f"--report-to {name}",
                 fix=f"pip install 'swiftlite[{name}]', or leave it out of --report-to",
             )
 
 
-def open_trackers(names: Iterable[str], output: Path, run_name: str, settings: dict[str, Any]) -> list[Tracker]:
-    """Start each tracker. settings: the resolved configuration, shown where the tracker shows such."""
-    shown = {key: value for key, value in settings.items() if not any(mark in key for mark in SECRETS)}
-    return [OPENERS[name](output, run_name, shown) for name in names]
+def open_trackers(
+    names: Iterable[str], output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]
+) -> dict[str, Tracker]:
+    """Start each tracker. run_id: the same whenever a run is continued; settings: the resolved configuration.
+
+    Raises UserError where one does not start, such as without an account.
+    """
+    shown = {key: without_secrets(value) if isinstance(value, str) else value for key, value in settings.items()}
+    opened: dict[str, Tracker] = {}
+    for name in names:
+        try:
+            opened[name] = OPENERS[name](output, run_name, run_id, start_step, shown)
+        except Exception as error:  # every package has errors of its own, and none of them is ours
+            for tracker in opened.values():
+                tracker.close()
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"{name} does not start: {without_secrets(reason)[:200]}",
+                where=f"--report-to {name}",
+                fix=FIXES[name],
+            ) from error
+    return opened
 
 
 class TensorBoard:
-    def __init__(self, output: Path, run_name: str, settings: dict[str, Any]) -> None:
+    """Event files in OUT/tensorboard; rows of steps that are trained again replace the old ones."""
+
+    def __init__(self, output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(output / "tensorboard"))
+        self._writer = SummaryWriter(str(output / "tensorboard"), purge_step=start_step + 1 if start_step else None)
         self._writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
 
     def log(self, row: dict[str, float], step: int) -> None:
         for key, value in row.items():
-            self._writer.add_scalar(f"train/{key}", value, step)
+            self._writer.add_scalar(key if "/" in key else f"train/{key}", value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -54,10 +78,9 @@ class TensorBoard:
 class RunTracker:
     """wandb, swanlab and trackio share one small interface: init, log, finish."""
 
-    def __init__(self, package: str, output: Path, run_name: str, settings: dict[str, Any]) -> None:
+    def __init__(self, package: str, **settings: Any) -> None:
         self._package = importlib.import_module(package)
-        where = {"wandb": {"dir": str(output)}, "swanlab": {"logdir": str(output / "swanlab")}}.get(package, {})
-        self._package.init(project="swiftlite", name=run_name, config=settings, **where)
+        self._package.init(project=PROJECT, **settings)
 
     def log(self, row: dict[str, float], step: int) -> None:
         self._package.log(row, step=step)
@@ -66,9 +89,30 @@ class RunTracker:
         self._package.finish()
 
 
-OPENERS = {
+def _open_wandb(output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> Tracker:
+    return RunTracker("wandb", name=run_name, id=run_id, resume="allow", dir=str(output), config=settings)
+
+
+def _open_swanlab(output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> Tracker:
+    return RunTracker(
+        "swanlab", name=run_name, id=run_id, resume="allow", log_dir=str(output / "swanlab"), config=settings
+    )
+
+
+def _open_trackio(output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> Tracker:
+    # trackio knows a run by its name alone, so the id keeps two runs in folders of one name apart
+    return RunTracker("trackio", name=f"{run_name}-{run_id[:6]}", resume="allow", config=settings, embed=False)
+
+
+OPENERS: dict[str, Callable[[Path, str, str, int, dict[str, Any]], Tracker]] = {
     "tensorboard": TensorBoard,
-    "wandb": lambda *args: RunTracker("wandb", *args),
-    "swanlab": lambda *args: RunTracker("swanlab", *args),
-    "trackio": lambda *args: RunTracker("trackio", *args),
+    "wandb": _open_wandb,
+    "swanlab": _open_swanlab,
+    "trackio": _open_trackio,
+}
+FIXES = {
+    "tensorboard": "see that --output-dir can be written",
+    "wandb": "run `wandb login`, or set WANDB_MODE=offline",
+    "swanlab": "run `swanlab login`, or set SWANLAB_MODE=local",
+    "trackio": "see that trackio's folder (TRACKIO_DIR) can be written",
 }

@@ -29,7 +29,9 @@ def short(value: float | None, digits: int = 4) -> str:
 
 
 def spent(seconds: float) -> str:
-    """The time of one step: `850 ms`, `12.30 s`."""
+    """The time of one step: `<1 ms`, `850 ms`, `12.30 s`."""
+    if seconds < 1e-3:
+        return "<1 ms"
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 

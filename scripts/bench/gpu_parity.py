@@ -1,0 +1,154 @@
+"""Loss and gradient norm of swiftlite's training step against plain PyTorch, on one device, for several families.
+
+The reference runs Hugging Face's own forward in fp32 with eager attention, one document at a time. swiftlite runs all
+documents packed, in fp32 and in bf16, as one micro-batch and as two. Small random models; some seconds a family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VOCABULARY = 1024
+LENGTHS = (5, 130, 64, 1, 33, 257)
+UNTRAINED = 2  # first tokens of each document: the prompt
+# Relative differences that rounding explains: fp32 sums in another order; bf16 has 8 bits of mantissa.
+TOLERANCE = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 3e-2)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative differences of one family in one precision."""
+
+    family: str
+    precision: str
+    micro_batches: int
+    loss: float
+    grad_norm: float
+
+    @property
+    def good(self) -> bool:
+        loss, norm = TOLERANCE[self.precision]
+        return self.loss <= loss and self.grad_norm <= norm
+
+
+def family_configs() -> dict[str, object]:
+    """family -> config of a small model; grouped heads, windows, soft caps, experts and learned positions are all met."""
+    import transformers as hf
+
+    common = {
+        "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None,
+        "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return {
+        "llama": hf.LlamaConfig(**common),
+        "qwen3": hf.Qwen3Config(**common, head_dim=64, tie_word_embeddings=True),
+        "mistral": hf.MistralConfig(**common, sliding_window=48),
+        "gemma2": hf.Gemma2Config(**common, head_dim=64, sliding_window=48),
+        "qwen3-moe": hf.Qwen3MoeConfig(
+            **common, head_dim=64, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2,
+            output_router_logits=False,
+        ),
+        "gpt2": hf.GPT2Config(
+            vocab_size=VOCABULARY, n_positions=1024, n_embd=256, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=2, eos_token_id=2,
+        ),
+    }  # fmt: skip
+
+
+def compare_all(device_name: str) -> list[Comparison]:
+    """Every family in both precisions. The two micro-batches are run in fp32 only: rounding differs in bf16."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = torch.device(device_name)
+    found = []
+    for family, config in family_configs().items():
+        documents = _documents()
+        state = _random_state(config)
+        wanted = _plain(config, state, documents, device)
+        for precision, pieces in (("fp32", 1), ("fp32", 2), ("bf16", 1)):
+            got = _swiftlite(config, state, documents, device, precision, pieces)
+            differences = [abs(ours - plain) / abs(plain) for ours, plain in zip(got, wanted, strict=True)]
+            found.append(Comparison(family, precision, pieces, *differences))
+    return found
+
+
+def _documents() -> list:
+    import torch
+
+    torch.manual_seed(0)
+    return [torch.randint(3, VOCABULARY, (length,)) for length in LENGTHS]
+
+
+def _random_state(config) -> dict:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
+
+
+def _build(config, state: dict, device, attention: str):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    model.load_state_dict(state)
+    return model.to(device).train()
+
+
+def _norm(model) -> float:
+    return sum(p.grad.double().pow(2).sum().item() for p in model.parameters() if p.grad is not None) ** 0.5
+
+
+def _plain(config, state: dict, documents: list, device) -> tuple[float, float]:
+    import torch
+
+    model = _build(config, state, device, "eager")
+    trained = sum(max(0, len(document) - UNTRAINED) for document in documents)
+    total = torch.zeros((), device=device)
+    for document in documents:
+        ids = document.to(device)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, UNTRAINED - 1 : -1].float()
+        total = total + torch.nn.functional.cross_entropy(logits, ids[UNTRAINED:], reduction="sum") / trained
+    total.backward()
+    return total.item(), _norm(model)
+
+
+def _swiftlite(config, state: dict, documents: list, device, precision_name: str, pieces: int) -> tuple[float, float]:
+    import numpy as np
+
+    from swiftlite.data.batches import collate
+    from swiftlite.data.order import Sequence
+    from swiftlite.models import attention
+    from swiftlite.objectives.scorer import TokenScorer
+    from swiftlite.training.precision import resolve_precision
+    from swiftlite.training.step import DirectStep
+
+    model = _build(config, state, device, attention.register())
+    precision = resolve_precision(precision_name, device)
+    sequences = [
+        Sequence(document.numpy().astype(np.int32), np.arange(len(document)) >= UNTRAINED, f"document {index}")
+        for index, document in enumerate(documents)
+    ]
+    size = -(-len(sequences) // pieces)
+    batches = [collate([sequences[start : start + size]]) for start in range(0, len(sequences), size)]
+    step = DirectStep(TokenScorer(model, model), precision, device, seed=0)
+    outcome = step.train(1, batches, precision.scaler(device))
+    return outcome.loss, _norm(model)
+
+
+def report(comparisons: list[Comparison]) -> list[list[str]]:
+    """Rows for a table: family, precision, micro-batches, relative differences, verdict."""
+    return [
+        [
+            c.family,
+            c.precision,
+            str(c.micro_batches),
+            f"{c.loss:.1e}",
+            f"{c.grad_norm:.1e}",
+            "ok" if c.good else "WRONG",
+        ]
+        for c in comparisons
+    ]

@@ -1,0 +1,136 @@
+"""The `swiftlite` program: finds the command, lets Typer parse it, and turns whatever goes wrong into one block.
+
+Exit codes: 0 done, 1 failed while running, 2 something the user can mend, 130 and 143 interrupted or terminated.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from types import FrameType
+from typing import Any
+
+import typer
+
+from swiftlite.cli.options import RunCommand, Session
+from swiftlite.errors import RunError, SwiftliteError, UserError
+
+ABOUT = "Fine-tune Hugging Face language models from one command."
+EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the program and exit with its code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    session = Session(debug="--debug" in words)
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(_run(words, session))
+
+
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _run(words: list[str], session: Session) -> int:
+    from click.exceptions import Abort, ClickException
+
+    try:
+        chosen, words = _find_command(words)
+        if chosen is not None:
+            session.line = chosen.read(words[1:])
+            words = [words[0], *session.line.canonical()]
+        code = build_app(chosen)(words, prog_name="swiftlite", standalone_mode=False, obj=session)
+        return code if isinstance(code, int) else 0
+    except SwiftliteError as error:
+        return _report(error, session)
+    except ClickException as error:
+        return _report(_usage_error(error), session)
+    except (KeyboardInterrupt, Abort):
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has left, as `| head` does
+        return 0
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except MemoryError as error:
+        return _report(RunError("out of memory", fix="use a smaller model, batch or --max-length"), session, error)
+    except Exception as error:  # whatever was not foreseen still ends in one block
+        text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        unforeseen = RunError(
+            f"{type(error).__name__}: {text}" if text else type(error).__name__,
+            fix="run again with --debug for the traceback; if it is not your data or model, please report it",
+        )
+        return _report(unforeseen, session, error)
+
+
+def _find_command(words: list[str]) -> tuple[RunCommand | None, list[str]]:
+    """(the command that takes the schema's flags, the words with the command first); None for any other command."""
+    commands = run_commands()
+    for place, word in enumerate(words):
+        if word in commands:
+            return commands[word], [word, *words[:place], *words[place + 1 :]]
+        if not word.startswith("-"):
+            break
+    return None, words
+
+
+def run_commands() -> dict[str, RunCommand]:
+    """The commands whose flags come from the schema, by every name they have."""
+    from swiftlite.cli.inspect import INSPECT
+    from swiftlite.cli.train import TRAIN_COMMANDS
+
+    commands = {command.name: command for command in [*TRAIN_COMMANDS, INSPECT]}
+    return commands | {"pt": commands["pretrain"]}
+
+
+def build_app(chosen: RunCommand | None = None) -> typer.Typer:
+    """The Typer app. chosen: the one command that gets its options; the others are only listed."""
+    from swiftlite.cli import infer, recipes, report
+
+    app = typer.Typer(
+        help=ABOUT,
+        epilog=EPILOG,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+    app.callback()(_top)
+    for name, command in run_commands().items():
+        command.add(app, with_options=command is chosen, name=name, hidden=name != command.name)
+    for module in (infer, recipes, report):
+        module.register(app)
+    return app
+
+
+def _top(
+    version: bool = typer.Option(False, "--version", help="Show the version and exit."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
+) -> None:
+    if version:
+        from swiftlite import __version__
+
+        typer.echo(f"swiftlite {__version__}")
+        raise typer.Exit
+
+
+def _usage_error(error: Any) -> UserError:
+    """Click's own complaint about a command or one of its own flags."""
+    text = error.format_message().replace("\n", " ").rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "swiftlite"
+    return UserError(text, fix=f"`{command} --help` shows what there is")
+
+
+def _report(error: SwiftliteError, session: Session, cause: BaseException | None = None) -> int:
+    """Print one block on stderr; the traceback too where `--debug` asks for it."""
+    if session.debug:
+        traceback.print_exception(cause or error)
+    lines = [("error", error.what), ("where", error.where), ("fix", error.fix)]
+    for label, text in lines:
+        if text:
+            print(f"{label + ':':6} {text}", file=sys.stderr)
+    return error.exit_code

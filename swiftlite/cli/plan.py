@@ -1,0 +1,70 @@
+"""What `--dry-run` prints: the resolved configuration and the plan of the layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from swiftlite.config.flags import all_flags
+
+if TYPE_CHECKING:
+    from swiftlite.config.resolve import Resolved
+
+
+def show_plan(resolved: Resolved) -> None:
+    """Print to stdout; settings that somebody gave are marked with who did."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_configuration(resolved))
+    console.print(_plan(resolved))
+    for note in resolved.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _configuration(resolved: Resolved) -> Table:
+    table = Table(title="Configuration", title_justify="left", box=None, padding=(0, 2))
+    for heading in ("setting", "value", "from"):
+        table.add_column(heading, header_style="dim", overflow="fold")
+    panel = None
+    for name, value in resolved.config.model_dump().items():
+        flag = all_flags()[name]
+        if flag.panel != panel:
+            panel = flag.panel
+            table.add_row(f"[bold blue]{panel}[/]", "", "")
+        source = resolved.given.get(name)
+        style = "bold" if source else "dim"
+        table.add_row(f"[{style}]{name}[/]", _words(value), source or "")
+    return table
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return " ".join(f"{key}={item}" for key, item in value.items()) or "none"
+    return str(value).replace("[", r"\[")
+
+
+def _plan(resolved: Resolved) -> Table:
+    config, layout = resolved.config, resolved.layout
+    packs = "packs" if config.packing else "rows"
+    table = Table(title="\nPlan", title_justify="left", box=None, padding=(0, 2), show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("processes", f"{layout.world} ({layout.world_source})")
+    table.add_row("mesh", f"pp x dp_replicate x dp_shard x cp x tp = {layout}")
+    table.add_row("sharding", layout.sharding)
+    if layout.expert_parallel > 1:
+        table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
+    table.add_row(
+        "a step",
+        f"{config.global_batch_size} {packs} of up to {config.max_length} tokens = {config.micro_batch_size} a forward "
+        f"pass x {config.gradient_accumulation_steps} accumulated x {layout.data_ranks} data ranks",
+    )
+    table.add_row("at most", f"{config.global_batch_size * config.max_length:,} tokens a step")
+    if layout.world > 1:
+        table.add_row("engine", "more than one process is planned, but not trained by this version yet")
+    return table

@@ -1,0 +1,26 @@
+"""`swiftlite report RUN`: draw a run's curves and page again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swiftlite.errors import UserError
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the app."""
+    app.command("report", help="Loss curves and a one-file page of a run.")(report)
+
+
+def report(run: Annotated[Path, typer.Argument(help="Output folder of a run.", metavar="RUN")]) -> None:
+    """Write loss.png and report.html into the run's folder. Raises UserError where it holds no metrics."""
+    from swiftlite.reporting.page import write_report_page
+    from swiftlite.reporting.plots import write_loss_plot
+
+    if not (run / "metrics.jsonl").is_file():
+        raise UserError("the folder holds no metrics.jsonl", where=str(run), fix="name the output folder of a run")
+    typer.echo(f"wrote {write_loss_plot(run)}")
+    typer.echo(f"wrote {write_report_page(run)}")

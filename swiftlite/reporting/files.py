@@ -1,0 +1,69 @@
+"""The files of a run folder that reporting writes and reads: whole or not at all, and without secrets."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from swiftlite.errors import RunError
+
+RUN = "run.json"
+SECRET = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^/\s@]+@|(?<=[?&])(?:token|key|signature|access_token)=[^&\s]+")
+
+
+def without_secrets(text: str) -> str:
+    """The text without hub tokens, passwords in addresses and tokens in their queries."""
+    return SECRET.sub("***", text)
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
+    """Let `write` fill a hidden neighbour that then takes the place of `path`. Raises RunError where that fails."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with disk_errors(path):
+            write(partial)
+            os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return path
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """OSError -> RunError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise RunError(
+            f"{path.name} cannot be written: {'the disk is full' if full else error.strerror}",
+            where=str(path),
+            fix="free space and go on with --resume auto" if full else "see to the folder and go on with --resume auto",
+        ) from error
+
+
+def write_run_state(output: Path, state: dict[str, Any]) -> None:
+    """What a run says about itself beside its configuration: facts, state, start, seconds, messages."""
+    text = without_secrets(json.dumps(state, indent=2, ensure_ascii=False)) + "\n"
+    write_whole(output / RUN, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def read_run_state(output: Path) -> dict[str, Any]:
+    """The same, or nothing where there is none or it is damaged."""
+    return read_json(output / RUN)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where the file is missing, damaged or something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

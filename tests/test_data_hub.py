@@ -1,0 +1,49 @@
+"""Data sets of the hub, without a network: a stand-in for the download, and the error where there is none."""
+
+import pytest
+
+from swiftlite.data import hub
+from swiftlite.data.readers import read_rows
+from swiftlite.data.sources import content_hash, parse_spec, resolve
+from swiftlite.errors import UserError
+
+
+@pytest.fixture
+def downloaded(monkeypatch):
+    """Replaces the download; returns what it was asked for."""
+    import datasets
+
+    asked = []
+
+    def load(name, subset, split):
+        asked.append((name, subset, split))
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "train": None}]
+        return datasets.Dataset.from_list([{"messages": messages}, {"messages": messages[::-1]}])
+
+    monkeypatch.setattr(hub, "_load", load)
+    return asked
+
+
+def test_rows_of_a_split(downloaded):
+    (file,) = resolve(parse_spec("owner/name:sub@test#1")).files
+    rows = list(read_rows(file))
+    assert downloaded == [("owner/name", "sub", "test")]
+    assert [line for line, _ in rows] == [1, 2]
+    assert rows[0][1]["messages"][1] == {"role": "assistant", "content": "Hello"}  # nulls of the schema are gone
+    assert file.where(2) == "owner/name:2"
+
+
+def test_the_split_is_part_of_the_hash(downloaded):
+    def digest(text):
+        return content_hash(resolve(parse_spec(text)).files)
+
+    assert digest("owner/name") == digest("owner/name")
+    assert digest("owner/name") != digest("owner/name@test")
+    assert digest("owner/name")[1] == 2
+
+
+def test_a_data_set_that_cannot_be_had_is_named():
+    with pytest.raises(UserError, match="neither a file here nor a data set") as failure:
+        list(read_rows(resolve(parse_spec("nobody/no-such-data")).files[0]))
+    assert "nobody/no-such-data" in failure.value.where
+    assert "\n" not in failure.value.what

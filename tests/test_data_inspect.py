@@ -1,0 +1,87 @@
+"""`swiftlite inspect`: trained tokens stand out, and every number of the audit is shown."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from swiftlite.cli.inspect import audit_table, bracketed, coloured, histogram, inspect, pieces, show_rows
+from swiftlite.config.resolve import resolve
+from swiftlite.config.validate import Given
+from swiftlite.data.order import Sequence
+
+
+@pytest.fixture
+def sequence(tokenizer):
+    ids = tokenizer("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHällo ☃<|im_end|>\n")["input_ids"]
+    trained = np.zeros(len(ids), dtype=np.bool_)
+    start = len(tokenizer("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
+    trained[start:-1] = True
+    return Sequence(np.asarray(ids, dtype=np.int32), trained, "a.jsonl:3")
+
+
+def shown(tokenizer, sequence, *, terminal):
+    colours = "standard" if terminal else None
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, soft_wrap=True, color_system=colours)
+    show_rows(console, tokenizer, [sequence])
+    return console.file.getvalue()
+
+
+def test_trained_tokens_are_bracketed_where_there_is_no_terminal(tokenizer, sequence):
+    text = bracketed(tokenizer, sequence).plain
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Hällo ☃<|im_end|>⟧\n"
+    page = shown(tokenizer, sequence, terminal=False)
+    assert "\x1b[" not in page
+    assert "a.jsonl:3" in page
+    assert f"{len(sequence.input_ids)} tokens, {sequence.trained.sum()} trained" in page
+
+
+def test_trained_tokens_are_coloured_in_a_terminal(tokenizer, sequence):
+    text = coloured(tokenizer, sequence)
+    green = "".join(text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style))
+    assert green == "Hällo ☃<|im_end|>"
+    assert "\x1b[1;32m" in shown(tokenizer, sequence, terminal=True)
+
+
+def test_a_character_in_several_tokens_is_shown_whole(tokenizer, sequence):
+    assert "".join(piece for piece, _ in pieces(tokenizer, sequence)).count("☃") == 1
+    long = Sequence(np.tile(sequence.input_ids, 60), np.tile(sequence.trained, 60), "a:1")
+    assert "more tokens" in bracketed(tokenizer, long).plain
+
+
+def test_the_audit_table_shows_every_reason():
+    rows = {"read": 9, "used": 5, "dropped": {"empty": 3, "over_long": 1}, "truncated": 2}
+    numbers = {"tokens": 1234, "trained_tokens": 567, "packs": 8, "fill": 0.9876}
+    console = Console(file=io.StringIO(), width=100)
+    console.print(audit_table({"rows": rows, **numbers, "datasets": {"a": {"rows": rows, **numbers}}}))
+    page = console.file.getvalue()
+    for expected in ("dropped: empty", "dropped: over_long", "truncated", "1,234", "567", "98.8%"):
+        assert expected in page
+
+
+def test_histogram_bars_add_up():
+    lines = histogram("tokens", np.asarray([1] * 5 + [10] * 3 + [100])).splitlines()
+    assert lines[0] == "tokens: 1 to 100, half of them up to 1"
+    assert sum(int(line.rsplit(" ", 1)[1]) for line in lines[1:]) == 9
+    assert histogram("tokens", np.asarray([7, 7])).splitlines()[1].split()[:3] == ["7", "to", "7"]
+
+
+def test_the_command(tmp_path, tokenizer, write_rows, chat_rows, capsys):
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    path = write_rows("a.jsonl", [*chat_rows, {"messages": [{"role": "user", "content": "x"}]}])
+    values = {
+        "method": "sft", "model": str(tmp_path / "model"), "dataset": [str(path)], "max_length": 128,
+        "cache_dir": str(tmp_path / "cache"), "on_bad_row": "skip",
+    }  # fmt: skip
+    inspect(resolve(None, {name: Given(value, name, "flag") for name, value in values.items()}), rows=2)
+    page = capsys.readouterr().out
+    assert f"{path}:1:" in page
+    assert f"{path}:2:" in page
+    assert f"{path}:3:" not in page
+    for expected in ("⟦It is 1.<|im_end|>⟧", "⟦I am a small model.<|im_end|>⟧", "⟦It is 3. Really.<|im_end|>⟧"):
+        assert expected in page
+    for expected in ("no_assistant_turn", "tokens of a row", "packs:", "% full", "steps in all"):
+        assert expected in page
