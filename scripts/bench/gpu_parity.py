@@ -32,7 +32,7 @@ class Comparison:
 
 
 def family_configs() -> dict[str, object]:
-    """family -> config of a small model; grouped heads, windows, soft caps, experts and learned positions are all met."""
+    """family -> config of a small model: grouped heads, windows, soft caps, experts and learned positions are met."""
     import transformers as hf
 
     common = {

@@ -33,7 +33,7 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def _run(words: list[str], session: Session) -> int:
-    from click.exceptions import Abort, ClickException
+    from typer.exceptions import TyperException
 
     try:
         chosen, words = _find_command(words)
@@ -44,9 +44,9 @@ def _run(words: list[str], session: Session) -> int:
         return code if isinstance(code, int) else 0
     except SwiftliteError as error:
         return _report(error, session)
-    except ClickException as error:
+    except TyperException as error:
         return _report(_usage_error(error), session)
-    except (KeyboardInterrupt, Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -106,15 +106,21 @@ def build_app(chosen: RunCommand | None = None) -> typer.Typer:
     return app
 
 
-def _top(
-    version: bool = typer.Option(False, "--version", help="Show the version and exit."),
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
-) -> None:
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         from swiftlite import __version__
 
         typer.echo(f"swiftlite {__version__}")
         raise typer.Exit
+
+
+def _top(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+    ),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
+) -> None:
+    """`--debug` is read before anything can fail, in `main`."""
 
 
 def _usage_error(error: Any) -> UserError:

@@ -1,7 +1,7 @@
 """The words of a command line, read by the schema: any spelling and alias of a flag becomes `--name=value`.
 
-Typer then sees only canonical options. Here `--max_length`, `--dataset a b c`, `--packing false`, `--cutoff-len 512` and
-a bare `--cpu-offload` get their meaning, and an unknown flag its nearest neighbour.
+Typer then sees only canonical options. Here `--max_length`, `--dataset a b c`, `--packing false`, `--cutoff-len 512`
+and a bare `--cpu-offload` get their meaning, and an unknown flag its nearest neighbour.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ class Session:
 class RunCommand:
     """A command that takes the schema's flags. method: what it trains, or None where recipe or `--method` says it.
 
+    fallback: the method where nobody says it, for commands that only look.
+
     handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags.
     """
 
@@ -36,6 +38,7 @@ class RunCommand:
     help: str
     method: str | None = None
     own: tuple[Flag, ...] = ()
+    fallback: str | None = None
 
     def read(self, words: list[str]) -> Line:
         """The words behind the command, by the schema. Raises UserError."""
@@ -74,7 +77,9 @@ class RunCommand:
                 continue
             one_word = isinstance(value, list) and len(value) == 1  # so that `--report-to none` means none
             given[name] = Given(value[0] if one_word else value, line.typed[name], "flag")
-        resolved = resolve(self.method, given, load_recipe(recipe) if recipe else None)
+        loaded = load_recipe(recipe) if recipe else None
+        said = "method" in given or (loaded is not None and "method" in loaded.entries)
+        resolved = resolve(self.method or (None if said else self.fallback), given, loaded)
         resolved.notes[:0] = line.notes
         session.debug = session.debug or resolved.config.debug
         self.handler(resolved, **own)

@@ -21,6 +21,6 @@ def report(run: Annotated[Path, typer.Argument(help="Output folder of a run.", m
     from swiftlite.reporting.plots import write_loss_plot
 
     if not (run / "metrics.jsonl").is_file():
-        raise UserError("the folder holds no metrics.jsonl", where=str(run), fix="name the output folder of a run")
-    typer.echo(f"wrote {write_loss_plot(run)}")
-    typer.echo(f"wrote {write_report_page(run)}")
+        raise UserError("the folder holds no metrics.jsonl", where=str(run), fix="name the --output-dir of a run")
+    for path in (write_loss_plot(run), write_report_page(run)):
+        typer.echo(f"wrote {path}" if path is not None else "no step is logged yet, so there is no curve to draw")

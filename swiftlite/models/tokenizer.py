@@ -19,6 +19,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 BUILT_IN_TEMPLATES = {"chatml": CHATML}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def tokenizer_loader(config: RunConfig) -> Callable[[], PreTrainedTokenizerBase]:
@@ -74,9 +75,6 @@ def load_tokenizer(
     if chat_template is not None:
         loaded.chat_template = read_chat_template(chat_template)
     return loaded
-
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def read_chat_template(name: str) -> str:

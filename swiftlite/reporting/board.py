@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -46,6 +47,9 @@ class Board:
         self._clock, self._started = clock, clock()
         self._marks: deque[tuple[float, int]] = deque([(self._started, start_step)], maxlen=50)
         self._lock = threading.Lock()
+        self._changes = 0
+        self._drawn_for: tuple[int, int, int] | None = None
+        self._drawn: list[_Drawn] = []
         for row in rows:
             self._take(row)
 
@@ -60,8 +64,10 @@ class Board:
         """Something that happened, such as a saved checkpoint."""
         with self._lock:
             self.events.append(text)
+            self._changes += 1
 
     def _take(self, row: dict[str, Any]) -> None:
+        self._changes += 1
         if row.get("loss") is not None:
             self.smooth = self._average.add(row["loss"])
             self._losses.add(row["loss"])
@@ -83,21 +89,17 @@ class Board:
         return duration(max(0.0, left - (self._clock() - last)))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        with self._lock:
-            yield self._panel(min(options.max_width, WIDEST), console.height)
-
-    def _panel(self, width: int, height: int) -> Panel:
+        width, height = min(options.max_width, WIDEST), console.height
         inner = width - 6
-        numbers = self._numbers()
-        events = [Text(f"• {event}", style="dim") for event in self.events]
-        # Lines that are always there: borders 2, facts, blank, bar, blank, and the line below the panel.
-        free = height - 6 - len(events) - bool(events)
-        facts = self.facts if free >= len(self.facts) + 7 else {k: v for k, v in self.facts.items() if k in ESSENTIAL}
-        free -= len(facts)
-        parts = [_pairs(facts), Text(), self._bar(inner), Text(), self._body(numbers, inner, free)]
-        parts += [Text(), *events] if events else []
-        return Panel(
-            Group(*parts),
+        with self._lock:
+            if self._drawn_for != (self._changes, width, height):
+                self._drawn_for = self._changes, width, height
+                size = options.update(width=inner)
+                self._drawn = [_Drawn(console.render_lines(part, size)) for part in self._parts(inner, height)]
+            head, body = self._drawn
+            bar = self._bar(inner)
+        yield Panel(
+            Group(head, bar, body),
             title=Text("swiftlite", style="bold"),
             title_align="left",
             subtitle=Text(self.elapsed),
@@ -106,6 +108,15 @@ class Board:
             padding=(0, 2),
             width=width,
         )
+
+    def _parts(self, inner: int, height: int) -> tuple[RenderableType, RenderableType]:
+        """What changes with a row or a message only, above and below the bar."""
+        events = [Text(f"• {event}", style="dim", no_wrap=True, overflow="ellipsis") for event in self.events]
+        # Lines that are always there: borders 2, blank, bar, blank, and the line below the panel.
+        free = height - 6 - len(events) - bool(events)
+        facts = self.facts if free >= len(self.facts) + 7 else {k: v for k, v in self.facts.items() if k in ESSENTIAL}
+        body = [Text(), self._body(self._numbers(), inner, free - len(facts))]
+        return Group(_pairs(facts), Text()), Group(*body, *([Text(), *events] if events else []))
 
     def _bar(self, inner: int) -> Text:
         share = self.step / self.total if self.total else 1.0
@@ -180,10 +191,22 @@ class Board:
         return cells + [(name, short(value, 3)) for name, value in preference.items()]
 
 
+class _Drawn:
+    """Lines that are drawn already: the clock moves more often than the numbers do."""
+
+    def __init__(self, lines: list[list[Segment]]) -> None:
+        self._lines = lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self._lines:
+            yield from line
+            yield Segment.line()
+
+
 def _pairs(facts: dict[str, str]) -> Table:
-    grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(style="dim", no_wrap=True, min_width=max(map(len, facts), default=0))
-    grid.add_column(overflow="ellipsis", no_wrap=True)
+    grid.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
     for key, value in facts.items():
         grid.add_row(Text(key), Text(value))
     return grid

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
@@ -18,7 +19,7 @@ from rich.text import Text
 from swiftlite.reporting.board import WIDEST, Board
 from swiftlite.reporting.words import duration, short
 
-REFRESH_PER_SECOND = 3  # drawing takes milliseconds that a CPU run would miss
+REFRESH_PER_SECOND = 2  # drawing takes milliseconds that a run on a CPU would miss
 SECONDS_BETWEEN_LINES = 10.0  # of a long phase in a log
 
 Update = Callable[..., None]  # update(done, total=None)
@@ -30,6 +31,7 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
+        self._cut: str | None = None  # the last message that was too long for the panel
 
     @contextmanager
     def phase(self, text: str, total: int | None = None) -> Iterator[Update]:
@@ -60,15 +62,19 @@ class LiveDisplay:
         """The panel is drawn from the board a few times a second, not here."""
 
     def message(self, text: str) -> None:
-        """Of the time before and after the panel; while it stands it shows them itself."""
+        """While the panel stands it shows a message itself, and what it must cut is repeated below at the end."""
         if self._live is None:
             self._console.print(Text(f"• {text}"))
+        elif cell_len(text) > self._console.width - 8:
+            self._cut = text
 
     def close(self) -> None:
         """Draw a last time and give the terminal back."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+            if self._cut is not None:
+                self._console.print(Text(f"• {self._cut}"))
 
     def summary(self, lines: dict[str, str]) -> None:
         self.close()

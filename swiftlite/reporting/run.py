@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from swiftlite import __version__
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.display import Update, open_display
-from swiftlite.reporting.files import read_run_state, without_secrets, write_run_state
+from swiftlite.reporting.files import disk_errors, read_run_state, without_secrets, write_run_state
 from swiftlite.reporting.metrics import MetricsFile
 from swiftlite.reporting.trackers import Tracker, check_trackers, open_trackers
 from swiftlite.reporting.words import duration, short
@@ -50,9 +51,10 @@ class RunReporter:
         return self._display.phase(text, total)
 
     def start(self, total_steps: int, facts: dict[str, str], *, start_step: int = 0) -> None:
-        """Open metrics and trackers in the output folder, which must exist, and show the run.
+        """Open trackers and metrics in the output folder, which is made if need be, and show the run.
 
-        start_step: rows of metrics.jsonl behind it are dropped. Raises UserError where a tracker does not start.
+        start_step: rows of metrics.jsonl behind it are dropped. Raises UserError where a tracker does not start, with
+        nothing changed on disk.
         """
         self._running = _Running(self._config, self._output, total_steps, facts, start_step)
         self._display.start(self._running.board)
@@ -94,9 +96,11 @@ class _Running:
         self._output = output
         self._started = time.monotonic()
         before = read_run_state(output) if start_step else {}
+        run_id = str(before.get("id") or uuid.uuid4().hex[:21])
+        self._trackers = _start_trackers(config, output, run_id, start_step)
         self._state = {
             "swiftlite": __version__,
-            "id": str(before.get("id") or uuid.uuid4().hex[:21]),
+            "id": run_id,
             "started": before.get("started") or datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
             "state": "running",
@@ -112,12 +116,9 @@ class _Running:
         self.finished = False
         self._tokens, self._token_seconds = 0, 0.0
         self.write_state("running")
-        name, settings = config.run_name or output.resolve().name, config.model_dump(mode="json")
-        self._trackers: dict[str, Tracker] = open_trackers(
-            config.report_to, output, name, self._state["id"], start_step, settings
-        )
 
-    def log(self, row: dict[str, Any], message: Any) -> None:
+    def log(self, row: dict[str, Any], message: Callable[[str], None]) -> None:
+        """message: told where a tracker fails, which ends that tracker and not the run."""
         self._metrics.write(row)
         self.board.add(row)
         if self.first_loss is None:
@@ -155,3 +156,16 @@ class _Running:
             at = f"at step {self.board.step:,} of {self.board.total:,}"
             first_line = "" if stopped else f": {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             self.write_state(f"stopped {at}" if stopped else f"failed {at}{first_line}")
+
+
+def _start_trackers(config: RunConfig, output: Path, run_id: str, start_step: int) -> dict[str, Tracker]:
+    """Make the folder and start them; take an empty folder back where one does not start."""
+    name, settings = config.run_name or output.resolve().name, config.model_dump(mode="json")
+    with disk_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
+    try:
+        return open_trackers(config.report_to, output, name, run_id, start_step, settings)
+    except BaseException:
+        with suppress(OSError):  # it holds something
+            output.rmdir()
+        raise

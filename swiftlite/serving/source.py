@@ -12,7 +12,8 @@ from pathlib import Path
 
 from swiftlite.config.names import model_name
 from swiftlite.errors import UserError
-from swiftlite.models.load import TOKENIZER_FILES, check_model_path
+from swiftlite.models.load import check_model_path
+from swiftlite.models.tokenizer import TOKENIZER_FILES
 
 MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 

@@ -1,0 +1,170 @@
+"""The program as a user meets it: help, dry runs, one-block errors with their exit codes, a run from start to end."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from test_parity import settings
+
+from swiftlite.cli.app import main
+from swiftlite.config.recipe import shipped_recipes
+
+HEAVY = ("torch", "transformers", "datasets", "peft", "numpy", "pyarrow")
+
+
+@pytest.fixture
+def run(capsys):
+    """Call the program in this process: words -> (exit code, stdout, stderr)."""
+
+    def call(*words):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return stopped.value.code, out, err
+
+    return call
+
+
+def flags(values):
+    words = []
+    for name, value in values.items():
+        words += [f"--{name.replace('_', '-')}", *(value if isinstance(value, list) else [str(value)])]
+    return words
+
+
+@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"], ["recipes", "list"], ["--version"]])
+def test_help_imports_nothing_heavy(words):
+    code = (
+        "import sys\nfrom swiftlite.cli.app import main\n"
+        f"try:\n    main({words!r})\nfinally:\n    print([n for n in {HEAVY!r} if n in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "[]"
+
+
+def test_help_lists_commands_and_panels(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(command in out for command in ("sft", "pretrain", "train", "inspect", "infer", "recipes", "report"))
+    code, out, _ = run("sft", "--help")
+    assert code == 0
+    for panel in ("Model", "Data", "Tuner", "Optimization", "Parallelism", "Memory", "Checkpoints", "Logging"):
+        assert f"─ {panel}" in out
+
+
+CONTRACT_LINES = [
+    "sft --parallel fsdp --sharding full --model org/model --dataset org/rows",
+    "sft --recipe llama3/8b-sft-fsdp --nproc-per-node 8",
+    "sft --model_type qwen-7b --dataset alpaca-en --parallel_method megatron --tensor_parallel_size 4 "
+    "--pipeline_parallel_size 2",
+    "sft --model_type llama3-8b --parallel_method fsdp --sharding_strategy full --mixed_precision fp16",
+    "pt --model org/model --dataset org/text --lr 3e-4 --cutoff-len 512",
+]
+
+
+@pytest.mark.parametrize("line", CONTRACT_LINES)
+def test_the_lines_of_the_contract_resolve_anywhere(run, line):
+    code, out, err = run(*line.split(), "--dry-run")
+    assert (code, err) == (0, "")
+    assert "pp x dp_replicate x dp_shard x cp x tp" in out
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_recipe_resolves(run, name):
+    code, _, err = run("train", "--recipe", name, "--dry-run")
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sft --model m/x --dataset d/x --max-lenght 5", "--max-length"),
+        ("sft --model m/x --dataset d/x --tuner lorra", "lora"),
+        ("sft --model m/x --dataset d/x --max-length many", "max-length"),
+        ("sft --model m/x", "--dataset"),
+        ("sft --dataset d/x", "--model"),
+        ("sft --model m/x --dataset d/x --tp 2", "parallel engine"),
+        ("sft --model m/x --dataset d/x --nproc-per-node 6 --tp 4", "4"),
+        ("sft --model m/x --dataset d/x --global-batch-size 8 --micro-batch-size 3", "8"),
+        (
+            "sft --model m/x --dataset d/x --global-batch-size 8 --micro-batch-size 2 --gradient-accumulation-steps 2",
+            "4",
+        ),
+        ("sft --recipe no/such", "recipe"),
+        ("sfft", "sft"),
+        ("infer --modle x", "--model"),
+        ("recipes show nothing", "recipe"),
+        ("report /nowhere", "metrics.jsonl"),
+        ("sft --model /nowhere/model --dataset d/x", "/nowhere/model"),
+    ],
+)
+def test_a_mistake_is_one_block_and_exit_code_2(run, line, said):
+    code, _, err = run(*line.split())
+    assert code == 2
+    assert said in err
+    assert err.startswith("error: ") and "fix:" in err
+    assert "Traceback" not in err
+    assert err.count("error:") == 1
+
+
+def test_debug_shows_the_traceback(run):
+    code, _, err = run("sft", "--debug", "--model", "/nowhere/model", "--dataset", "d/x")
+    assert code == 2
+    assert "Traceback" in err
+
+
+def test_what_was_not_foreseen_is_one_block_and_exit_code_1(run, monkeypatch):
+    def explode(resolved):
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("swiftlite.cli.plan.show_plan", explode)
+    code, _, err = run("sft", "--model", "m/x", "--dry-run")
+    assert code == 1
+    assert err.startswith("error: ZeroDivisionError: oh")
+
+
+def test_a_run_from_the_command_line(run, tmp_path, tiny_model, write_rows, chat_rows):
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
+    code, out, err = run("sft", *flags(values))
+    assert code == 0, err
+    assert "step 4/4" in out and "swiftlite infer" in out
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+    code, out, _ = run("report", tmp_path / "out")
+    assert code == 0
+    code, out, err = run("sft", *flags(values))
+    assert code == 2 and "--resume auto" in err
+    code, out, err = run("infer", "--model", tmp_path / "out", "--prompt", "Who are you?", "--max-new-tokens", "4")
+    assert code == 0, err
+
+
+def test_inspect_shows_trained_tokens_and_the_audit(run, tmp_path, tiny_model, write_rows, chat_rows):
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
+    del values["save_steps"]
+    code, out, err = run("inspect", *flags(values), "--rows", "1")
+    assert code == 0, err
+    assert "⟦" in out and "used" in out
+
+
+def test_rows_that_are_wrong_name_file_and_line(run, tmp_path, tiny_model):
+    data = tmp_path / "rows.jsonl"
+    good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    bad = json.dumps({"messages": [{"role": "user", "content": "a"}]})
+    data.write_text(f"{good}\n{good}\n{bad}\n")
+    values = settings(tmp_path, tiny_model("llama"), data)
+    code, _, err = run("sft", *flags(values))
+    assert code == 2 and "rows.jsonl:3" in err and "assistant" in err
+    data.write_text(f"{good}\n{{broken\n{good}\n")
+    code, _, err = run("sft", *flags(values))
+    assert code == 2 and "rows.jsonl:2" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_recipes_are_copied_but_never_over_a_file(run, tmp_path):
+    code, out, _ = run("recipes", "copy", "llama3/8b-sft-lora", tmp_path)
+    assert code == 0 and (tmp_path / "8b-sft-lora.yaml").is_file()
+    code, _, err = run("recipes", "copy", "llama3/8b-sft-lora", tmp_path)
+    assert code == 2 and "exists" in err
+    code, out, _ = run("recipes", "schema")
+    assert "max_length" in json.loads(out)["properties"]
