@@ -12,7 +12,7 @@ VOCABULARY = 1024
 LENGTHS = (5, 130, 64, 1, 33, 257)
 UNTRAINED = 2  # first tokens of each document: the prompt
 # Relative differences that rounding explains: fp32 sums in another order; bf16 has 8 bits of mantissa.
-TOLERANCE = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 3e-2)}
+TOLERANCE = {"fp32": (1e-5, 1e-4), "bf16": (2e-4, 1e-2)}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, short, s
 
 WIDEST = 120  # columns of the panel
 TALLEST_CHART, SMALLEST_CHART = 7, 3  # lines
-NARROWEST_CHART = 24  # columns
+NARROWEST_CHART, SHORTEST_BAR = 24, 8  # columns
 NUMBER, GAP = 9, 3  # columns
 WAITING = "…"
 ESSENTIAL = ("model", "data", "output")  # facts that stay on a low terminal
@@ -42,6 +42,7 @@ class Board:
         self.row: dict[str, Any] = {}
         self.eval_loss: float | None = None
         self.events: deque[str] = deque(maxlen=3)
+        self.last_loss: float | None = None
         self.smooth: float | None = None
         self._average, self._losses, self._smooths = Average(), Curve(), Curve()
         self._clock, self._started = clock, clock()
@@ -69,6 +70,7 @@ class Board:
     def _take(self, row: dict[str, Any]) -> None:
         self._changes += 1
         if row.get("loss") is not None:
+            self.last_loss = row["loss"]
             self.smooth = self._average.add(row["loss"])
             self._losses.add(row["loss"])
             self._smooths.add(self.smooth)
@@ -111,21 +113,27 @@ class Board:
 
     def _parts(self, inner: int, height: int) -> tuple[RenderableType, RenderableType]:
         """What changes with a row or a message only, above and below the bar."""
-        events = [Text(f"• {event}", style="dim", no_wrap=True, overflow="ellipsis") for event in self.events]
+        shown = list(self.events)[-3 if height >= 20 else -1 :] if height >= 14 else []
+        events = [Text(f"• {event}", style="dim", no_wrap=True, overflow="ellipsis") for event in shown]
         # Lines that are always there: borders 2, blank, bar, blank, and the line below the panel.
         free = height - 6 - len(events) - bool(events)
-        facts = self.facts if free >= len(self.facts) + 7 else {k: v for k, v in self.facts.items() if k in ESSENTIAL}
+        facts = self.facts
+        if free < len(facts) + 7:
+            facts = {k: v for k, v in facts.items() if k in ESSENTIAL and height >= 16}
         body = [Text(), self._body(self._numbers(), inner, free - len(facts))]
         return Group(_pairs(facts), Text()), Group(*body, *([Text(), *events] if events else []))
 
     def _bar(self, inner: int) -> Text:
         share = self.step / self.total if self.total else 1.0
-        label = Text(f" {share:4.0%}  ", style="bold")
-        label.append(f"step {self.step:,}/{self.total:,}")
-        if self.row.get("epoch") is not None and inner >= 60:
-            label.append(f"  epoch {self.row['epoch']:.2f}", style="dim")
-        label.append(f"  {self.remaining} left", style="dim")
-        width = max(8, inner - label.cell_len)
+        label = Text(f"  step {self.step:,}/{self.total:,}", style="bold")
+        more = [f"  {self.remaining} left"]
+        more += [f"  epoch {self.row['epoch']:.2f}"] if self.row.get("epoch") is not None else []
+        for text in more:
+            if label.cell_len + len(text) + SHORTEST_BAR <= inner:
+                label.append(text, style="dim")
+        if label.cell_len + 5 + SHORTEST_BAR <= inner:
+            label = Text(f" {share:4.0%}", style="bold") + label
+        width = max(0, inner - label.cell_len)
         filled = int(width * share)
         half = filled < width and width * share - filled >= 0.5
         bar = Text().append("━" * filled + "╸" * half, style="green")

@@ -26,7 +26,7 @@ class Line:
 
 def chart(title: str, lines: list[Line], *, large: bool = False) -> str:
     """A card with a legend where there are several lines, and a tooltip for each stretch of steps."""
-    lines = [Line(line.name, line.kind, _thinned(line.points)) for line in lines if line.points[0]]
+    lines = [Line(line.name, line.kind, _thinned(line.points, MOST_POINTS)) for line in lines if line.points[0]]
     if not lines:
         return ""
     scale = _Scale.around(lines, *(LARGE if large else SMALL))
@@ -106,9 +106,9 @@ def _path(line: Line, scale: _Scale) -> str:
 
 def _bands(lines: list[Line], scale: _Scale) -> list[str]:
     """Invisible upright bands; the one under the pointer shows its step, its dots and its values."""
-    steps = sorted({step for line in lines for step in line.points[0]})
-    if len(steps) > MOST_BANDS:
-        steps = [steps[index * (len(steps) - 1) // (MOST_BANDS - 1)] for index in range(MOST_BANDS)]
+    few = {step for line in lines if len(line.points[0]) <= MOST_BANDS for step in line.points[0]}  # evaluations
+    many = [_thinned(line.points, MOST_BANDS)[0] for line in lines]
+    steps = sorted(few.union(*many))
     tables = [dict(zip(*line.points, strict=True)) for line in lines]
     xs = [scale.x(step) for step in steps]
     edges = [LEFT - 6, *((a + b) / 2 for a, b in zip(xs, xs[1:], strict=False)), scale.width - RIGHT + 6]
@@ -116,7 +116,7 @@ def _bands(lines: list[Line], scale: _Scale) -> list[str]:
     for step, x, begin, end in zip(steps, xs, edges, edges[1:], strict=False):
         found = [(line, table[step]) for line, table in zip(lines, tables, strict=True) if step in table]
         dots = "".join(f'<circle class="{line.kind}" cx="{x}" cy="{scale.y(value)}" r="3.5"/>' for line, value in found)
-        values = ", ".join(f"{line.name} {short(value)}" for line, value in found)
+        values = ", ".join(f"{line.name if len(lines) > 1 else ''} {short(value)}".strip() for line, value in found)
         text = escape(f"step {step:,}: {values}")
         place, anchor = (x - 8, "end") if x > scale.width / 2 else (x + 8, "start")
         bands.append(
@@ -127,11 +127,11 @@ def _bands(lines: list[Line], scale: _Scale) -> list[str]:
     return bands
 
 
-def _thinned(points: Points) -> Points:
-    """At most MOST_POINTS of them, first and last kept."""
+def _thinned(points: Points, most: int) -> Points:
+    """At most so many of them, first and last kept."""
     steps, values = points
     count = len(steps)
-    if count <= MOST_POINTS:
+    if count <= most:
         return points
-    kept = [index * (count - 1) // (MOST_POINTS - 1) for index in range(MOST_POINTS)]
+    kept = [index * (count - 1) // (most - 1) for index in range(most)]
     return [steps[i] for i in kept], [values[i] for i in kept]

@@ -14,7 +14,16 @@ from typing import Any
 from swiftlite.errors import RunError
 
 RUN = "run.json"
-SECRET = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^/\s@]+@|(?<=[?&])(?:token|key|signature|access_token)=[^&\s]+")
+SECRET = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^/\s@\"']+@|(?<=[?&])(?:access_)?token=[^&\s\"'<>]+")
+STATE_TYPES = {
+    "id": str,
+    "started": str,
+    "state": str,
+    "seconds": int | float,
+    "total_steps": int,
+    "facts": dict,
+    "messages": list,
+}
 
 
 def without_secrets(text: str) -> str:
@@ -56,8 +65,11 @@ def write_run_state(output: Path, state: dict[str, Any]) -> None:
 
 
 def read_run_state(output: Path) -> dict[str, Any]:
-    """The same, or nothing where there is none or it is damaged."""
-    return read_json(output / RUN)
+    """The same, or nothing where there is none; what is not of its type is left out."""
+    found = read_json(output / RUN)
+    state = {key: value for key, value in found.items() if isinstance(value, STATE_TYPES.get(key, object))}
+    messages = state.get("messages", [])
+    return state | {"messages": [m for m in messages if isinstance(m, dict) and type(m.get("step")) is int]}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -57,16 +57,15 @@ def _text(value: Any) -> str:
 
 
 def _state(state: dict[str, Any]) -> str:
-    now = str(state.get("state", "unknown"))
-    kind = now.split()[0] if now.split() else "unknown"
-    mark = kind if kind in ("finished", "running", "stopped", "failed") else "unknown"
+    now = state.get("state", "unknown")
+    mark = next((kind for kind in ("finished", "running", "stopped", "failed") if now.startswith(kind)), "unknown")
     started = f'<span class="soft">started {_text(state["started"])}</span>' if state.get("started") else ""
     return f'<p><b class="mark {mark}">{_text(now)}</b> {started}</p>'
 
 
 def _facts(state: dict[str, Any]) -> str:
     facts = state.get("facts")
-    if not isinstance(facts, dict) or not facts:
+    if not facts:
         return ""
     rows = "".join(f"<tr><th>{_text(key)}</th><td>{_text(value)}</td></tr>" for key, value in facts.items())
     return f'<section class="card"><table class="facts">{rows}</table></section>'
@@ -78,14 +77,14 @@ def _cards(rows: Rows, state: dict[str, Any]) -> str:
     losses, evals = series(rows, "loss")[1], series(rows, "eval_loss")[1]
     speeds, memory = series(rows, "tokens_per_second")[1], series(rows, "peak_memory_gib")[1]
     total = state.get("total_steps")
-    cards = [("steps", f"{rows[-1]['step']:,}" + (f"/{total:,}" if isinstance(total, int) else ""))]
+    cards = [("steps", f"{rows[-1]['step']:,}" + (f"/{total:,}" if total else ""))]
     if losses:
         cards += [("first loss", short(losses[0])), ("last loss", short(losses[-1]))]
         cards += [("smoothed", short(smoothed(losses)[-1]))]
     cards += [("best eval loss", short(min(evals)))] if evals else []
-    cards += [("median tokens/s", f"{median(speeds):,.0f}")] if speeds else []
+    cards += [("tokens/s", f"{median(speeds):,.0f}")] if speeds else []
     cards += [("peak memory", f"{max(memory):.2f} GiB")] if memory else []
-    if isinstance(state.get("seconds"), int | float):
+    if "seconds" in state:
         cards += [("time", duration(state["seconds"]))]
     shown = (f'<div class="card"><span>{label}</span><b>{value}</b></div>' for label, value in cards)
     return f'<div class="cards">{"".join(shown)}</div>'
@@ -112,10 +111,7 @@ def _charts(rows: Rows) -> list[str]:
 
 
 def _messages(state: dict[str, Any]) -> str:
-    messages = state.get("messages")
-    if not isinstance(messages, list):
-        return ""
-    found = [(m.get("step", 0), m.get("text", "")) for m in messages if isinstance(m, dict)]
+    found = [(message["step"], message.get("text", "")) for message in state.get("messages", [])]
     if not found:
         return ""
     rows = "".join(f'<tr><td class="n">{_text(step)}</td><td>{_text(text)}</td></tr>' for step, text in found)

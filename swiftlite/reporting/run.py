@@ -12,12 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from swiftlite import __version__
+from swiftlite.errors import RunError
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, without_secrets, write_run_state
 from swiftlite.reporting.metrics import MetricsFile
 from swiftlite.reporting.trackers import Tracker, check_trackers, open_trackers
-from swiftlite.reporting.words import duration, short
+from swiftlite.reporting.words import duration, printable, short
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -56,6 +57,7 @@ class RunReporter:
         start_step: rows of metrics.jsonl behind it are dropped. Raises UserError where a tracker does not start, with
         nothing changed on disk.
         """
+        facts = {key: printable(value) for key, value in facts.items()}
         self._running = _Running(self._config, self._output, total_steps, facts, start_step)
         self._display.start(self._running.board)
 
@@ -66,6 +68,7 @@ class RunReporter:
 
     def message(self, text: str) -> None:
         """Something that happened, such as a saved checkpoint."""
+        text = printable(text)
         if self._running is not None:
             self._running.say(text)
         self._display.message(text)
@@ -76,11 +79,11 @@ class RunReporter:
         running.finished = True
         lines = {}
         if running.first_loss is not None:
-            last = running.board.row.get("loss", running.first_loss)
-            lines["loss"] = f"{short(running.first_loss)} → {short(last)} (smoothed {short(running.board.smooth)})"
+            last, smooth = running.board.last_loss, running.board.smooth
+            lines["loss"] = f"{short(running.first_loss)} → {short(last)} (smoothed {short(smooth)})"
         if running.board.eval_loss is not None:
             lines["eval loss"] = short(running.board.eval_loss)
-        lines["time"] = f"{duration(time.monotonic() - self._began)}, {running.speed()}"
+        lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
         lines["try it"] = f"swiftlite infer --model {model}"
         self._display.summary(lines)
@@ -96,7 +99,7 @@ class _Running:
         self._output = output
         self._started = time.monotonic()
         before = read_run_state(output) if start_step else {}
-        run_id = str(before.get("id") or uuid.uuid4().hex[:21])
+        run_id = before.get("id") or uuid.uuid4().hex[:21]
         self._trackers = _start_trackers(config, output, run_id, start_step)
         self._state = {
             "swiftlite": __version__,
@@ -106,9 +109,9 @@ class _Running:
             "state": "running",
             "total_steps": total_steps,
             "facts": facts,
-            "messages": [m for m in before.get("messages", []) if m.get("step", 0) <= start_step],
+            "messages": [m for m in before.get("messages", []) if m["step"] <= start_step],
         }
-        self._seconds_before = float(before.get("seconds", 0.0))
+        self._seconds_before = before.get("seconds", 0.0)
         self._metrics = MetricsFile(output, start_step)
         kept = self._metrics.kept
         self.board = Board(total_steps, facts, start_step, kept)
@@ -140,7 +143,7 @@ class _Running:
 
     def speed(self) -> str:
         """Mean over the logged steps."""
-        return f"{self._tokens / self._token_seconds:,.0f} tokens/s" if self._token_seconds else "no step timed"
+        return f", {self._tokens / self._token_seconds:,.0f} tokens/s" if self._token_seconds else ""
 
     def write_state(self, state: str) -> None:
         seconds = self._seconds_before + time.monotonic() - self._started
@@ -148,14 +151,19 @@ class _Running:
         write_run_state(self._output, self._state)
 
     def close(self, error: BaseException | None) -> None:
+        """error: what ends the run, if anything; nothing that goes wrong here may hide it."""
         self._metrics.close()
         for tracker in self._trackers.values():
-            tracker.close()
+            with suppress(Exception):
+                tracker.close()
         if not self.finished:
-            stopped = error is None or not isinstance(error, Exception)
-            at = f"at step {self.board.step:,} of {self.board.total:,}"
-            first_line = "" if stopped else f": {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            self.write_state(f"stopped {at}" if stopped else f"failed {at}{first_line}")
+            how = f"at step {self.board.step:,} of {self.board.total:,}"
+            if isinstance(error, Exception):
+                how = f"failed {how}: {(str(error) or type(error).__name__).splitlines()[0]}"
+            else:  # a signal, or the end of the block without `finish`
+                how = f"stopped {how}"
+            with suppress(RunError):
+                self.write_state(how)
 
 
 def _start_trackers(config: RunConfig, output: Path, run_id: str, start_step: int) -> dict[str, Tracker]:

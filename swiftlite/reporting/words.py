@@ -35,6 +35,11 @@ def spent(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def printable(text: str) -> str:
+    """The text without what a terminal would obey and what no encoding can write."""
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
+
+
 def resampled(values: Sequence[float], count: int) -> list[float]:
     """At most `count` means of equally long stretches."""
     if len(values) <= count:

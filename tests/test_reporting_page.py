@@ -1,0 +1,221 @@
+"""loss.png, report.html, `swiftlite report` and the picture of the terminal: from files alone, and safe to open."""
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from swiftlite.cli.report import register
+from swiftlite.errors import UserError
+from swiftlite.reporting.charts import LARGE, Line, chart, nice_ticks, tick_texts
+from swiftlite.reporting.page import write_report_page
+from swiftlite.reporting.plots import write_loss_plot
+
+EVIL = "<script>alert('hf_abcdefghijklmnopqrst')</script>"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A factory: a run folder with `steps` rows; extra: further keys of each row."""
+
+    def make(steps=40, **extra):
+        output = tmp_path / f"run {EVIL[:8]}"
+        output.mkdir()
+        rows = [
+            {
+                "step": step,
+                "epoch": step / steps,
+                "loss": None if step == 7 else 3 - step / steps,
+                "learning_rate": 1e-4 * step,
+                "grad_norm": 1.5,
+                "tokens_per_second": 1000.0 + step,
+                "step_seconds": 0.5,
+                "data_seconds": 0.001,
+                "peak_memory_gib": 1.5,
+                "mfu": None,
+                **({"eval_loss": 2.5} if step % 10 == 0 else {}),
+                **extra,
+            }
+            for step in range(1, steps + 1)
+        ]
+        (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        state = {
+            "swiftlite": "0.1.0",
+            "state": f"failed at step {steps}: {EVIL}",
+            "started": "2026-01-02T03:04:05+00:00",
+            "seconds": 3700.0,
+            "total_steps": 50,
+            "facts": {"model": EVIL, "data": "3 rows"},
+            "messages": [{"step": 3, "text": f"saved {EVIL}"}],
+        }
+        (output / "run.json").write_text(json.dumps(state))
+        (output / "config.yaml").write_text(f"model: {EVIL}\n")
+        numbers = {"tokens": 1200, "trained_tokens": 800, "packs": 4, "fill": 0.875}
+        audit = {"rows": {"read": 10, "used": 7, "dropped": {EVIL: 3}, "truncated": 0}} | numbers
+        audit["datasets"] = {EVIL: {"rows": {"read": 10, "used": 7, "dropped": {}, "truncated": 0}} | numbers}
+        (output / "audit.json").write_text(json.dumps(audit))
+        return output
+
+    return make
+
+
+class Tags(HTMLParser):
+    """Collects tags with their attributes and checks that they nest."""
+
+    VOID = ("meta", "line", "circle", "path", "rect")
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.open, self.text = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_whole_offline_and_escaped(run):
+    page = write_report_page(run()).read_text()
+    tags = Tags(page)
+    names = {tag for tag, _ in tags.found}
+    assert names.isdisjoint({"script", "link", "img", "iframe", "object", "base", "form"})
+    for _, attributes in tags.found:
+        assert not {"src", "href", "onload", "onclick"} & attributes.keys()
+    assert "http://" not in page and "https://" not in page and "@import" not in page and "url(" not in page
+    assert "hf_abcdefghij" not in page
+    text = " ".join(tags.text)
+    assert "<script>alert('***')</script>" in text  # shown as text, without the token
+    for piece in (
+        "failed at step 40",
+        "1h 01m",
+        "40/50",
+        "2.9750",
+        "87.5%",
+        "1.50 GiB",
+        "3 rows",
+    ):
+        assert piece in text
+    assert names >= {"svg", "table", "details"}
+
+
+def test_the_page_s_curves_show_values_under_the_pointer(run):
+    text = " ".join(Tags(write_report_page(run(**{"rewards/margin": 0.25, "rewards/accuracy": 0.5})).read_text()).text)
+    assert "step 10: loss 2.7500, smoothed" in text and "eval loss 2.5000" in text
+    assert "step 7: smoothed" not in text  # a step without a loss has no point
+    for title in ("Loss per trained token", "Learning rate", "Seconds per step", "Rewards", "Accuracy"):
+        assert title in text
+    assert "FLOPs" not in text  # never known in this run
+
+
+def test_a_page_of_nothing_is_still_a_page(tmp_path):
+    page = write_report_page(tmp_path).read_text()
+    assert "No step is logged yet" in " ".join(Tags(page).text)
+    for name in ("run.json", "audit.json"):
+        (tmp_path / name).write_text('{"rows": 3, "facts": 4, "messages": 5, "state": 6, "datasets": [1]}')
+    (tmp_path / "config.yaml").write_bytes(b"\xff")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    Tags(write_report_page(tmp_path).read_text())
+
+
+def test_a_long_run_does_not_make_a_large_page(run):
+    assert write_report_page(run(steps=20_000)).stat().st_size < 1_500_000
+
+
+@pytest.mark.parametrize("extra", [{}, {"rewards/chosen": 0.1, "rewards/accuracy": 0.5, "logps/chosen": -90.0}])
+def test_the_plot_is_a_picture(run, extra):
+    path = write_loss_plot(run(**extra))
+    assert path.name == "loss.png" and path.read_bytes().startswith(b"\x89PNG")
+    width, height = (int.from_bytes(path.read_bytes()[at : at + 4], "big") for at in (16, 20))
+    assert (width, height) == (1300, 728 + round(3 * 2.6 * 130) if extra else 728)
+    assert not list(path.parent.glob(".*"))
+
+
+def test_no_plot_without_rows_and_one_for_a_single_row(tmp_path, run):
+    assert write_loss_plot(tmp_path) is None
+    assert write_loss_plot(run(steps=1)) is not None
+
+
+def test_drawing_needs_no_window_system(run):
+    code = (
+        "import sys; from pathlib import Path; from swiftlite.reporting.plots import write_loss_plot\n"
+        "write_loss_plot(Path(sys.argv[1])); print('matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run())], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0.0, 1.0, [0, 0.25, 0.5, 0.75, 1]), (1.1, 3.4, [1, 2, 3, 4]), (5.0, 5.0, [4.5, 4.75, 5, 5.25, 5.5])],
+)
+def test_ticks_are_round(low, high, ticks):
+    assert nice_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_ticks_enclose_any_values():
+    for low, high in ((-3.7, 1e9), (1e-12, 2e-12), (-1e-5, 1e-5), (0, 1e-30), (1e300, 1e301), (-5, -5), (0, 0)):
+        found = nice_ticks(low, high)
+        assert 2 <= len(found) <= 8
+        assert found[0] <= low + abs(low) * 1e-6 and found[-1] >= high - abs(high) * 1e-6
+        assert len(tick_texts(found)) == len(found)
+
+
+def test_tick_texts_share_one_form():
+    assert tick_texts([0, 5e-5, 1e-4]) == ["0", "5e-5", "10e-5"]
+    assert tick_texts([0.5, 1, 1.5]) == ["0.5", "1", "1.5"]
+    assert tick_texts([10_000, 12_000]) == ["10,000", "12,000"]
+
+
+def test_points_lie_where_they_belong():
+    svg = chart("t", [Line("a", "main", ([1, 2, 3], [0.0, 5.0, 10.0]))], large=True)
+    assert f'viewBox="0 0 {LARGE[0]} {LARGE[1]}"' in svg
+    assert 'd="M58.0 294.0L583.0 152.0L1108.0 10.0"' in svg
+    assert svg.count('class="band"') == 3
+    assert chart("t", [Line("a", "main", ([], []))]) == ""
+
+
+def command(*arguments):
+    app = typer.Typer()
+    app.callback()(lambda: None)  # keeps Typer from taking the only command for the whole program
+    register(app)
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_command_draws_both_again(run):
+    output = run()
+    result = command(output)
+    assert result.exit_code == 0
+    assert result.output.splitlines() == [f"wrote {output / 'loss.png'}", f"wrote {output / 'report.html'}"]
+    assert (output / "loss.png").is_file() and (output / "report.html").is_file()
+
+
+def test_the_command_names_what_is_missing(tmp_path):
+    result = command(tmp_path)
+    assert isinstance(result.exception, UserError) and "metrics.jsonl" in result.exception.what
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "no step is logged yet" in command(tmp_path).output
+
+
+def test_the_picture_of_the_terminal_is_drawn_from_a_run(run, tmp_path):
+    output, picture = run(), tmp_path / "docs" / "run.svg"
+    script = Path(__file__).parents[1] / "scripts" / "render_run_picture.py"
+    subprocess.run([sys.executable, script, output, "--step", "30", "--output", picture], check=True)
+    text = picture.read_text()
+    assert text.startswith("<svg") and "step&#160;30/50" in text and "url(" not in text.replace("url(#", "")
+    assert "<script" not in text and "saved" in text
