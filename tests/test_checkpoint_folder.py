@@ -45,6 +45,13 @@ def test_a_saved_folder_is_complete(tmp_path):
     assert names(folder.parent) == ["step-00000010"]
 
 
+def test_the_folder_gets_its_name_in_one_move(tmp_path):
+    with atomic_folder(tmp_path / "model") as folder:
+        (folder / "config.json").write_text("{}")
+        written = folder.stat().st_ino
+    assert (tmp_path / "model").stat().st_ino == written
+
+
 def test_the_result_carries_no_manifest_where_none_is_wanted(tmp_path):
     with atomic_folder(tmp_path / "model", manifest=False) as folder:
         (folder / "config.json").write_text("{}")

@@ -65,8 +65,8 @@ def test_every_line_is_read_once_an_epoch(open_stream, text_file, tokenizer):
     plan = open_stream(text_file, max_steps=10_000, shuffle=False, packing=False, max_length=512).train
     texts = [tokenizer.decode(s.input_ids[:-1]) for s in one_epoch(plan)]
     assert texts[: len(LINES)] == LINES
-    assert plan.audit()["rows"]["read"] == len(LINES)
-    assert plan.audit()["windows"]["read"] == plan.audit()["windows"]["all"] > 5
+    assert plan.audit["rows"]["read"] == len(LINES)
+    assert plan.audit["windows"]["read"] == plan.audit["windows"]["all"] > 5
 
 
 def test_any_step_can_be_the_first(open_stream, text_file, tmp_path):
@@ -97,6 +97,10 @@ def test_epochs_go_on_in_another_order(open_stream, text_file):
     assert len(first) > 350
     assert len(second) > 350
     assert first[:300] != second[:300]
+    order = [list(dict.fromkeys(int(w.rsplit(":", 1)[1]) // 2000 for w in rows)) for rows in (first, second)]
+    assert len(order[0]) > 5
+    assert order[0][:5] != sorted(order[0][:5])  # windows are shuffled,
+    assert order[0][:5] != order[1][:5]  # and anew in each epoch
     assert [b.epoch for b in steps] == sorted(b.epoch for b in steps)
 
 
@@ -105,7 +109,7 @@ def test_packs_hold_max_length_and_rows_are_split(open_stream, tmp_path, tokeniz
     path.write_text("word " * 3000 + "\n" + "short\n")
     plan = open_stream(path, max_steps=6).train
     assert all(sum(len(s.input_ids) for s in pack) <= 64 for b in plan.steps() for pack in b.packs)
-    assert plan.audit()["rows"]["split"] == 1
+    assert plan.audit["rows"]["split"] == 1
     assert plan.describe()["fill"] > 0.9
 
 
@@ -139,7 +143,7 @@ def test_a_bad_line_is_named_by_its_number_or_skipped(open_stream, tmp_path):
     documents(prepared.train)
     (row,) = prepared.rejected
     assert (row["line"], row["reason"]) == (251, "invalid_json")
-    assert prepared.train.audit()["rows"]["dropped"] == {"invalid_json": 1}
+    assert prepared.audit["rows"]["dropped"] == {"invalid_json": 1}
 
 
 def test_stopping_early_ends_the_thread(open_stream, text_file):

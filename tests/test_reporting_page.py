@@ -91,13 +91,14 @@ class Tags(HTMLParser):
 
 
 def test_the_page_is_whole_offline_and_escaped(run):
-    page = write_report_page(run()).read_text()
+    page = write_report_page(run(**{"<i>x/<b>y": 0.5, "<i>x/z": 0.5})).read_text()
     tags = Tags(page)
     names = {tag for tag, _ in tags.found}
     assert names.isdisjoint({"script", "link", "img", "iframe", "object", "base", "form"})
     for _, attributes in tags.found:
         assert not {"src", "href", "onload", "onclick"} & attributes.keys()
     assert "http://" not in page and "https://" not in page and "@import" not in page and "url(" not in page
+    assert "<i>x" not in page and "<b>y" not in page
     assert "hf_abcdefghij" not in page
     text = " ".join(tags.text)
     assert "<script>alert('***')</script>" in text  # shown as text, without the token

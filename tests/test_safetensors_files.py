@@ -43,7 +43,7 @@ DAMAGED = {
     "hole": pack({"a": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)),
     "backwards": pack({"a": {**ENTRY, "shape": [0], "data_offsets": [8, 0]}}, bytes(8)),
     "overlap": pack({"a": ENTRY, "b": ENTRY}, bytes(8)),
-    "twice": pack(b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": 3}', bytes(1)),
+    "twice": pack(b'{"a": %s, "a": %s}' % ((b'{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}',) * 2), bytes(1)),
     "html": b"<!DOCTYPE html><html>not found</html>",
     "git lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
 }
@@ -53,6 +53,12 @@ DAMAGED = {
 def test_damaged_files_are_refused_by_name(tmp_path, content):
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(UserError, match=f"{SINGLE} is damaged or foreign"):
+        inspect_model_folder(tmp_path)
+
+
+def test_a_shape_without_end_costs_no_time(tmp_path):
+    (tmp_path / SINGLE).write_bytes(pack({"a": {**ENTRY, "shape": [1] * 200}}, bytes(4)))
+    with pytest.raises(UserError, match="entry of a is not valid"):
         inspect_model_folder(tmp_path)
 
 

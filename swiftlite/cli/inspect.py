@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from swiftlite.cli.options import RunCommand, own_flag
 from swiftlite.errors import UserError
 
@@ -26,11 +24,6 @@ OPEN, CLOSE = "⟦", "⟧"
 SHOWN_TOKENS = 600  # of a row
 BINS = 10
 BAR = 40
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command to the app."""
-    INSPECT.add(app, with_options=True)
 
 
 def inspect(resolved: Resolved, rows: int) -> None:

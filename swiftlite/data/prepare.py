@@ -146,7 +146,7 @@ def _prepare_stream(
     )
     order = (key, [source.spec.weight for source in sources], config.seed, config.shuffle, config.global_batch_size)
     eval_parts = [_part(entry, entry.rows) for entry in held_out]
-    return PreparedData(plan, _eval_plan(config, eval_parts), plan.audit(), plan.rejected, _digest(order))
+    return PreparedData(plan, _eval_plan(config, eval_parts), plan.audit, plan.rejected, _digest(order))
 
 
 def _check(config: RunConfig) -> None:

@@ -51,7 +51,10 @@ def stream_identity(source: Source) -> list[str]:
 
 
 class StreamPlan:
-    """The steps of a streamed run; the same interface as BatchPlan."""
+    """The steps of a streamed run; the same interface as BatchPlan.
+
+    audit and rejected hold what has been read so far, and grow while the steps are taken.
+    """
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class StreamPlan:
         self.rejected: list[dict[str, Any]] = []
         if not self._windows:
             raise UserError("the data set holds no row", where=sources[0].spec.text, fix="check the files")
+        self.audit: dict[str, Any] = {}
         first = next(self._places())
         self._ready = {first: self._read(first)}
 
@@ -131,8 +135,7 @@ class StreamPlan:
             "steps_per_epoch": None,
         }
 
-    def audit(self) -> dict[str, Any]:
-        """audit.json of what has been read so far."""
+    def _audit(self) -> dict[str, Any]:
         rows = {key: self._totals[key] for key in ("read", "used", "truncated", "split")}
         rows["dropped"] = dict(self._dropped.most_common())
         numbers = {key: self.describe()[key] for key in ("tokens", "trained_tokens", "packs", "fill")}
@@ -232,6 +235,7 @@ class StreamPlan:
         self._totals["packs"] += len(packs)
         self._totals["tokens"] += sum(len(ids) for ids in batch.ids)
         self._totals["trained_tokens"] += sum(int((runs[1::2] - runs[::2]).sum()) for runs in batch.runs)
+        self.audit |= self._audit()
         if window not in self._counts:
             self._counts[window] = len(packs)
             _append_record(self._record, window, len(packs))

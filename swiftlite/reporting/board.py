@@ -44,7 +44,7 @@ class Board:
         self.events: deque[str] = deque(maxlen=3)
         self.last_loss: float | None = None
         self.smooth: float | None = None
-        self._average, self._losses, self._smooths = Average(), Curve(), Curve()
+        self._average, self._losses, self._smooths = Average(total), Curve(), Curve()
         self._clock, self._started = clock, clock()
         self._marks: deque[tuple[float, int]] = deque([(self._started, start_step)], maxlen=50)
         self._lock = threading.Lock()

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-SMOOTHING = 0.9
+SHORTEST_SPAN, LONGEST_SPAN = 3, 10  # rows that a moving average reaches back
 MOST_POINTS = 2048
 
 
 class Average:
-    """Exponential moving average, corrected for its start (Adam's bias correction, arXiv 1412.6980, section 3)."""
+    """Exponential moving average, corrected for its start (Adam's bias correction, arXiv 1412.6980, section 3).
 
-    def __init__(self) -> None:
+    It reaches back over a tenth of the run, so that in a short one it does not lag behind the curve.
+    """
+
+    def __init__(self, rows: int) -> None:
+        """rows: how many there will be."""
+        self._share = 1 / min(max(rows / 10, SHORTEST_SPAN), LONGEST_SPAN)
         self._sum, self._weight = 0.0, 0.0
 
     def add(self, value: float) -> float:
-        self._sum = SMOOTHING * self._sum + (1 - SMOOTHING) * value
-        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        self._sum += self._share * (value - self._sum)
+        self._weight += self._share * (1 - self._weight)
         return self._sum / self._weight
 
 
@@ -40,7 +45,7 @@ class Curve:
 
 def smoothed(values: list[float]) -> list[float]:
     """The moving average after each value."""
-    average = Average()
+    average = Average(len(values))
     return [average.add(value) for value in values]
 
 

@@ -101,7 +101,7 @@ def _open_swanlab(output: Path, run_name: str, run_id: str, start_step: int, set
 
 def _open_trackio(output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> Tracker:
     # trackio knows a run by its name alone, so the id keeps two runs in folders of one name apart
-    return RunTracker("trackio", name=f"{run_name}-{run_id[:6]}", resume="allow", config=settings, embed=False)
+    return RunTracker("trackio", name=f"{run_name}-{run_id[:6]}", resume="allow", config=settings)
 
 
 OPENERS: dict[str, Callable[[Path, str, str, int, dict[str, Any]], Tracker]] = {
