@@ -32,7 +32,7 @@ def test_cosine_is_half_a_period_above_its_minimum():
 def test_wsd_is_flat_then_falls_over_the_last_part():
     got = rates("wsd", decay_ratio=0.25)
     assert got[4:16] == [2.0] * 12
-    assert got[15:] == pytest.approx([2.0, 2.0, 1.6, 1.2, 0.8])
+    assert got[15:] == pytest.approx([2.0, 1.6, 1.2, 0.8, 0.4])
 
 
 def test_linear_and_constant():

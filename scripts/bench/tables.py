@@ -14,7 +14,7 @@ HEADER = ("tool", "setting", "tokens/s", "of swiftlite", "padding", "first step 
 
 @dataclass(frozen=True)
 class Line:
-    """Medians over the runs of one setting; `failures` names the log of each failed run."""
+    """Medians over the runs of one setting; `failures` and `logs`: why each failed run did, and where that is told."""
 
     tool: str
     setting: str
@@ -29,6 +29,7 @@ class Line:
     peak_rss_mib: float | None
     others_cores: float | None
     failures: list[str]
+    logs: list[str]
 
 
 def summarise(runs: list[Run]) -> list[Line]:
@@ -49,7 +50,8 @@ def summarise(runs: list[Run]) -> list[Line]:
                 of_swiftlite=rate / base if rate and base else None, padding=median(good, "padding"),
                 first_step_seconds=median(good, "first_step_seconds"), peak_rss_mib=median(good, "peak_rss_mib"),
                 others_cores=median(good, "others_cores"),
-                failures=[f"{run.failure}: see {run.log}" for run in of_setting if run.failure],
+                failures=[run.failure for run in of_setting if run.failure],
+                logs=[run.log for run in of_setting if run.failure],
             )
         )  # fmt: skip
     return lines
@@ -79,7 +81,11 @@ def text_table(lines: list[Line]) -> str:
     widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
     rendered = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     rendered.insert(1, "-" * max(map(len, rendered)))
-    failed = [f"{line.tool}, {line.setting}: FAILED, {text}" for line in lines for text in line.failures]
+    failed = [
+        f"{line.tool}, {line.setting}: FAILED, {failure}: see {log}"
+        for line in lines
+        for failure, log in zip(line.failures, line.logs, strict=True)
+    ]
     return "\n".join(rendered + failed)
 
 
