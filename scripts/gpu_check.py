@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.tables import fill, markdown_table
+from bench.tables import fill, has_place, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ("tests/test_attention.py", "tests/test_objectives.py", "tests/test_parity.py", "tests/test_run.py")
@@ -83,6 +83,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu is for --tiny only")
+    if options.markdown and not has_place(options.markdown, "gpu_check"):
+        parser.error(f"{options.markdown} has no place for the tables (docs/performance.md has one)")
     return options
 
 

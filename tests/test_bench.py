@@ -128,6 +128,7 @@ def test_the_document_has_a_place_for_both_tables(tmp_path):
         tables.fill(page, name, f"newer figures of {name}")
     text = page.read_text()
     assert "newer figures of bench_cpu" in text and "newer figures of gpu_check" in text and "\nfigures" not in text
+    assert tables.has_place(page, "bench_cpu") and not tables.has_place(page, "other")
     with pytest.raises(ValueError, match="no place"):
         tables.fill(page, "other", "text")
 

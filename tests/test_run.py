@@ -96,6 +96,18 @@ def test_resume_passes_over_a_damaged_checkpoint_and_says_so(base, tmp_path, cap
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_named_checkpoint_is_resumed_elsewhere_but_never_over_newer_ones(base, tmp_path):
+    train(base)
+    older = list_checkpoints(tmp_path / "out")[1]
+    with pytest.raises(UserError, match="newer checkpoints"):
+        train(base, resume=str(older))
+    train(base, resume=str(older), output_dir=str(tmp_path / "elsewhere"))
+    assert [row["step"] for row in metrics(tmp_path / "elsewhere")] == [5, 6]
+    (older / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="model.safetensors is missing"):
+        train(base, resume=str(older), output_dir=str(tmp_path / "third"))
+
+
 def test_resume_refuses_other_data(base, write_rows, chat_rows):
     train(base)
     write_rows("rows.jsonl", chat_rows[:-1])

@@ -137,6 +137,12 @@ def markdown(lines: list[Line], facts: dict) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def has_place(file: Path, name: str) -> bool:
+    """Whether a Markdown file has the marks between which the table of `name` goes: asked before hours of runs."""
+    text = file.read_text() if file.is_file() else ""
+    return BEGIN.format(name=name) in text and END.format(name=name) in text
+
+
 def fill(file: Path, name: str, text: str) -> None:
     """Put `text` between the marks of `name` in a Markdown file. Raises ValueError where the file has no such marks."""
     begin, end = BEGIN.format(name=name), END.format(name=name)

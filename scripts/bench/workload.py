@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 ROWS, SHORTEST, LONGEST, MEDIAN, SPREAD = 2000, 22, 693, 118, 0.78  # tokens a row; spread of a log-normal
 LEXICON = 12_000
-SETTINGS = {"format": 2, "rows": ROWS, "median": MEDIAN, "spread": SPREAD, "lexicon": LEXICON, **SHAPE}
+SETTINGS = {"format": 3, "rows": ROWS, "median": MEDIAN, "spread": SPREAD, "lexicon": LEXICON, **SHAPE}
 
 
 class Workload:

@@ -34,12 +34,7 @@ class Line:
         words = ["--help"] if self.help else []
         words += [f"--recipe={self.recipe}"] if self.recipe is not None else []
         for name, values in self.values.items():
-            option = name.replace("_", "-")
-            known = find_flag(name)
-            if known is not None and known.kind == "bool":
-                words.append(f"--{option}" if values[0] == "true" else f"--no-{option}")
-            else:
-                words += [f"--{option}={value}" for value in values]
+            words += [f"--{name.replace('_', '-')}={value}" for value in values]
         return words
 
 
@@ -114,9 +109,9 @@ class _Reader:
         name = option.lstrip("-").replace("-", "_")
         negated = [f"no_{flag.name}" for flag in all_flags().values() if flag.kind == "bool"]
         near = nearest(name, [*known_names(), *negated, *self._own, "recipe"])
-        hint = f"did you mean `--{near.replace('_', '-')}`?" if near else "see"
+        hint = f"did you mean `--{near.replace('_', '-')}`? " if near else ""
         return UserError(
-            f"unknown flag {option}", where=self._where(), fix=f"{hint} `swiftlite {self._command} --help` shows all"
+            f"unknown flag {option}", where=self._where(), fix=f"{hint}`swiftlite {self._command} --help` shows all"
         )
 
     def _truth(self, option: str, value: str | None, negated: bool) -> str:

@@ -13,7 +13,7 @@ from swiftlite.cli.line import Line, read_line
 from swiftlite.config.flags import Flag, all_flags
 from swiftlite.config.schema import RUN
 
-KIND_NAMES = {"int": "INT", "float": "FLOAT", "str": "TEXT", "list": "TEXT ...", "map": "KEY=VALUE ..."}
+KIND_NAMES = {"bool": "on|off", "int": "INT", "float": "FLOAT", "str": "TEXT", "list": "TEXT ...", "map": "KEY=VALUE ..."}
 
 
 @dataclass
@@ -111,7 +111,7 @@ def own_value(flag: Flag, value: Any) -> Any:
         return flag.default
     if flag.choices and value not in flag.choices:
         raise UserError(f"{flag.option} is {value!r}", where=flag.option, fix=f"it takes {', '.join(flag.choices)}")
-    types: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "str": str}
+    types: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": "true".__eq__, "str": str}
     try:
         return types[flag.kind](value)
     except ValueError as error:
@@ -123,7 +123,9 @@ def own_value(flag: Flag, value: Any) -> Any:
 def help_text(flag: Flag) -> str:
     """The help sentence with default and aliases, in Rich markup."""
     text = flag.help.replace("[", r"\[")
-    details = [f"default: {flag.default_in_words}"]
+    details = ["needed" if flag.default_in_words == "needed" else f"default: {flag.default_in_words}"]
+    if flag.kind == "bool" and flag.default:
+        details.append(f"--no-{flag.option[2:]} turns it off")
     if flag.env:
         details.append(f"env: {flag.env}")
     if flag.aliases:
@@ -132,16 +134,13 @@ def help_text(flag: Flag) -> str:
 
 
 def _parameter(flag: Flag) -> inspect.Parameter:
-    names = [flag.option] if flag.kind != "bool" else [f"{flag.option}/--no-{flag.option[2:]}"]
-    if flag.short:
-        names.append(f"-{flag.short}")
-    kinds: dict[str, Any] = {"bool": bool | None, "list": list[str] | None, "map": list[str] | None}
-    kind = kinds.get(flag.kind, str | None)
+    names = [flag.option, *([f"-{flag.short}"] if flag.short else [])]
+    kind = list[str] | None if flag.kind in ("list", "map") else str | None
     metavar = flag.metavar or "|".join(flag.choices) or KIND_NAMES.get(flag.kind)
     option = typer.Option(
         *names,
         help=help_text(flag),
-        metavar=None if flag.kind == "bool" else metavar,
+        metavar=metavar,
         rich_help_panel="Options" if flag.panel == RUN else flag.panel,
         show_default=False,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftlite.checkpoint.export import save_model
-from swiftlite.checkpoint.folder import atomic_folder, check_folder, newest_checkpoint, retain, step_folder
+from swiftlite.checkpoint.folder import (
+    atomic_folder,
+    check_folder,
+    list_checkpoints,
+    newest_checkpoint,
+    retain,
+    step_folder,
+)
 from swiftlite.checkpoint.state import load_resume_state, read_trainer_state, save_resume_state
 from swiftlite.config.save import save_config
 from swiftlite.data.prepare import PreparedData, prepare_data
@@ -42,8 +49,8 @@ def run_training(config: RunConfig) -> None:
     SystemExit with 128 + signal after a signal, once a checkpoint is saved.
     """
     output = Path(config.output_dir)
-    resume = find_resume(config, output)
     with RunReporter(config, output) as reporter:
+        resume = find_resume(config, output, reporter.message)
         load = tokenizer_loader(config)
         with reporter.phase("checking the model"):
             model_config = check_model(config, resume)
@@ -60,10 +67,14 @@ def run_training(config: RunConfig) -> None:
             raise SystemExit(128 + stopped.signal) from None
 
 
-def find_resume(config: RunConfig, output: Path) -> Path | None:
-    """The checkpoint to go on from, or None for a fresh run. Raises UserError where neither is possible."""
+def find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from, or None for a fresh run. Raises UserError where neither is possible.
+
+    say: is told which newer checkpoints were passed over, and why.
+    """
+    used = output.exists() and any(output.iterdir())
     if config.resume == "never":
-        if output.exists() and any(output.iterdir()):
+        if used:
             raise UserError(
                 "the output folder exists and is not empty",
                 where=str(output),
@@ -71,25 +82,33 @@ def find_resume(config: RunConfig, output: Path) -> Path | None:
             )
         return None
     if config.resume != "auto":
-        folder = Path(config.resume).expanduser()
-        problems = check_folder(folder, deep=True) if folder.is_dir() else ["it is not a folder"]
-        if problems:
-            raise UserError(
-                f"the checkpoint cannot be used: {'; '.join(problems[:3])}",
-                where=str(folder),
-                fix="name a complete checkpoint folder, or use --resume auto",
-            )
-        return folder
-    newest, passed_over = newest_checkpoint(output)
-    if newest is None and output.exists() and any(output.iterdir()) and not (output / "config.yaml").is_file():
+        return _named_checkpoint(Path(config.resume).expanduser(), output, used)
+    if used and not (output / "config.yaml").is_file():
         raise UserError(
-            "the output folder holds something else than a run",
-            where=str(output),
-            fix="choose another --output-dir",
+            "the output folder holds something else than a run", where=str(output), fix="choose another --output-dir"
         )
+    newest, passed_over = newest_checkpoint(output)
     for reason in passed_over:
-        print(f"passed over {reason}", flush=True)
+        say(f"passed over {reason}")
     return newest
+
+
+def _named_checkpoint(folder: Path, output: Path, used: bool) -> Path:
+    problems = check_folder(folder, deep=True) if folder.is_dir() else ["it is not a folder"]
+    if problems:
+        raise UserError(
+            f"the checkpoint cannot be used: {'; '.join(problems[:3])}",
+            where=str(folder),
+            fix="name a complete checkpoint folder, or use --resume auto",
+        )
+    existing = [other.resolve() for other in list_checkpoints(output)]
+    if used and (not existing or folder.resolve() != existing[0]):
+        raise UserError(
+            "the output folder holds another run, or newer checkpoints than the one to resume from",
+            where=str(output),
+            fix="give another --output-dir, which leaves them as they are",
+        )
+    return folder
 
 
 class Session:
@@ -126,8 +145,8 @@ class Session:
     def train(self) -> None:
         """Run the loop, then write model/, audit, plots and page."""
         config, trainee, plan = self._config, self._trainee, self._prepared.train
-        self._write_start()
         self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
+        self._write_start()
         parts = Parts(
             config=config,
             plan=plan,
@@ -193,12 +212,13 @@ class Session:
         config, trainee = self._config, self._trainee
         trained, total = count_parameters(trainee.model)
         data = self._prepared.train.describe()
+        fill = f"{data['packs']:,} packs, {data['fill']:.1%} full"
         return {
             "model": config.model,
             "method": f"{config.method}, {config.tuner}",
             "layout": "one process",
             "parameters": f"{trained:,} trained of {total:,}",
-            "data": f"{data['rows']:,} rows, {data['tokens']:,} tokens, {data['packs']:,} packs {data['fill']:.1%} full",
+            "data": f"{data['rows']:,} rows, {data['tokens']:,} tokens, {fill}",
             "device": f"{describe_device(trainee.device)}, {trainee.precision.name}",
             "output": str(self._output),
         }
