@@ -148,6 +148,27 @@ def test_worker_processes_change_nothing(prepare, write_rows, chat_rows, monkeyp
         assert failure.value.where == f"{path}:{line}"  # the first in the file, not the first that was found
 
 
+def _expect_error(make, results):
+    try:
+        make()
+    except UserError as error:
+        results.put(error.where)
+
+
+def test_a_process_that_meets_a_bad_row_ends_with_its_workers(prepare, write_rows, chat_rows, monkeypatch):
+    monkeypatch.setattr(build, "POOL_FROM_ROWS", 10)
+    path = write_rows("a.jsonl", [*chat_rows * 40, BAD, *chat_rows])
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=_expect_error, args=(lambda: prepare(path, workers=2), results))
+    process.start()
+    assert results.get(timeout=60) == f"{path}:1281"
+    process.join(timeout=30)
+    assert process.exitcode == 0
+    with pytest.raises(UserError):  # and the cache's lock is free again
+        prepare(path, workers=1)
+
+
 def _fill(make, barrier, results):
     barrier.wait()
     results.put(make())

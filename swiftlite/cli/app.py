@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 failed while running, 2 something the user can mend, 130 a
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 import traceback
@@ -13,6 +15,7 @@ from typing import Any
 
 import typer
 
+from swiftlite.cli.line import RECIPE
 from swiftlite.cli.options import RunCommand, Session
 from swiftlite.errors import RunError, SwiftliteError, UserError
 
@@ -25,10 +28,16 @@ def main(arguments: list[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     session = Session(debug="--debug" in words)
     signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(_run(words, session))
+    code = _run(words, session)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has left, as `| head` does; nothing more can be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def _terminate(number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"terminated\n")  # print is not safe in a signal handler
     raise SystemExit(128 + number)
 
 
@@ -40,6 +49,8 @@ def _run(words: list[str], session: Session) -> int:
         if chosen is not None:
             session.line = chosen.read(words[1:])
             words = [words[0], *session.line.canonical()]
+        else:
+            words = _plain_words(words)
         code = build_app(chosen)(words, prog_name="swiftlite", standalone_mode=False, obj=session)
         return code if isinstance(code, int) else 0
     except SwiftliteError as error:
@@ -50,30 +61,51 @@ def _run(words: list[str], session: Session) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has left, as `| head` does
-        return 0
+        return 0  # see `main`
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
-    except MemoryError as error:
-        return _report(RunError("out of memory", fix="use a smaller model, batch or --max-length"), session, error)
-    except Exception as error:  # whatever was not foreseen still ends in one block
-        text = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        unforeseen = RunError(
-            f"{type(error).__name__}: {text}" if text else type(error).__name__,
-            fix="run again with --debug for the traceback; if it is not your data or model, please report it",
+    except BaseException as error:  # some libraries' errors are no Exception; all of them end in one block
+        return _report(_unforeseen(error), session, error)
+
+
+def _unforeseen(error: BaseException) -> RunError:
+    """What was not turned into a message where it happened."""
+    if isinstance(error, MemoryError):
+        return RunError("out of memory", fix="use a smaller --model, --micro-batch-size or --max-length")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(
+            "the disk is full",
+            where=error.filename and str(error.filename),
+            fix="free some space, or name another disk with --output-dir or --cache-dir; --resume auto goes on",
         )
-        return _report(unforeseen, session, error)
+    text = next(iter(str(error).strip().splitlines()), "")
+    return RunError(
+        f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        fix="run again with --debug for the traceback; if it is not your data or model, please report it",
+    )
 
 
 def _find_command(words: list[str]) -> tuple[RunCommand | None, list[str]]:
     """(the command that takes the schema's flags, the words with the command first); None for any other command."""
     commands = run_commands()
+    value_of_recipe = False
     for place, word in enumerate(words):
-        if word in commands:
+        if word in commands and not value_of_recipe:
             return commands[word], [word, *words[:place], *words[place + 1 :]]
-        if not word.startswith("-"):
+        if not word.startswith("-") and not value_of_recipe:
             break
+        value_of_recipe = word in RECIPE
     return None, words
+
+
+def _plain_words(words: list[str]) -> list[str]:
+    """The line of a command with its own flags: without `--debug`, `-` for `_` in flags; no words ask for help."""
+    plain = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word != "--debug":
+            plain.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return [*plain, "--help"] if plain in ([], ["recipes"]) else plain
 
 
 def run_commands() -> dict[str, RunCommand]:
@@ -133,9 +165,15 @@ def _usage_error(error: Any) -> UserError:
 
 def _report(error: SwiftliteError, session: Session, cause: BaseException | None = None) -> int:
     """Print one block on stderr; the traceback too where `--debug` asks for it."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and isinstance(error, UserError):
+        return error.exit_code  # every rank finds the same mistake; rank 0 tells of it
     if session.debug:
         traceback.print_exception(cause or error)
-    lines = [("error", error.what), ("where", error.where), ("fix", error.fix)]
+    where = error.where
+    if rank != "0":
+        where = f"{where}, rank {rank}" if where else f"rank {rank}"
+    lines = [("error", error.what), ("where", where), ("fix", error.fix)]
     for label, text in lines:
         if text:
             print(f"{label + ':':6} {text}", file=sys.stderr)

@@ -13,7 +13,8 @@ from swiftlite.cli.line import Line, read_line
 from swiftlite.config.flags import Flag, all_flags
 from swiftlite.config.schema import RUN
 
-KIND_NAMES = {"bool": "on|off", "int": "INT", "float": "FLOAT", "str": "TEXT", "list": "TEXT ...", "map": "KEY=VALUE ..."}
+KIND_NAMES = {"bool": "on|off", "int": "INT", "float": "FLOAT", "str": "NAME", "list": "NAME ...", "map": "KEY=COLUMN"}
+WIDEST_CHOICES = 24  # characters in the help's column of types; longer lists of choices go into the sentence
 
 
 @dataclass
@@ -123,6 +124,8 @@ def own_value(flag: Flag, value: Any) -> Any:
 def help_text(flag: Flag) -> str:
     """The help sentence with default and aliases, in Rich markup."""
     text = flag.help.replace("[", r"\[")
+    if _choices_in_sentence(flag):
+        text += f" One of {', '.join(flag.choices)}."
     details = ["needed" if flag.default_in_words == "needed" else f"default: {flag.default_in_words}"]
     if flag.kind == "bool" and flag.default:
         details.append(f"--no-{flag.option[2:]} turns it off")
@@ -133,10 +136,15 @@ def help_text(flag: Flag) -> str:
     return f"{text} [dim]\\[{'; '.join(details)}][/dim]"
 
 
+def _choices_in_sentence(flag: Flag) -> bool:
+    return len("|".join(flag.choices)) > WIDEST_CHOICES
+
+
 def _parameter(flag: Flag) -> inspect.Parameter:
     names = [flag.option, *([f"-{flag.short}"] if flag.short else [])]
     kind = list[str] | None if flag.kind in ("list", "map") else str | None
-    metavar = flag.metavar or "|".join(flag.choices) or KIND_NAMES.get(flag.kind)
+    choices = "" if _choices_in_sentence(flag) else "|".join(flag.choices)
+    metavar = flag.metavar or choices or KIND_NAMES[flag.kind]
     option = typer.Option(
         *names,
         help=help_text(flag),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -10,7 +12,11 @@ from rich.table import Table
 from swiftlite.config.flags import all_flags
 
 if TYPE_CHECKING:
+    from swiftlite.config.layout import Layout
     from swiftlite.config.resolve import Resolved
+
+SHOWN_GROUPS = 4
+SHOWN_RANKS = 8
 
 
 def show_plan(resolved: Resolved) -> None:
@@ -48,6 +54,23 @@ def _words(value: Any) -> str:
     return str(value).replace("[", r"\[")
 
 
+def _groups(layout: Layout) -> Iterator[tuple[str, str]]:
+    """(dimension, the ranks that lie along it) for each dimension in use; the innermost has neighbouring ranks."""
+    stride = layout.world
+    for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+        size = asdict(layout)[name]
+        block, stride = stride, stride // size
+        starts = [start + place for start in range(0, layout.world, block) for place in range(stride)]
+        groups = [_ranks(range(start, start + size * stride, stride)) for start in starts[:SHOWN_GROUPS]]
+        if size > 1:
+            yield name, " | ".join(groups) + (" | ..." if len(starts) > SHOWN_GROUPS else "")
+
+
+def _ranks(ranks: range) -> str:
+    shown = ranks if len(ranks) <= SHOWN_RANKS else ranks[: SHOWN_RANKS - 1]
+    return " ".join(map(str, shown)) + ("" if len(shown) == len(ranks) else f" ... {ranks[-1]}")
+
+
 def _plan(resolved: Resolved) -> Table:
     config, layout = resolved.config, resolved.layout
     packs = "packs" if config.packing else "rows"
@@ -56,7 +79,16 @@ def _plan(resolved: Resolved) -> Table:
     table.add_column(overflow="fold")
     table.add_row("processes", f"{layout.world} ({layout.world_source})")
     table.add_row("mesh", f"pp x dp_replicate x dp_shard x cp x tp = {layout}")
+    for dimension, text in _groups(layout):
+        table.add_row("", f"{dimension}: ranks {text}")
     table.add_row("sharding", layout.sharding)
+    if layout.pp > 1:
+        idle = (layout.pp - 1) / (config.gradient_accumulation_steps + layout.pp - 1)
+        table.add_row(
+            "pipeline",
+            f"{config.pipeline_schedule}, {config.num_microbatches} micro-batches over {layout.pp} stages; "
+            f"about {idle:.0%} idle",
+        )
     if layout.expert_parallel > 1:
         table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
     table.add_row(

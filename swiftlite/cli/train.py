@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from swiftlite.cli.options import RunCommand
@@ -17,7 +18,8 @@ def train(resolved: Resolved) -> None:
     if resolved.config.dry_run:
         from swiftlite.cli.plan import show_plan
 
-        show_plan(resolved)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
+            show_plan(resolved)
         return
     refuse_what_needs_the_engine(resolved.layout, resolved.config.offload)
     for note in resolved.notes:

@@ -10,7 +10,6 @@ from swiftlite.config.flags import all_flags
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
-    from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
 
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
@@ -112,16 +111,6 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "without a pipeline") for name in ("pipeline_schedule", "num_microbatches"))
     if not (config.eval_dataset or config.eval_fraction):
         yield "eval_steps", "without --eval-dataset or --eval-fraction"
-
-
-def refuse_unbuilt(layout: Layout) -> None:
-    """Raise UserError for a layout that this version can check and show, but not run."""
-    if layout.world > 1:
-        raise UserError(
-            f"a layout of {layout.world} processes needs the parallel engine, which this version does not have yet",
-            where=f"pp x dp_replicate x dp_shard x cp x tp = {layout}",
-            fix="train in one process (leave the parallel flags out), or add --dry-run to see the plan",
-        )
 
 
 def _is_date(text: str | None) -> bool:

@@ -106,7 +106,7 @@ class RunConfig(BaseModel):
     dataset: Names = flag(
         [],
         DATA,
-        "Rows to train on: `NAME_OR_PATH[:SUBSET][@SPLIT][#COUNT][*WEIGHT]`, one or several.",
+        "Rows to train on, one set or several: NAME_OR_PATH, then any of :SUBSET @SPLIT #COUNT *WEIGHT.",
         "train_dataset",
         "dataset_name",
         shown="needed",

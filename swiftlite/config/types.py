@@ -23,8 +23,8 @@ RESUME = {"never": "never", "auto": "auto", "true": "auto", "false": "never", "n
 DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"}
 SHARDING = {"full_shard": "full", "shard_grad_op": "grad_op", "no_shard": "none", "hybrid_shard": "hybrid"}
 OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
-SCHEDULER = {"warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine"}
-ADAMW = {"adam": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw"}
+SCHEDULER = {"warmup_stable_decay": "wsd"}
+ADAMW = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"}
 
 
 @dataclass(frozen=True)

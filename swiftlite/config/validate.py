@@ -33,7 +33,11 @@ def build_config(given: Mapping[str, Given]) -> RunConfig:
         found: dict[str, tuple[str, str]] = {}
         for detail in error.errors(include_url=False, include_context=True):
             name = str(detail["loc"][0])
-            found.setdefault(name, _explain(all_flags()[name], detail, given[name].value))
+            if detail["type"] == "extra_forbidden":
+                near = nearest(name, all_flags())
+                found[name] = f"there is no setting {name}", f"did you mean {near}?" if near else "see the schema"
+            else:
+                found.setdefault(name, _explain(all_flags()[name], detail, given[name].value))
     wheres = [given[name].where for name in found]
     if len(found) == 1:
         what, fix = next(iter(found.values()))

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,8 @@ def build_entry(
     rows = raw_rows(source, options, sample_by, seed)
     run = RowTokenizer(tokenizer, options, source.files)
     processes = _processes(workers) if expected_rows > POOL_FROM_ROWS else 1
-    with SequenceWriter(folder) as writer:
-        for batch in _map_in_order(run, _chunks(rows), processes):
+    with SequenceWriter(folder) as writer, closing(_map_in_order(run, _chunks(rows), processes)) as batches:
+        for batch in batches:
             if batch.rejected and stop_at_bad_row:
                 raise bad_row_error(batch.rejected[0])
             counts.update(batch.counts)
@@ -161,7 +162,7 @@ def _map_in_order(run: RowTokenizer, chunks: Iterator[list[RawRow]], processes: 
                 "a process that tokenises was killed, most likely for want of memory", fix="lower --workers"
             ) from error
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # and wait: a process that ends before its workers are told never ends
 
 
 _worker_run: RowTokenizer | None = None

@@ -191,6 +191,11 @@ def _file_hash(path: Path) -> str:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        if fcntl is None:
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough while a forked worker still has the file open

@@ -1,0 +1,209 @@
+"""The words of a command line, and what the program does with the ways it can end."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from swiftlite.cli import app
+from swiftlite.cli.line import read_line
+from swiftlite.errors import RunError, UserError
+
+
+def values(words):
+    return read_line("sft", words.split()).values
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--max-length 5", {"max_length": ["5"]}),
+        ("--max_length=5", {"max_length": ["5"]}),
+        ("--cutoff-len 5", {"max_length": ["5"]}),
+        ("--dataset a b c --seed 1", {"dataset": ["a", "b", "c"], "seed": ["1"]}),
+        ("--dataset a,b --dataset c", {"dataset": ["a", "b", "c"]}),
+        (r"--trainable-modules layers\.\d{1,2}\.,norm", {"trainable_modules": [r"layers\.\d{1,2}\.", "norm"]}),
+        ("--columns instruction=q output=a", {"columns": ["instruction=q", "output=a"]}),
+        ("--packing", {"packing": ["true"]}),
+        ("--no-packing", {"packing": ["false"]}),
+        ("--no_packing --seed 1", {"packing": ["false"], "seed": ["1"]}),
+        ("--packing False", {"packing": ["false"]}),
+        ("--packing=yes", {"packing": ["true"]}),
+        ("--packing --seed 1", {"packing": ["true"], "seed": ["1"]}),
+        ("--use-dora", {"dora": ["true"]}),
+        ("--cpu-offload --seed 1", {"offload": ["cpu"], "seed": ["1"]}),
+        ("--gradient-checkpointing false", {"activation_checkpointing": ["false"]}),
+        ("--gradient_checkpointing", {"activation_checkpointing": ["full"]}),
+        ("--resume", {"resume": ["auto"]}),
+        ("--trainable-layers -2", {"trainable_layers": ["-2"]}),
+        ("-o runs/x", {"output_dir": ["runs/x"]}),
+        ("--seed 1 --seed 2", {"seed": ["2"]}),
+    ],
+)
+def test_spellings_of_flags(words, expected):
+    assert values(words) == expected
+
+
+def test_a_comma_in_the_name_of_a_file_does_not_split(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a,b.jsonl").write_text("")
+    assert values("--dataset a,b.jsonl") == {"dataset": ["a,b.jsonl"]}
+
+
+def test_the_recipe_may_stand_anywhere():
+    for words in ("--seed 1 --recipe x", "-r x --seed 1", "--config=x --seed 1"):
+        line = read_line("sft", words.split())
+        assert (line.recipe, line.values) == ("x", {"seed": ["1"]})
+
+
+def test_a_flag_given_twice_is_noted():
+    assert "--lr was given twice" in read_line("sft", "--learning-rate 1 --lr 2".split()).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (["--max-lenght", "5"], "unknown flag --max-lenght", "--max-length"),
+        (["--no-pakcing"], "unknown flag", "--no-packing"),
+        (["--no-seed"], "unknown flag", "--help"),
+        (["-x"], "unknown flag -x", "--help"),
+        (["--seed"], "needs a value", "--seed VALUE"),
+        (["--seed", "--lr", "1"], "--seed needs a value", "--seed VALUE"),
+        (["--dataset"], "needs a value", "--dataset VALUE"),
+        (["--output-dir="], "is empty", "shell"),
+        (["--model", ""], "is empty", "shell"),
+        (["word"], "'word' belongs to no flag", "flag"),
+        (["--seed", "1", "2"], "'2' belongs to no flag", "flag"),
+        (["--packing=maybe"], "not true or false", "--packing"),
+        (["--no-packing=1"], "takes no value", "--no-packing"),
+    ],
+)
+def test_slips_are_told_with_the_fix(words, what, fix):
+    with pytest.raises(UserError) as caught:
+        read_line("sft", words)
+    assert what in caught.value.what and fix in caught.value.fix
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*words):
+        with pytest.raises(SystemExit) as stopped:
+            app.main(list(words))
+        out, err = capsys.readouterr()
+        return stopped.value.code, out, err
+
+    return call
+
+
+DRY = ("--model", "m/x", "--dataset", "d/x", "--dry-run")
+
+
+def test_the_recipe_may_stand_before_the_command(run):
+    code, out, err = run("--recipe", "llama3/8b-sft-fsdp", "sft", "--dry-run")
+    assert (code, err) == (0, "") and "Meta-Llama-3-8B" in out
+
+
+@pytest.mark.parametrize("words", [(), ("recipes",), ("infer", "-h"), ("sft", "--no-such-flag", "--help")])
+def test_help_where_it_is_asked_for(run, words):
+    code, out, err = run(*words)
+    if "--no-such-flag" in words:
+        assert code == 2
+    else:
+        assert (code, err) == (0, "") and "Usage" in out
+
+
+def test_flags_of_other_commands_take_underscores_and_debug(run, tmp_path):
+    code, _, err = run("infer", "--debug", "--max_new_tokens", "4", "--model", str(tmp_path / "none"))
+    assert code == 2 and "max" not in err.splitlines()[-1] and "Traceback" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("wrong", where="here", fix="so"), 2, "error: wrong\nwhere: here\nfix:   so\n"),
+        (RunError("broke", fix="so"), 1, "error: broke\nfix:   so\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (SystemExit(143), 143, ""),
+        (BrokenPipeError(), 0, ""),
+        (MemoryError(), 1, "out of memory"),
+        (OSError(errno.ENOSPC, "No space left on device", "/disk/file"), 1, "/disk/file"),
+        (ValueError("a\nlong\nstory"), 1, "error: ValueError: a\nfix:"),
+        (GeneratorExit("no Exception"), 1, "error: GeneratorExit: no Exception"),
+    ],
+)
+def test_every_end_has_its_code_and_one_block(run, monkeypatch, error, code, said):
+    def fail(resolved):
+        raise error
+
+    monkeypatch.setattr("swiftlite.cli.plan.show_plan", fail)
+    got, _, err = run("sft", *DRY)
+    assert got == code and said in err
+    assert "Traceback" not in err and err.count("error:") <= 1
+
+
+def test_only_rank_0_speaks(run, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert run("sft", *DRY) == (0, "", "")
+    assert run("sft", "--no-such-flag") == (2, "", "")
+    monkeypatch.setenv("RANK", "0")
+    assert "2 (torchrun)" in run("sft", *DRY)[1]
+    code, _, err = run("sft", *DRY[:-1])
+    assert code == 2 and "parallel engine" in err
+
+
+def test_the_plan_shows_ranks_and_arithmetic(run):
+    _, out, _ = run("sft", *DRY, "--tp", "4", "--pp", "2", "--nproc-per-node", "16", "--micro-batch-size", "2")
+    text = " ".join(out.split())
+    assert "= 2 x 1 x 2 x 1 x 4" in text
+    assert "tp: ranks 0 1 2 3 | 4 5 6 7" in text and "pp: ranks 0 8 | 1 9" in text
+    assert "2 a forward pass x 2 accumulated x 2 data ranks" in text
+    assert "1f1b, 2 micro-batches over 2 stages; about 33% idle" in text
+
+
+def test_help_shows_choices_defaults_and_other_names(run):
+    _, out, _ = run("sft", "--help")
+    text = " ".join(out.replace("│", " ").split())
+    assert "constant_with_warmup" in text and "--no-packing turns it off" in text
+    assert "default: 2048" in text and "--cutoff-len" in text and "NPROC_PER_NODE" in text
+    assert "…" not in text  # nothing is cut off at 80 columns
+
+
+def test_a_closed_pipe_and_a_termination_end_quietly():
+    program = [sys.executable, "-m", "swiftlite"]
+    reader = subprocess.Popen([*program, "recipes", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    reader.stdout.close()
+    assert reader.stderr.read() == b"" and reader.wait() == 0
+    code = "import signal, os\nfrom swiftlite.cli import app, plan\n"
+    code += "plan.show_plan = lambda r: (print('ready', flush=True), signal.pause())\n"
+    code += f"app.main({['sft', *DRY]!r})"
+    waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert waiting.stdout.readline() == b"ready\n"
+    os.kill(waiting.pid, signal.SIGTERM)
+    assert waiting.communicate()[1] == b"terminated\n" and waiting.returncode == 143
+
+
+def test_top_level_help_is_quick():
+    """Less than half the time of importing torch, whose CPU time this counts as well."""
+
+    def cpu_seconds(*words):
+        before = os.times()
+        subprocess.run([sys.executable, *words], check=True, capture_output=True)
+        after = os.times()
+        return after.children_user - before.children_user + after.children_system - before.children_system
+
+    help_time = min(cpu_seconds("-m", "swiftlite", "--help") for _ in range(3))
+    assert help_time < cpu_seconds("-c", "import torch") / 2
+
+
+def test_recipes_show_is_the_file(run):
+    from swiftlite.config.recipe import find_recipe
+
+    assert run("recipes", "show", "llama3/8b-sft-fsdp")[1] == find_recipe("llama3/8b-sft-fsdp").read_text()
+    code, out, _ = run("recipes", "list")
+    assert code == 0 and "llama3/8b-sft-fsdp" in out and "models" not in out.split()
+    assert json.loads(run("recipes", "schema")[1])["additionalProperties"] is False

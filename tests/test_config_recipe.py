@@ -1,0 +1,184 @@
+"""Recipes: read strictly, found by path or name, and the saved configuration that runs again."""
+
+import json
+
+import pytest
+import yaml
+
+from swiftlite.config.json_schema import recipe_schema
+from swiftlite.config.names import dataset_name, model_name
+from swiftlite.config.recipe import find_recipe, load_recipe, recipes_folder, shipped_recipes
+from swiftlite.config.resolve import resolve, resolve_config
+from swiftlite.config.save import dump_config, save_config
+from swiftlite.errors import UserError
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Write a recipe's text (or bytes) to a file and read it."""
+
+    def read(text):
+        path = tmp_path / "recipe.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return load_recipe(str(path))
+
+    return read
+
+
+BASE = "method: sft\nmodel: org/model\ndataset: org/rows\n"
+
+
+def test_scalars_keep_their_meaning(recipe):
+    read = recipe(
+        BASE + "learning_rate: 1e-5\nmax-steps: null\nrevision: 0123\npacking: no\nrun_name: 'on'\n"
+        "report_to: [wandb, TensorBoard]\ncolumns: {instruction: question}\nwarmup_steps:\nadam_eps: 1.0e-6\n"
+    )
+    config = resolve(None, {}, read, env={}).config
+    assert config.learning_rate == 1e-5 and config.adam_epsilon == 1e-6
+    assert config.max_steps is None and config.warmup_steps is None
+    assert config.revision == "0123" and config.run_name == "on"
+    assert config.packing is False
+    assert config.report_to == ["wandb", "tensorboard"]
+    assert config.columns == {"instruction": "question"}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("max_lenght: 5", 4, "max_length"),
+        ("lr: 1e-5\nlearning_rate: 1e-4", 5, "twice"),
+        ("seed: 1\nseed: 2", 5, "twice"),
+        ("seed: {a: 1}", 4, "nested"),
+        ("seed: [1, 2]", 4, "one value"),
+        ("dataset2: x", 4, "dataset"),
+        ("seed: !!python/object/apply:os.system ['true']", 4, "tag"),
+        ("target_modules: [[a]]", 4, "plain values"),
+        ("seed: 'open", 5, "YAML"),
+        ("\tseed: 1", 4, "YAML"),
+        ("? [a, b]\n: 1", 4, "unknown key"),
+        ("<<: {seed: 1}", 4, "unknown key"),
+        ("---\nseed: 1", 4, "YAML"),
+    ],
+)
+def test_a_bad_recipe_names_the_line(recipe, text, line, said):
+    with pytest.raises(UserError) as caught:
+        recipe(BASE + text + "\n")
+    assert f"recipe.yaml:{line}" in caught.value.where
+    assert said in str(caught.value)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "empty"),
+        ("# only a comment\n", "empty"),
+        ("- a\n- b\n", "key: value"),
+        ("just words\n", "key: value"),
+        (b"model: \xff\xfe\n", "UTF-8"),
+        ("model: a\x00b\n", "YAML"),
+        ("a: " + "[" * 20000, "nested too deeply"),
+        ("run_name: " + "x" * 300_000, "larger"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(recipe, content, said):
+    with pytest.raises(UserError, match=said):
+        recipe(content)
+
+
+def test_aliases_in_yaml_cannot_grow(recipe):
+    bomb = "dataset: &a [x, x]\neval_dataset: [*a, *a]\n"
+    with pytest.raises(UserError, match="plain values"):
+        recipe("method: sft\nmodel: m/x\n" + bomb)
+
+
+@pytest.mark.parametrize("text", ["max_length: many", "tuner: lorra", "save_steps: true", "save_steps: null", "epochs: -1"])
+def test_a_bad_value_names_the_line(recipe, text):
+    read = recipe(BASE + text + "\n")
+    with pytest.raises(UserError) as caught:
+        resolve(None, {}, read, env={})
+    assert "recipe.yaml:4: " + text.split(":")[0] in caught.value.where
+
+
+def test_found_by_path_name_and_stem(tmp_path, monkeypatch):
+    wanted = recipes_folder() / "llama3" / "8b-sft-fsdp.yaml"
+    for name in ("llama3/8b-sft-fsdp", "llama3/8b-sft-fsdp.yaml", "recipes/llama3/8b-sft-fsdp.yaml", "8b-sft-fsdp"):
+        assert find_recipe(name).resolve() == wanted.resolve()
+    with pytest.raises(UserError, match="llama3/8b-sft-lora"):  # two folders have one of this stem
+        find_recipe("8b-sft-lora")
+    with pytest.raises(UserError, match="did you mean `llama3/8b-sft-fsdp`"):
+        find_recipe("llama3/8b-sft-fdsp")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "8b-sft-fsdp").write_text(BASE)
+    assert find_recipe("8b-sft-fsdp").read_text() == BASE  # a file wins over a name
+    assert not {"models", "datasets"} & set(shipped_recipes())
+
+
+def test_short_names_and_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert model_name("qwen-7b") == "Qwen/Qwen2.5-7B-Instruct"
+    assert model_name("LLAMA3_8B") == "meta-llama/Meta-Llama-3-8B-Instruct"
+    assert model_name("some/model") == "some/model"
+    assert dataset_name("alpaca-en@train#500*2") == "tatsu-lab/alpaca@train#500*2"
+    assert dataset_name("gsm8k#5") == "openai/gsm8k:main#5"
+    assert dataset_name("gsm8k:socratic@test") == "openai/gsm8k:socratic@test"
+    (tmp_path / "qwen-7b").mkdir()
+    (tmp_path / "alpaca-en").mkdir()
+    assert model_name("qwen-7b") == "qwen-7b"
+    assert dataset_name("alpaca-en#5") == "alpaca-en#5"
+
+
+def test_paths_are_tried_beside_the_recipe_last(tmp_path, monkeypatch):
+    folder, work = tmp_path / "recipes", tmp_path / "work"
+    folder.mkdir(), work.mkdir()
+    monkeypatch.chdir(work)
+    (folder / "rows.jsonl").write_text("{}")
+    (folder / "r.yaml").write_text("method: sft\nmodel: m/x\ndataset: rows.jsonl#3\n")
+    read = load_recipe(str(folder / "r.yaml"))
+    assert resolve(None, {}, read, env={}).config.dataset == [f"{folder / 'rows.jsonl'}#3"]
+    (work / "rows.jsonl").write_text("{}")
+    assert resolve(None, {}, read, env={}).config.dataset == ["rows.jsonl#3"]
+
+
+def test_the_saved_config_gives_the_same_run(tmp_path):
+    config = resolve_config(
+        "sft",
+        model="qwen-7b",
+        dataset=["alpaca-en#5", "org/b, c"],
+        learning_rate="3e-7",
+        run_name="0123",
+        columns={"instruction": "a: b, {c}"},
+        new_tokens=["<a>", "null", " x", "a,b", "#", "é"],
+        target_modules=[r"layers\.\d{1,2}\.q"],
+        eval_fraction=0.1,
+        max_steps=5,
+    )
+    path = tmp_path / "config.yaml"
+    save_config(config, path)
+    again = resolve(None, {}, load_recipe(str(path)), env={})
+    assert again.config == config
+    assert dump_config(again.config) == dump_config(config)
+    assert again.notes == []
+    plain = yaml.safe_load(path.read_text())  # other readers see the same types
+    assert plain["learning_rate"] == 3e-7 and plain["run_name"] == "0123" and plain["tokenizer"] is None
+    assert "dry_run" not in plain and "debug" not in plain
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_the_saved_config_runs_in_another_layout(tmp_path):
+    path = tmp_path / "config.yaml"
+    save_config(resolve_config("sft", model="m/x", dataset="d/x"), path)
+    again = resolve(None, {}, load_recipe(str(path)), env={"NPROC_PER_NODE": "4"}).config
+    assert (again.global_batch_size, again.micro_batch_size, again.gradient_accumulation_steps) == (8, 1, 2)
+
+
+def test_json_schema_knows_every_key():
+    schema = json.loads(json.dumps(recipe_schema()))
+    properties = schema["properties"]
+    assert schema["additionalProperties"] is False
+    assert properties["max_seq_length"]["deprecated"] and properties["max_length"]["minimum"] == 1
+    assert {"type": "null"} in properties["learning_rate"]["anyOf"]
+    assert "lora" in str(properties["tuner"]) and properties["packing"]["default"] is True
+    for name, entry in properties.items():
+        assert entry["description"], name
+        assert not {"gt", "ge", "lt", "le"} & set(str(entry).replace("'", " ").split()), name

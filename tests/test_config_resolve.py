@@ -1,0 +1,305 @@
+"""Values become one config: types and spellings, defaults, contradictions, batch arithmetic and layouts."""
+
+import datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftlite.config.batch import solve_batch, weigh
+from swiftlite.config.flags import all_flags, find_flag
+from swiftlite.config.layout import plan_layout
+from swiftlite.config.recipe import load_recipe
+from swiftlite.config.resolve import resolve, resolve_config
+from swiftlite.config.schema import RunConfig
+from swiftlite.config.validate import Given
+from swiftlite.errors import UserError
+
+NAMED = {"model": "org/model", "dataset": "org/rows"}
+
+
+def made(method="sft", **values):
+    return resolve_config(method, **{**NAMED, **values})
+
+
+def plan(env=None, **values):
+    return resolve("sft", {k: Given(v, k, "flag") for k, v in {**NAMED, **values}.items()}, env=env or {})
+
+
+def test_every_flag_has_help_a_panel_and_names_of_its_own():
+    spelled = [name for flag in all_flags().values() for name in (flag.name, *flag.aliases)]
+    assert len(spelled) == len(set(spelled))
+    for flag in all_flags().values():
+        assert flag.help.endswith(".") and flag.panel and flag.default_in_words, flag.name
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("model-name-or-path", "model"),
+        ("model_type", "model"),
+        ("val-dataset", "eval_dataset"),
+        ("split_dataset_ratio", "eval_fraction"),
+        ("train-type", "tuner"),
+        ("lora-r", "lora_rank"),
+        ("cutoff-len", "max_length"),
+        ("max_seq_length", "max_length"),
+        ("truncation-strategy", "overlong"),
+        ("per-device-train-batch-size", "micro_batch_size"),
+        ("grad-accum", "gradient_accumulation_steps"),
+        ("num-train-epochs", "epochs"),
+        ("lr", "learning_rate"),
+        ("lr_scheduler_type", "lr_scheduler"),
+        ("mixed-precision", "precision"),
+        ("torch_dtype", "precision"),
+        ("parallel-method", "parallel"),
+        ("sharding-strategy", "sharding"),
+        ("device-mesh", "mesh"),
+        ("tp", "tensor_parallel_size"),
+        ("sequence-parallel-size", "context_parallel_size"),
+        ("ep", "expert_parallel_size"),
+        ("gradient-checkpointing", "activation_checkpointing"),
+        ("cpu-offload", "offload"),
+        ("resume-from-checkpoint", "resume"),
+        ("save_total_limit", "keep_checkpoints"),
+        ("logging_steps", "log_steps"),
+    ],
+)
+def test_names_of_other_tools(alias, name):
+    assert find_flag(alias).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "value"),
+    [
+        ("sharding", "FULL_SHARD", "full"),
+        ("sharding", "shard_grad_op", "grad_op"),
+        ("sharding", "No_Shard", "none"),
+        ("precision", "bfloat16", "bf16"),
+        ("activation_checkpointing", "true", "full"),
+        ("activation_checkpointing", "False", "none"),
+        ("offload", "true", "cpu"),
+        ("overlong", "delete", "drop"),
+        ("lr_scheduler", "warmup_stable_decay", "wsd"),
+        ("lr_scheduler", "CONSTANT-with-warmup", "constant_with_warmup"),
+        ("pipeline_schedule", "Interleaved_1F1B", "interleaved-1f1b"),
+        ("optimizer", "adamw_torch", "adamw"),
+        ("resume", "runs/A_b", "runs/A_b"),
+        ("max_shard_size", "500 mb", "500MB"),
+        ("max_steps", "none", None),
+        ("report_to", "none", []),
+        ("trainable_layers", "-2", -2),
+    ],
+)
+def test_spellings_of_values(name, word, value):
+    assert RunConfig(**{name: word}).model_dump()[name] == value
+
+
+def test_defaults_depend_on_method_and_tuner():
+    assert (made().tuner, made().learning_rate, made().overlong) == ("lora", 1e-4, "truncate")
+    assert made(tuner="full").learning_rate == 1e-5
+    pretrain = made("pretrain")
+    assert (pretrain.tuner, pretrain.learning_rate, pretrain.overlong) == ("full", 2e-5, "split")
+    assert made(save_steps=7, eval_fraction=0.1).eval_steps == 7
+    now = datetime.datetime(2031, 2, 3, 4, 5, 6)
+    config = resolve("sft", {k: Given(v, k, "flag") for k, v in NAMED.items()}, env={}, now=now).config
+    assert config.template_date == "2031-02-03"
+    assert config.output_dir == "runs/model-sft-20310203-040506"
+
+
+def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
+    (tmp_path / "config.yaml").write_text("template_date: '2020-01-02'\n")
+    checkpoint = tmp_path / "checkpoints" / "step-00000010"
+    config = made(resume=str(checkpoint))
+    assert (config.output_dir, config.template_date) == (str(tmp_path), "2020-01-02")
+    assert made(resume="auto", output_dir=str(tmp_path)).template_date == "2020-01-02"
+    assert made(output_dir=str(tmp_path)).template_date != "2020-01-02"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"eval_dataset": "a", "eval_fraction": 0.1}, "keep one"),
+        ({"early_stopping_patience": 2}, "--eval-fraction"),
+        ({"adapter": "x/y", "tuner": "full"}, "--tuner lora"),
+        ({"tuner": "freeze", "trainable_layers": 0}, "--trainable-modules"),
+        ({"streaming": "true"}, "leave --streaming out"),
+        ({"lr_scheduler": "wsd", "decay_ratio": 0.99}, "--decay-ratio"),
+        ({"template_date": "3.2.2031"}, "YYYY-MM-DD"),
+        ({"resume": "auto"}, "--output-dir"),
+        ({"model": ""}, "--model"),
+        ({"dataset": []}, "--dataset"),
+        ({"tunner": "lora"}, "tuner"),
+        ({"epochs": "inf"}, "number"),
+        ({"columns": "a"}, "KEY=COLUMN"),
+        ({"max_shard_size": "5"}, "5GB"),
+    ],
+)
+def test_contradictions_name_the_fix(values, said):
+    with pytest.raises(UserError) as caught:
+        made(**values)
+    assert said in caught.value.fix
+
+
+def test_all_wrong_values_are_told_at_once():
+    with pytest.raises(UserError) as caught:
+        made(tuner="ful", lora_rank="x", packing="maybe")
+    assert all(word in str(caught.value) for word in ("`full`", "lora_rank", "packing"))
+
+
+def test_settings_without_effect_are_noted():
+    notes = " ".join(plan(tuner="full", lora_rank=16, num_microbatches=4, epochs=2, max_steps=3).notes)
+    assert all(name in notes for name in ("lora_rank", "num_microbatches", "epochs"))
+    assert plan(lora_rank=8).notes == []
+
+
+def test_method_of_command_and_recipe(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("method: pt\nmodel: a/b\ndataset: c/d\n")
+    recipe = load_recipe(str(path))
+    assert resolve(None, {}, recipe, env={}).config.method == "pretrain"
+    assert resolve("pretrain", {}, recipe, env={}).config.method == "pretrain"
+    with pytest.raises(UserError, match="contradicts"):
+        resolve("sft", {}, recipe, env={})
+    with pytest.raises(UserError, match="what to train"):
+        resolve(None, {k: Given(v, k, "flag") for k, v in NAMED.items()}, env={})
+
+
+def test_flags_win_over_environment_over_recipe(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("model: a/b\ndataset: c/d\nnproc_per_node: 2\nseed: 1\n")
+    recipe, seven = load_recipe(str(path)), {"seed": Given("7", "--seed", "flag")}
+    assert resolve("sft", seven, recipe, env={}).config.seed == 7
+    assert resolve("sft", {}, recipe, env={"NPROC_PER_NODE": "4"}).layout.world == 4
+    flag = {"nproc_per_node": Given("8", "--nproc-per-node", "flag")}
+    assert resolve("sft", flag, recipe, env={"NPROC_PER_NODE": "4"}).layout.world == 8
+    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1"}
+    resolved = resolve("sft", {}, recipe, env=torchrun)
+    assert (resolved.layout.world, resolved.config.master_addr) == (6, None)
+
+
+# --- batch sizes
+
+
+def sizes(total=None, micro=None, accumulation=None):
+    named = {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
+    return {name: size for name, size in named.items() if size is not None}
+
+
+@given(
+    micro=st.integers(1, 20),
+    accumulation=st.integers(1, 20),
+    ranks=st.integers(1, 9),
+    kept=st.sets(st.sampled_from(["total", "micro", "accumulation"]), min_size=2),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_two_sizes_give_the_third(micro, accumulation, ranks, kept):
+    whole = {"total": micro * accumulation * ranks, "micro": micro, "accumulation": accumulation}
+    batch = solve_batch(sizes(**{name: whole[name] for name in kept}), ranks)
+    assert (batch.global_size, batch.micro_size, batch.accumulation) == tuple(whole.values())
+
+
+@given(
+    total=st.none() | st.integers(1, 64),
+    micro=st.none() | st.integers(1, 16),
+    accumulation=st.none() | st.integers(1, 16),
+    ranks=st.integers(1, 8),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_batch_always_agrees_or_is_refused_with_numbers_that_do(total, micro, accumulation, ranks):
+    try:
+        batch = solve_batch(sizes(total, micro, accumulation), ranks)
+    except UserError as error:
+        named = int(error.fix.split("--global-batch-size ")[1].split()[0])
+        solve_batch(sizes(named, micro, accumulation), ranks)
+        return
+    assert batch.global_size == batch.micro_size * batch.accumulation * ranks
+    assert total in (None, batch.global_size) and micro in (None, batch.micro_size)
+
+
+def test_default_batch_is_eight_packs_whatever_the_ranks():
+    assert [solve_batch({}, ranks).global_size for ranks in (1, 2, 4, 8, 16)] == [8, 8, 8, 8, 16]
+    assert solve_batch(sizes(micro=3), 1).global_size == 9
+
+
+def test_flags_decide_which_size_of_the_recipe_gives_way():
+    recipe = sizes(8, 1, 8)
+    assert weigh({}, recipe) == (recipe, [])
+    assert weigh(sizes(micro=2), recipe) == (sizes(8, 2), ["gradient_accumulation_steps"])
+    assert weigh(sizes(accumulation=4), recipe) == (sizes(micro=1, accumulation=4), ["global_batch_size"])
+    assert weigh(sizes(total=16), recipe) == (sizes(16, 1), ["gradient_accumulation_steps"])
+
+
+# --- layouts
+
+
+@pytest.mark.parametrize(
+    ("values", "mesh", "sharding"),
+    [
+        ({}, "1 x 1 x 1 x 1 x 1", "none"),
+        ({"parallel": "fsdp", "sharding": "full"}, "1 x 1 x 1 x 1 x 1", "none"),
+        ({"nproc_per_node": 8}, "1 x 1 x 8 x 1 x 1", "full"),
+        ({"parallel": "fsdp", "sharding": "grad_op", "nproc_per_node": 8}, "1 x 1 x 8 x 1 x 1", "grad_op"),
+        ({"parallel": "ddp", "nproc_per_node": 8}, "1 x 8 x 1 x 1 x 1", "none"),
+        ({"sharding": "NO_SHARD", "nproc_per_node": 4}, "1 x 4 x 1 x 1 x 1", "none"),
+        ({"mesh": "2x4"}, "1 x 2 x 4 x 1 x 1", "full"),
+        ({"mesh": "2x4", "tensor_parallel_size": 2, "nproc_per_node": 16}, "1 x 2 x 4 x 1 x 2", "full"),
+        ({"parallel": "megatron", "tensor_parallel_size": 4, "pipeline_parallel_size": 2}, "2 x 1 x 1 x 1 x 4", "none"),
+        ({"parallel": "fsdp", "context_parallel_size": 2, "nproc_per_node": 8}, "1 x 1 x 4 x 2 x 1", "full"),
+        ({"nproc_per_node": 8, "nnodes": 2, "expert_parallel_size": 4}, "1 x 1 x 16 x 1 x 1", "full"),
+    ],
+)
+def test_flags_become_a_mesh(values, mesh, sharding):
+    layout = plan(**values).layout
+    assert (str(layout), layout.sharding) == (mesh, sharding)
+
+
+@pytest.mark.parametrize(
+    ("values", "fix"),
+    [
+        ({"tensor_parallel_size": 4, "nproc_per_node": 6}, "start 8 processes"),
+        ({"tensor_parallel_size": 3, "nproc_per_node": 8}, "--tensor-parallel-size 4"),
+        ({"mesh": "2x4", "nproc_per_node": 6}, "--mesh 2x3"),
+        ({"mesh": "4x4", "nproc_per_node": 8}, "start 16 processes"),
+        ({"sharding": "hybrid", "nproc_per_node": 8}, "--mesh 2x4"),
+        ({"sharding": "hybrid", "nproc_per_node": 8, "nnodes": 4}, "--mesh 4x8"),
+        ({"parallel": "megatron", "nproc_per_node": 8}, "--tensor-parallel-size"),
+        ({"parallel": "none", "nproc_per_node": 2}, "--parallel auto"),
+        ({"parallel": "none", "tensor_parallel_size": 2}, "--parallel auto"),
+        ({"parallel": "ddp", "sharding": "full", "nproc_per_node": 2}, "--parallel fsdp"),
+        ({"sharding": "none", "mesh": "2x2"}, "--sharding hybrid"),
+        ({"mesh": "2by4"}, "2x4"),
+        ({"mesh": "0x4"}, "2x4"),
+        ({"expert_parallel_size": 3, "nproc_per_node": 8}, "--expert-parallel-size"),
+        ({"pipeline_parallel_size": 4, "global_batch_size": 2}, "--global-batch-size 4"),
+        ({"nproc_per_node": 3, "global_batch_size": 8}, "--global-batch-size 6 or 9"),
+        ({"pipeline_parallel_size": 2, "num_microbatches": 4, "gradient_accumulation_steps": 8}, "leave one"),
+    ],
+)
+def test_illegal_layouts_name_the_nearest(values, fix):
+    with pytest.raises(UserError) as caught:
+        plan(**values)
+    assert fix in caught.value.fix
+
+
+@given(
+    tp=st.sampled_from([1, 2, 3, 4]), pp=st.sampled_from([1, 2, 3]), cp=st.sampled_from([1, 2]), world=st.integers(1, 24)
+)
+@settings(max_examples=80, deadline=None)
+def test_the_mesh_holds_every_process_or_is_refused(tp, pp, cp, world):
+    config = RunConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, context_parallel_size=cp, nproc_per_node=world)
+    if world % (tp * pp * cp):
+        with pytest.raises(UserError, match="cannot be split"):
+            plan_layout(config, {})
+    else:
+        assert plan_layout(config, {}).world == world
+
+
+def test_a_bad_world_size_is_told():
+    with pytest.raises(UserError, match="WORLD_SIZE"):
+        plan({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "many"})
+
+
+def test_a_huge_world_is_checked_at_once():
+    with pytest.raises(UserError):
+        plan(nproc_per_node=10**9 + 7, tensor_parallel_size=4)
