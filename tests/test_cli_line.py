@@ -61,7 +61,7 @@ def test_the_recipe_may_stand_anywhere():
 
 
 def test_a_flag_given_twice_is_noted():
-    assert "--lr was given twice" in read_line("sft", "--learning-rate 1 --lr 2".split()).notes[0]
+    assert "--lr was given twice" in read_line("sft", ["--learning-rate", "1", "--lr", "2"]).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_flags_of_other_commands_take_underscores_and_debug(run, tmp_path):
         (RunError("broke", fix="so"), 1, "error: broke\nfix:   so\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (SystemExit(143), 143, ""),
-        (BrokenPipeError(), 0, ""),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
         (MemoryError(), 1, "out of memory"),
         (OSError(errno.ENOSPC, "No space left on device", "/disk/file"), 1, "/disk/file"),
         (ValueError("a\nlong\nstory"), 1, "error: ValueError: a\nfix:"),
@@ -177,7 +177,7 @@ def test_a_closed_pipe_and_a_termination_end_quietly():
     program = [sys.executable, "-m", "swiftlite"]
     reader = subprocess.Popen([*program, "recipes", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     reader.stdout.close()
-    assert reader.stderr.read() == b"" and reader.wait() == 0
+    assert reader.stderr.read() == b"" and reader.wait() == 1
     code = "import signal, os\nfrom swiftlite.cli import app, plan\n"
     code += "plan.show_plan = lambda r: (print('ready', flush=True), signal.pause())\n"
     code += f"app.main({['sft', *DRY]!r})"

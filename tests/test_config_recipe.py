@@ -92,7 +92,9 @@ def test_aliases_in_yaml_cannot_grow(recipe):
         recipe("method: sft\nmodel: m/x\n" + bomb)
 
 
-@pytest.mark.parametrize("text", ["max_length: many", "tuner: lorra", "save_steps: true", "save_steps: null", "epochs: -1"])
+@pytest.mark.parametrize(
+    "text", ["max_length: many", "tuner: lorra", "save_steps: true", "save_steps: null", "epochs: -1"]
+)
 def test_a_bad_value_names_the_line(recipe, text):
     read = recipe(BASE + text + "\n")
     with pytest.raises(UserError) as caught:

@@ -283,11 +283,16 @@ def test_illegal_layouts_name_the_nearest(values, fix):
 
 
 @given(
-    tp=st.sampled_from([1, 2, 3, 4]), pp=st.sampled_from([1, 2, 3]), cp=st.sampled_from([1, 2]), world=st.integers(1, 24)
+    tp=st.sampled_from([1, 2, 3, 4]),
+    pp=st.sampled_from([1, 2, 3]),
+    cp=st.sampled_from([1, 2]),
+    world=st.integers(1, 24),
 )
 @settings(max_examples=80, deadline=None)
 def test_the_mesh_holds_every_process_or_is_refused(tp, pp, cp, world):
-    config = RunConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, context_parallel_size=cp, nproc_per_node=world)
+    config = RunConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, context_parallel_size=cp, nproc_per_node=world
+    )
     if world % (tp * pp * cp):
         with pytest.raises(UserError, match="cannot be split"):
             plan_layout(config, {})

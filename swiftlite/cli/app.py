@@ -52,6 +52,8 @@ def _run(words: list[str], session: Session) -> int:
         else:
             words = _plain_words(words)
         code = build_app(chosen)(words, prog_name="swiftlite", standalone_mode=False, obj=session)
+        if code == 128 + signal.SIGINT:  # Typer's answer to a KeyboardInterrupt
+            print("interrupted", file=sys.stderr)
         return code if isinstance(code, int) else 0
     except SwiftliteError as error:
         return _report(error, session)
@@ -60,8 +62,6 @@ def _run(words: list[str], session: Session) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        return 0  # see `main`
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:  # some libraries' errors are no Exception; all of them end in one block

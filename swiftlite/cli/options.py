@@ -14,7 +14,7 @@ from swiftlite.config.flags import Flag, all_flags
 from swiftlite.config.schema import RUN
 
 KIND_NAMES = {"bool": "on|off", "int": "INT", "float": "FLOAT", "str": "NAME", "list": "NAME ...", "map": "KEY=COLUMN"}
-WIDEST_CHOICES = 24  # characters in the help's column of types; longer lists of choices go into the sentence
+WIDEST_CHOICES = 9  # characters in the help's column of types; longer lists of choices go into the sentence
 
 
 @dataclass

@@ -129,7 +129,7 @@ class RunConfig(BaseModel):
         DATA,
         "Where a format's keys are in your files: `instruction=question output=answer`.",
         shown="none",
-        metavar="KEY=COLUMN ...",
+        metavar="KEY=COL ...",
     )
     max_length: Count = flag(
         2048,
@@ -317,7 +317,7 @@ class RunConfig(BaseModel):
         "Hybrid sharding: `2x4` is 2 replicas of 4-way sharding.",
         "device_mesh",
         shown="none",
-        metavar="REPLICATExSHARD",
+        metavar="RxS",
     )
     tensor_parallel_size: Count = flag(
         1, PARALLELISM, "Ranks that split each layer.", "tp", "tensor_model_parallel_size"
@@ -370,7 +370,7 @@ class RunConfig(BaseModel):
         CHECKPOINTS,
         "`never`, `auto` (the newest complete checkpoint, if any), or a checkpoint folder.",
         "resume_from_checkpoint",
-        metavar="never|auto|PATH",
+        metavar="auto|PATH",
         bare="auto",
     )
     max_shard_size: Size = flag("5GB", CHECKPOINTS, "Largest safetensors file of the result.", metavar="SIZE")
