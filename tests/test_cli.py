@@ -139,6 +139,16 @@ def test_a_run_from_the_command_line(run, tmp_path, tiny_model, write_rows, chat
     assert code == 0, err
 
 
+def test_the_default_length_fits_the_model_and_says_so(run, tmp_path, tiny_model, write_rows, chat_rows):
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
+    del values["max_length"]
+    code, out, err = run("sft", *flags(values))
+    assert code == 0, err
+    assert "--max-length is 512, not 2048" in out
+    code, _, err = run("sft", *flags(values | {"max_length": 2048, "output_dir": tmp_path / "other"}))
+    assert code == 2 and "512 positions" in err
+
+
 def test_inspect_shows_trained_tokens_and_the_audit(run, tmp_path, tiny_model, write_rows, chat_rows):
     values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
     del values["save_steps"]

@@ -156,6 +156,11 @@ def test_only_rank_0_speaks(run, monkeypatch):
     assert code == 2 and "parallel engine" in err
 
 
+def test_inspect_has_a_dry_run_too(run):
+    code, out, err = run("inspect", *DRY)
+    assert (code, err) == (0, "") and "Plan" in out
+
+
 def test_the_plan_shows_ranks_and_arithmetic(run):
     _, out, _ = run("sft", *DRY, "--tp", "4", "--pp", "2", "--nproc-per-node", "16", "--micro-batch-size", "2")
     text = " ".join(out.split())

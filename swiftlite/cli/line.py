@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from swiftlite.config.flags import Flag, all_flags, find_flag, known_names, nearest
-from swiftlite.config.types import split_list
 from swiftlite.errors import UserError
 
 TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -130,6 +129,8 @@ class _Reader:
         return "true" if TRUTH.index(value.lower()) % 2 == 0 else "false"
 
     def _several(self, option: str, value: str | None) -> list[str]:
+        from swiftlite.config.types import split_list
+
         words = [] if value is None else [self._value(option, value)]
         while (following := self._next()) is not None:
             words.append(following)

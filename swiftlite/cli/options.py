@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -11,7 +12,6 @@ import typer
 
 from swiftlite.cli.line import Line, read_line
 from swiftlite.config.flags import Flag, all_flags
-from swiftlite.config.schema import RUN
 
 KIND_NAMES = {"bool": "on|off", "int": "INT", "float": "FLOAT", "str": "NAME", "list": "NAME ...", "map": "KEY=COLUMN"}
 WIDEST_CHOICES = 9  # characters in the help's column of types; longer lists of choices go into the sentence
@@ -31,7 +31,8 @@ class RunCommand:
 
     fallback: the method where nobody says it, for commands that only look.
 
-    handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags.
+    handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags, unless
+    `--dry-run` asks for configuration and plan only.
     """
 
     name: str
@@ -83,7 +84,12 @@ class RunCommand:
         resolved = resolve(self.method or (None if said else self.fallback), given, loaded)
         resolved.notes[:0] = line.notes
         session.debug = session.debug or resolved.config.debug
-        self.handler(resolved, **own)
+        if not resolved.config.dry_run:
+            self.handler(resolved, **own)
+        elif os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
+            from swiftlite.cli.plan import show_plan
+
+            show_plan(resolved)
 
 
 def own_flag(name: str, kind: str, default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Flag:
@@ -141,6 +147,8 @@ def _choices_in_sentence(flag: Flag) -> bool:
 
 
 def _parameter(flag: Flag) -> inspect.Parameter:
+    from swiftlite.config.schema import RUN
+
     names = [flag.option, *([f"-{flag.short}"] if flag.short else [])]
     kind = list[str] | None if flag.kind in ("list", "map") else str | None
     choices = "" if _choices_in_sentence(flag) else "|".join(flag.choices)

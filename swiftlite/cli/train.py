@@ -1,8 +1,7 @@
-"""`swiftlite sft`, `pretrain` and `train`: show the plan, or train."""
+"""`swiftlite sft`, `pretrain` and `train`."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from swiftlite.cli.options import RunCommand
@@ -14,13 +13,7 @@ if TYPE_CHECKING:
 
 
 def train(resolved: Resolved) -> None:
-    """Train, or with `--dry-run` print configuration and plan and load nothing. Raises UserError."""
-    if resolved.config.dry_run:
-        from swiftlite.cli.plan import show_plan
-
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
-            show_plan(resolved)
-        return
+    """Train. Raises UserError for what needs the parallel engine, and what the run itself raises."""
     refuse_what_needs_the_engine(resolved.layout, resolved.config.offload)
     for note in resolved.notes:
         print(f"note: {note}", flush=True)

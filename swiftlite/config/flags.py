@@ -1,4 +1,7 @@
-"""The schema as a table of flags: names, aliases, choices, defaults in words, and the nearest name to a wrong one."""
+"""The schema as a table of flags: names, aliases, choices, defaults in words, and the nearest name to a wrong one.
+
+The schema itself is imported on first use: `swiftlite --help` needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,10 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-
-from swiftlite.config.schema import RunConfig
-from swiftlite.config.types import literal_choices
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Flag:
 @cache
 def all_flags() -> dict[str, Flag]:
     """Name -> flag, in the order of the schema."""
+    from swiftlite.config.schema import RunConfig
+
     return {name: _read(name, field) for name, field in RunConfig.model_fields.items()}
 
 
@@ -80,6 +83,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _read(name: str, field: FieldInfo) -> Flag:
+    from swiftlite.config.types import literal_choices
+
     extra = field.json_schema_extra
     assert isinstance(extra, dict), name
     kind = _kind(field.annotation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -70,6 +71,10 @@ def resolve(
     layout = plan_layout(named, env)
     batch, notes = _batch(named, given, layout)
     config = named.model_copy(update=_defaults(named, batch, now))
+    positions = _positions(config.model)
+    if "max_length" not in given and positions is not None and positions < config.max_length:
+        notes.append(f"--max-length is {positions}, not {config.max_length}: the model has no more positions")
+        config = config.model_copy(update={"max_length": positions})
     check_together(config, {name: item.where for name, item in given.items()})
     by = {name: item.by for name, item in given.items()}
     notes += unused(config, by)
@@ -170,6 +175,17 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),
     }
+
+
+def _positions(model: str) -> int | None:
+    """The longest sequence of a local model; None where the model is not here or does not say."""
+    try:
+        settings = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        settings = settings.get("text_config") or settings
+        found = settings.get("max_position_embeddings") or settings.get("n_positions")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None  # whoever loads the model says what is wrong with it
+    return found if isinstance(found, int) and found > 1 else None
 
 
 def _output_dir(config: RunConfig, now: datetime.datetime) -> str:
