@@ -192,6 +192,10 @@ class Session:
     def _write_start(self) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
         save_config(self._config, self._output / "config.yaml")
+        self._write_audit()
+
+    def _write_audit(self) -> None:
+        """What became of the rows. A streamed data set knows it only at the end, so it is written there again."""
         audit = json.dumps(self._prepared.audit, indent=2, ensure_ascii=False)
         (self._output / "audit.json").write_text(audit + "\n", encoding="utf-8")
         if self._prepared.rejected:
@@ -204,6 +208,7 @@ class Session:
         if not model.exists():
             with atomic_folder(model, manifest=False) as folder:
                 self._save_model(folder)
+        self._write_audit()
         self._reporter.finish(model)
         write_loss_plot(self._output)
         write_report_page(self._output)
