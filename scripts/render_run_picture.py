@@ -1,6 +1,6 @@
 """Draw docs/run.svg, the terminal during a run, from the metrics of a real run through the display's own code.
 
-    python scripts/render_run_picture.py RUN_DIR [--step N] [--fact output=runs/mine] [--output docs/run.svg]
+python scripts/render_run_picture.py RUN_DIR [--step N] [--fact output=runs/mine] [--output docs/run.svg]
 """
 
 from __future__ import annotations

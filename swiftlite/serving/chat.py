@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 
 from swiftlite.errors import UserError
@@ -32,7 +32,8 @@ def chat(answerer: Answerer, system: str | None, *, streaming: bool) -> None:
             return
         if command == "/clear":
             history.clear()
-            say("(a new conversation)") if interactive else None
+            if interactive:
+                say("(a new conversation)")
         elif command in ("/help", "/?"):
             say(HELP)
         elif command.startswith("/") and command[1:].isalpha():
@@ -44,6 +45,10 @@ def chat(answerer: Answerer, system: str | None, *, streaming: bool) -> None:
                 if not interactive:
                     raise
                 say(str(error))
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                say("(stopped)")
 
 
 class Conversation:
@@ -58,7 +63,7 @@ class Conversation:
         self._messages = list(self._opening)
 
     def ask(self, text: str, *, streaming: bool) -> str:
-        """Prints and remembers the answer. Ctrl-C stops it, and what was said so far is kept.
+        """Prints and remembers the answer; when Ctrl-C stops it, what was said so far.
 
         Without a chat template there is no conversation: each text is completed by itself. Raises UserError.
         """
@@ -66,26 +71,23 @@ class Conversation:
             self.clear()
         asked = [*self._messages, {"role": "user", "content": text}]
         prompt = self._answerer.encode(asked, "the conversation")
-        said = self._stream(prompt) if streaming else self._whole(prompt)
-        self._messages = [*asked, {"role": "assistant", "content": said}]
-        return said
-
-    def _stream(self, prompt: list[int]) -> str:
         said = ""
-        with closing(self._answerer.stream(prompt)) as pieces:
+        with closing(self._pieces(prompt, streaming)) as pieces:
             try:
                 for piece in pieces:
-                    said += piece
                     print(piece, end="", flush=True)
-            except KeyboardInterrupt:
-                say(" (stopped)")
-        print(flush=True)
+                    said += piece
+            finally:
+                print(flush=True)
+                if said.strip():
+                    self._messages = [*asked, {"role": "assistant", "content": said.strip()}]
         return said.strip()
 
-    def _whole(self, prompt: list[int]) -> str:
-        said = self._answerer.answer([prompt])[0].text
-        print(said, flush=True)
-        return said
+    def _pieces(self, prompt: list[int], streaming: bool) -> Generator[str, None, None]:
+        if streaming:
+            yield from self._answerer.stream(prompt)
+        else:
+            yield self._answerer.answer([prompt])[0].text
 
 
 def _lines(interactive: bool) -> Iterator[str]:

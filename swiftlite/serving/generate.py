@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -109,7 +108,7 @@ class Answerer:
         worker = threading.Thread(target=work, daemon=True)
         worker.start()
         try:
-            yield from (piece for piece in _interruptible(pieces) if piece)
+            yield from (piece for piece in pieces if piece)
         finally:
             stop.set()
             worker.join()
@@ -200,15 +199,3 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def _added_special(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
-
-
-def _interruptible(pieces: Any) -> Iterator[str]:
-    """The streamer's pieces, waiting in short turns: a plain wait on a queue would hold Ctrl-C back on some systems."""
-    while True:
-        try:
-            piece = pieces.text_queue.get(timeout=0.2)
-        except queue.Empty:
-            continue
-        if piece is pieces.stop_signal:
-            return
-        yield piece

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 from swiftlite.serving.prompts import Question, read_questions
 from swiftlite.serving.source import find_source
 
@@ -160,8 +160,8 @@ def _written_aside(output: Path) -> Iterator[IO[str]]:
             os.fsync(file.fileno())
         partial.rename(output)
     except OSError as error:
-        raise UserError(
-            f"the output cannot be written: {error.strerror}", where=str(output), fix="check the disk"
+        raise RunError(
+            f"the output cannot be written: {error.strerror}", where=str(output), fix="free some space on the disk"
         ) from error
     finally:
         partial.unlink(missing_ok=True)

@@ -39,7 +39,8 @@ def load_for_answers(
         inspect_model_folder(Path(source.base).expanduser())
     plain = chat_template == NO_TEMPLATE
     tokenizer = load_tokenizer(
-        source.tokenizer,
+        source.base,
+        tokenizer=source.tokenizer,
         revision=revision,
         trust_remote_code=trust_remote_code,
         chat_template=None if plain else chat_template,

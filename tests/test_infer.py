@@ -1,0 +1,395 @@
+"""`swiftlite infer`: answers are the model's own greedy ones, batched or not, and bad input is named before loading."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftlite.errors import UserError
+from swiftlite.serving import infer as infer_module
+from swiftlite.serving.generate import Answer, Answerer, Sampling, stop_tokens
+from swiftlite.serving.infer import InferOptions, run_infer
+from swiftlite.serving.load import answer_dtype, load_for_answers
+from swiftlite.serving.source import find_source
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    return load_for_answers(find_source(str(tiny_model("llama")), None), precision="fp32")
+
+
+def ask(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+PROMPTS = [
+    "Who are you?",
+    "What is two plus two? Please answer, please answer, please answer.",
+    "Hi",
+    "Tell me about Paris.",
+]
+
+
+def greedy(model, ids: list[int], stops: list[int], count: int) -> list[int]:
+    """Independent of generate(): the likeliest token of a whole forward pass, again and again."""
+    new: list[int] = []
+    with torch.inference_mode():
+        while len(new) < count:
+            token = int(model(input_ids=torch.tensor([ids + new]), use_cache=False).logits[0, -1].argmax())
+            if token in stops:
+                break
+            new.append(token)
+    return new
+
+
+def test_a_batch_answers_as_each_prompt_alone(loaded):
+    model, tokenizer = loaded
+    tokenizer.pad_token = tokenizer.eos_token  # the mask must come from the lengths
+    answerer = Answerer(model, tokenizer, Sampling(max_new_tokens=12))
+    prompts = [answerer.encode(ask(text), "test") for text in PROMPTS]
+    assert len({len(prompt) for prompt in prompts}) > 1
+    stops = stop_tokens(model.generation_config, tokenizer)
+    for prompt, answer in zip(prompts, answerer.answer(prompts), strict=True):
+        expected = greedy(model, prompt, stops, 12)
+        assert answer.text == tokenizer.decode(expected, skip_special_tokens=True).strip()
+        assert answer.tokens == len(expected)
+
+
+def test_streamed_pieces_are_the_whole_answer(loaded):
+    answerer = Answerer(*loaded, Sampling(max_new_tokens=12))
+    prompt = answerer.encode(ask(PROMPTS[1]), "test")
+    assert "".join(answerer.stream(prompt)).strip() == answerer.answer([prompt])[0].text
+
+
+def test_a_failure_in_the_streaming_thread_is_raised_where_it_is_read(loaded, monkeypatch):
+    answerer = Answerer(*loaded, Sampling(max_new_tokens=4))
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(answerer, "_generate", broken)
+    with pytest.raises(RuntimeError, match="no memory"):
+        list(answerer.stream([5, 6]))
+
+
+def test_closing_the_stream_stops_the_model(loaded):
+    answerer = Answerer(*loaded, Sampling(max_new_tokens=400))
+    answerer._stops.clear()  # else an answer might be short by itself
+    steps: list[int] = []
+    hook = loaded[0].register_forward_hook(lambda *_: steps.append(1))
+    try:
+        pieces = answerer.stream(answerer.encode(ask("Tell me a story."), "test"))
+        next(pieces)
+        pieces.close()
+    finally:
+        hook.remove()
+    assert 0 < len(steps) < 400
+
+
+def test_the_end_of_a_turn_stops_an_answer(loaded, tokenizer):
+    from transformers import GenerationConfig
+
+    im_end, end_of_text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    plain = load_copy(tokenizer, eos_token="<|endoftext|>")
+    stops = stop_tokens(GenerationConfig(eos_token_id=[7, 8]), plain)
+    assert stops == [7, 8, end_of_text, im_end]
+
+
+def load_copy(tokenizer, **changes: str):
+    import copy
+
+    changed = copy.deepcopy(tokenizer)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def test_sampling_follows_the_seed(tiny_model, capsys):
+    said = []
+    for seed in (1, 1, 2):
+        options = InferOptions(
+            model=str(tiny_model("llama")), prompts=["Hi"], temperature=1.5, seed=seed, max_new_tokens=16,
+            precision="fp32",
+        )  # fmt: skip
+        run_infer(options)
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
+
+
+def test_prompts_beyond_the_model_are_refused_and_long_ones_get_the_room_that_is_left(loaded):
+    answerer = Answerer(*loaded, Sampling(max_new_tokens=256))
+    word = len(answerer.encode(ask("fox " * 10), "test")) - len(answerer.encode(ask("fox " * 9), "test"))
+    long = answerer.encode(ask("fox " * (490 // word)), "test")
+    assert answerer._room(long) == 512 - len(long) < 256
+    assert list(answerer.batches([long, [1], [1, 2]], 8)) in ([[0], [2, 1]], [[2, 1], [0]])
+    with pytest.raises(UserError, match="the model takes 512"):
+        answerer.encode(ask("fox " * 1000), "test")
+
+
+# ---- jsonl ----------------------------------------------------------------------------------------------------------
+
+
+def answer_rows(tiny_model, tmp_path: Path, rows: list[dict], **options: object) -> list[dict]:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run_infer(
+        InferOptions(
+            model=str(tiny_model("llama")),
+            input=source,
+            output=target,
+            max_new_tokens=6,
+            precision="fp32",
+            **options,
+        )  # fmt: skip
+    )
+    assert not list(tmp_path.glob(".*partial"))
+    return [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_row_format_is_answered_in_order(tiny_model, tmp_path):
+    same = {"role": "user", "content": "Who are you?"}
+    rows = [
+        {"prompt": "Who are you?", "id": 1},
+        {"messages": [same, {"role": "assistant", "content": "left out"}]},
+        {"conversations": [{"from": "human", "value": "Who are you?"}]},
+        {"instruction": "Who are", "input": "you?", "output": "x"},
+        {"query": "Who are you?", "response": "mine"},
+        {"prompt": [same]},
+        {"question": "A much longer question, which belongs in another place of the batch?", "answer": "x"},
+    ]
+    written = answer_rows(tiny_model, tmp_path, rows, batch_size=3)
+    assert [list(row)[0] for row in written] == [list(row)[0] for row in rows]
+    assert written[0] == {**rows[0], "response": written[0]["response"]}
+    assert written[4]["reference"] == "mine"
+    assert len({written[i]["response"] for i in (0, 1, 2, 4, 5)}) == 1
+
+
+def test_a_system_message_is_added_only_where_there_is_none(tmp_path):
+    from swiftlite.serving.prompts import read_questions
+
+    path = tmp_path / "in.jsonl"
+    own = {"messages": [{"role": "system", "content": "mine"}, {"role": "user", "content": "x"}]}
+    path.write_text(json.dumps(own) + "\n\n" + json.dumps({"prompt": "x", "history": [["a", "b"]]}) + "\n")
+    first, second = read_questions(path, "yours")
+    assert [m["content"] for m in first.messages] == ["mine", "x"]
+    assert [m["content"] for m in second.messages] == ["yours", "a", "b", "x"]
+    assert second.where == f"{path}:3"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"prompt": ', "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b"[1]", "JSON object"),
+        (b'{"text": "x"}', "no row format"),
+        (b'{"prompt": 3}', "must be a string"),
+        (b'{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
+        (b'{"messages": [{"role": "assistant", "content": "x"}]}', "no question"),
+        (b'{"messages": "x"}', "must be an array"),
+        (b'{"prompt": "x", "history": [1]}', "list of pairs"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line_before_anything_is_loaded(tmp_path, tiny_model, monkeypatch, line, says):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
+    options = InferOptions(model=str(tiny_model("llama")), input=path, output=tmp_path / "out.jsonl")
+    with pytest.raises(UserError, match=says) as caught:
+        run_infer(options)
+    assert caught.value.where == f"{path}:2"
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_failure_half_way_leaves_no_output(tmp_path):
+    class Broken:
+        def encode(self, *args: object) -> list[int]:
+            return [1]
+
+        def batches(self, prompts: list, size: int) -> list[list[int]]:
+            return [[0], [1]]
+
+        def answer(self, prompts: list) -> list[Answer]:
+            raise RuntimeError("lost the device")
+
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    questions = infer_module.read_questions(path, None)
+    with pytest.raises(RuntimeError, match="lost the device"):
+        infer_module.answer_file(Broken(), questions, tmp_path / "out.jsonl", 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"input": Path("a.jsonl")}, "--output is missing"),
+        ({"output": Path("new.jsonl")}, "--input is missing"),
+        ({"prompts": ["x"], "input": Path("a"), "output": Path("new")}, "both given"),
+        ({"input": Path("a"), "output": Path(__file__)}, "exists"),
+        ({"input": Path("a"), "output": Path("no/such/folder/x")}, "folder of the output"),
+        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
+        ({"temperature": -1.0}, "--temperature"),
+        ({"temperature": float("nan")}, "--temperature"),
+        ({"top_p": 0.0}, "--top-p"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({}, "no model"),
+    ],
+)
+def test_flags_that_do_not_fit(change, says):
+    with pytest.raises(UserError, match=says) as caught:
+        run_infer(InferOptions(**change))
+    assert caught.value.fix
+
+
+# ---- what --model may be --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model, tmp_path_factory) -> Path:
+    """A LoRA adapter of the tiny model that really changes its answers."""
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = tiny_model("llama")
+    torch.manual_seed(3)
+    settings = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    folder = tmp_path_factory.mktemp("run") / "model"
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+def test_an_adapter_finds_its_base_and_is_applied(adapter, tiny_model, loaded):
+    base = str(tiny_model("llama"))
+    for model, given in ((str(adapter), None), (str(adapter.parent), None), (base, str(adapter)), (None, str(adapter))):
+        source = find_source(model, given)
+        assert (source.base, source.adapter, source.tokenizer) == (base, adapter, str(adapter))
+    model, _ = load_for_answers(source, precision="fp32")
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        merged = model.merge_and_unload()(ids).logits
+        difference = (merged - loaded[0](ids).logits).abs().max()
+    assert difference > 1e-3
+
+
+def test_a_run_folder_stands_for_its_model_and_a_checkpoint_for_itself(tiny_model, tmp_path):
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-00000010"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(UserError, match="not finished") as caught:
+        find_source(str(run), None)
+    assert "step-00000010" in caught.value.fix
+    for folder in (checkpoint, run / "model"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+    assert find_source(str(run), None).base == str(run / "model")
+    assert find_source(str(checkpoint), None).base == str(checkpoint)
+
+
+def test_sources_that_lead_nowhere(tmp_path, tiny_model, adapter):
+    gone = tmp_path / "adapter"
+    gone.mkdir()
+    (gone / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/gone/model"}))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text("{")
+    base = str(tiny_model("llama"))
+    for model, given, says in (
+        (str(tmp_path / "none"), None, "neither a folder nor a hub id"),
+        (str(tmp_path), None, "neither a model"),
+        (str(gone), None, "not where it was"),
+        (str(broken), None, "not valid JSON"),
+        (base, base, "no adapter_config"),
+        (str(adapter), str(adapter), "an adapter too"),
+    ):
+        with pytest.raises(UserError, match=says) as caught:
+            find_source(model, given)
+        assert caught.value.fix
+
+
+def test_a_truncated_weight_file_is_refused(tiny_model, tmp_path):
+    import shutil
+
+    folder = tmp_path / "cut"
+    shutil.copytree(tiny_model("llama"), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError):
+        load_for_answers(find_source(str(folder), None))
+
+
+def test_an_adapter_of_another_model_is_refused(tiny_model, adapter):
+    with pytest.raises(UserError, match="adapter"):
+        load_for_answers(find_source(str(tiny_model("gpt2")), str(adapter)), precision="fp32")
+
+
+def test_precision(tiny_model):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(dtype=torch.bfloat16)
+    assert answer_dtype("bf16", torch.device("cpu"), config) is torch.bfloat16
+    assert answer_dtype("auto", torch.device("cuda"), config) is torch.bfloat16
+    with pytest.raises(UserError, match="unknown precision"):
+        answer_dtype("int8", torch.device("cpu"), config)
+
+
+# ---- conversations --------------------------------------------------------------------------------------------------
+
+
+class Echo:
+    """Answers with the number of messages it was shown."""
+
+    has_template = True
+
+    def encode(self, messages: list[dict], where: str) -> list[int]:
+        return [len(messages)]
+
+    def stream(self, prompt: list[int]):
+        yield from ("saw ", str(prompt[0]))
+
+
+def test_lines_from_a_pipe_are_one_conversation_until_clear(monkeypatch, capsys):
+    from swiftlite.serving.chat import chat
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\n/clear\nc\n/exit\nd\n"))
+    chat(Echo(), "system", streaming=True)
+    assert capsys.readouterr().out.splitlines() == ["saw 2", "saw 4", "saw 2"]
+
+
+def test_ctrl_c_keeps_what_was_said_and_the_session_goes_on(monkeypatch, capsys):
+    from swiftlite.serving.chat import chat
+
+    class Interrupted(Echo):
+        def stream(self, prompt: list[int]):
+            yield f"saw {prompt[0]} "
+            if prompt[0] == 1:
+                raise KeyboardInterrupt
+
+    lines = iter(["a", "b", "/exit"])
+    stdin = io.StringIO()
+    stdin.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    chat(Interrupted(), None, streaming=True)
+    captured = capsys.readouterr()
+    assert captured.out.split() == ["saw", "1", "saw", "3"]  # the question, the cut answer, the next question
+    assert "(stopped)" in captured.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    with pytest.raises(KeyboardInterrupt):
+        chat(Interrupted(), None, streaming=True)
+
+
+def test_without_a_template_a_prompt_is_plain_text(tiny_model, capsys):
+    options = InferOptions(
+        model=str(tiny_model("llama")), prompts=["Once upon a time"], chat_template="none", max_new_tokens=5,
+        precision="fp32",
+    )  # fmt: skip
+    run_infer(options)
+    assert "no chat template" in capsys.readouterr().err
+    with pytest.raises(UserError, match="several messages"):
+        run_infer(InferOptions(**{**vars(options), "system": "Be brief."}))
