@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftlite.errors import UserError
+from swiftlite.imports import collector_paused
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +59,13 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
 
 def import_architecture(model_config: PretrainedConfig) -> None:
     """Import the code of the model's class now. Raises UserError where transformers has no causal model for it."""
-    from transformers import AutoModelForCausalLM
+    with collector_paused():
+        from transformers import AutoModelForCausalLM
 
-    if type(model_config) in AutoModelForCausalLM._model_mapping:
-        AutoModelForCausalLM._model_mapping[type(model_config)]
-    elif "AutoModelForCausalLM" not in (model_config.to_dict().get("auto_map") or {}):
+        known = type(model_config) in AutoModelForCausalLM._model_mapping
+        if known:
+            AutoModelForCausalLM._model_mapping[type(model_config)]
+    if not known and "AutoModelForCausalLM" not in (model_config.to_dict().get("auto_map") or {}):
         raise UserError(
             f"{model_config.model_type} is no causal language model in transformers",
             where=model_config.name_or_path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swiftlite.data.background import prepared_in_background
+from swiftlite.imports import collector_paused
 from swiftlite.models.tokenizer import tokenizer_loader
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 def launch(config: RunConfig) -> None:
     """Train as the config says. Raises what `run_training` raises."""
     with prepared_in_background(config, tokenizer_loader(config)):
-        from swiftlite.training.run import run_training
+        with collector_paused():
+            from swiftlite.training.run import run_training
 
         run_training(config)
