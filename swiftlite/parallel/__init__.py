@@ -1,0 +1,1 @@
+"""Parallelism applied from outside to an unmodified Hugging Face model: data, tensor, pipeline, context, experts."""
