@@ -13,6 +13,7 @@ from test_parity import metrics, settings
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError, UserError
+from swiftlite.parallel.mesh import alone
 from swiftlite.training import run as run_module
 from swiftlite.training.run import run_training
 
@@ -24,7 +25,7 @@ def base(tmp_path, tiny_model, write_rows, chat_rows):
 
 def train(values, **more):
     config = resolve_config("sft", **(values | more))
-    run_training(config)
+    run_training(config, alone())
     return config
 
 
@@ -118,7 +119,7 @@ def test_resume_refuses_other_data(base, write_rows, chat_rows):
 def test_saved_config_runs_again_and_gives_the_same_run(base, tmp_path):
     train(base)
     again = resolve_config(recipe=str(tmp_path / "out" / "config.yaml"), output_dir=str(tmp_path / "again"))
-    run_training(again)
+    run_training(again, alone())
     assert [row["loss"] for row in metrics(tmp_path / "again")] == [row["loss"] for row in metrics(tmp_path / "out")]
 
 

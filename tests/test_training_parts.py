@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from swiftlite.parallel.mesh import alone
 from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.schedule import rate_at, warmup_steps
@@ -49,16 +50,16 @@ def test_warmup_ratio_rounds_up_and_never_exceeds_the_run():
 def test_clipping_returns_the_norm_before_and_scales_all_together():
     a, b = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
     a.grad, b.grad = torch.full((3,), 2.0), torch.full((2, 2), 1.0)
-    norm = clip_gradients([a, b], 1.0)
-    assert norm.item() == pytest.approx(4.0)
+    norm = clip_gradients([a, b], 1.0, alone())
+    assert norm == pytest.approx(4.0)
     assert torch.cat([a.grad.flatten(), b.grad.flatten()]).norm().item() == pytest.approx(1.0, rel=1e-5)
-    assert clip_gradients([a, b], 0.0).item() == pytest.approx(1.0, rel=1e-5)
+    assert clip_gradients([a, b], 0.0, alone()) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_precision_names():
     assert resolve_precision("fp16", torch.device("cpu")).dtype == torch.float16
-    assert resolve_precision("fp16", torch.device("cpu")).scaler(torch.device("cpu")).is_enabled()
-    assert not resolve_precision("bf16", torch.device("cpu")).scaler(torch.device("cpu")).is_enabled()
+    assert resolve_precision("fp16", torch.device("cpu")).loss_scale().dynamic
+    assert not resolve_precision("bf16", torch.device("cpu")).loss_scale().dynamic
 
 
 def test_seeds_differ_by_step_and_micro_batch():

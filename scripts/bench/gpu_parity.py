@@ -122,7 +122,9 @@ def _swiftlite(config, state: dict, documents: list, device, precision_name: str
     from swiftlite.data.batches import collate
     from swiftlite.data.order import Sequence
     from swiftlite.models import attention
+    from swiftlite.config.layout import Layout
     from swiftlite.objectives.scorer import TokenScorer
+    from swiftlite.parallel.mesh import Mesh
     from swiftlite.training.precision import resolve_precision
     from swiftlite.training.step import DirectStep
 
@@ -134,9 +136,10 @@ def _swiftlite(config, state: dict, documents: list, device, precision_name: str
     ]
     size = -(-len(sequences) // pieces)
     batches = [collate([sequences[start : start + size]]) for start in range(0, len(sequences), size)]
-    step = DirectStep(TokenScorer(model, model), precision, device, seed=0)
-    outcome = step.train(1, batches, precision.scaler(device))
-    return outcome.loss, _norm(model)
+    scale = precision.loss_scale().value
+    step = DirectStep(TokenScorer(model, model), precision, Mesh(Layout(), device), seed=0)
+    outcome = step.train(1, batches, sum(batch.trained_tokens for batch in batches), scale)
+    return outcome.loss, _norm(model) / scale
 
 
 def report(comparisons: list[Comparison]) -> list[list[str]]:

@@ -1,57 +1,82 @@
-"""Write a trained model as every other tool reads it: safetensors shards, config, tokenizer, or a peft adapter."""
+"""A trained model as every other tool reads it: safetensors, config and tokenizer, or a peft adapter."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from swiftlite.checkpoint.catalog import catalog_adapter, catalog_model, stored_tensors
+from swiftlite.checkpoint.tensor_writer import FilePlan, parse_size
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+ADAPTER_STEM, MODEL_STEM = "adapter_model", "model"
 
-def save_model(
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What the result consists of. plan: its tensors; dtype: of config.json; adapter: it is one."""
+
+    plan: FilePlan
+    dtype: torch.dtype
+    adapter: bool
+
+
+def plan_files(model: nn.Module, base: PreTrainedModel, *, dtype: torch.dtype, max_shard_size: str) -> ModelFiles:
+    """Lay the files out while the model is whole and on `meta`.
+
+    model: a peft model (its adapter alone is saved, as it is trained) or `base` itself, saved as `dtype`.
+    """
+    types = {name: tensor.dtype for name, tensor in stored_tensors(model)}
+    if model is not base:
+        pairs = [(entry, types[entry.owner]) for entry in catalog_adapter(model)]
+        return ModelFiles(FilePlan(pairs, ADAPTER_STEM, None), dtype, True)
+    pairs = [(e, dtype if types[e.owner].is_floating_point else types[e.owner]) for e in catalog_model(base)]
+    return ModelFiles(FilePlan(pairs, MODEL_STEM, parse_size(max_shard_size)), dtype, False)
+
+
+def create_model_files(
     folder: Path,
+    files: ModelFiles,
     model: nn.Module,
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    dtype: torch.dtype,
-    max_shard_size: str,
 ) -> None:
-    """Save to an existing empty folder.
-
-    model: a peft model (its adapter alone is written) or `base` itself; dtype: of the files and of config.json.
-    Names are the hub's own: `save_pretrained` reverses the conversions of loading and stores a tied tensor once.
-    """
-    from transformers.utils import logging as hf_logging
-
-    hf_logging.disable_progress_bar()
+    """Everything but the bytes of the tensors, by one process: configs, tokenizer, safetensors with their headers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if model is base:
-            _save_whole(folder, base, dtype, max_shard_size)
+        if files.adapter:
+            _save_adapter_config(folder, model)
         else:
-            model.save_pretrained(folder, safe_serialization=True)
-            (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+            _save_configs(folder, base, files.dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    files.plan.create(folder)
 
 
-def _save_whole(folder: Path, base: PreTrainedModel, dtype: torch.dtype, max_shard_size: str) -> None:
-    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}  # one result a storage keeps tied tensors tied
-    state = {}
-    for name, tensor in base.state_dict().items():
-        if tensor.is_floating_point():
-            key = tensor.data_ptr(), tensor.shape
-            tensor = cast.setdefault(key, tensor.to(dtype))
-        state[name] = tensor
+def _save_adapter_config(folder: Path, model: nn.Module) -> None:
+    config = model.peft_config["default"]
+    trained = config.inference_mode
+    try:
+        config.inference_mode = True  # whoever loads it does not mean to train it, unless they say so
+        config.save_pretrained(folder)
+    finally:
+        config.inference_mode = trained
+
+
+def _save_configs(folder: Path, base: PreTrainedModel, dtype: torch.dtype) -> None:
     trained_as = base.config.dtype
     try:
         base.config.dtype = dtype
-        base.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+        base.config.architectures = [type(base).__name__]
+        base.config.save_pretrained(folder)
     finally:
         base.config.dtype = trained_as
+    if base.can_generate():
+        base.generation_config.save_pretrained(folder)

@@ -28,18 +28,19 @@ PARTIAL, DOOMED = ".partial", ".doomed"
 LARGEST_MANIFEST = 16 << 20
 HASHING_THREADS = 8  # hashlib and fsync let go of the interpreter, so files are sealed side by side
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers raise errors of their own with this in it
+GO_ON = "go on with --resume auto"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def atomic_folder(final: Path, *, manifest: bool = True, again: str = "go on with --resume auto") -> Iterator[Path]:
+def atomic_folder(final: Path, *, manifest: bool = True, again: str = GO_ON) -> Iterator[Path]:
     """Yield an empty folder beside `final`; on success it becomes `final`, on an exception it is removed.
 
     again: what the user does after making room, for the error. Raises RunError where the disk is full or read-only or
     `final` already holds something; nothing that was there before is touched.
     """
-    partial = _hidden(final, PARTIAL)
-    with _disk_errors(final, again):
+    partial = partial_folder(final)
+    with disk_errors(final, again):
         final.parent.mkdir(parents=True, exist_ok=True)
         if final.is_dir() and any(final.iterdir()):
             raise RunError(f"{final.name} is already there", where=str(final), fix="move it away or name another place")
@@ -59,7 +60,8 @@ def atomic_folder(final: Path, *, manifest: bool = True, again: str = "go on wit
 
 
 @contextmanager
-def _disk_errors(final: Path, again: str) -> Iterator[None]:
+def disk_errors(final: Path, again: str) -> Iterator[None]:
+    """Turn a full or read-only disk into a RunError that says what to do. again: what to do after making room."""
     try:
         yield
     except Exception as error:
@@ -81,6 +83,11 @@ def _errno(error: Exception) -> int | None:
         return error.errno
     found = RUST_ERRNO.search(str(error))
     return int(found[1]) if found else None
+
+
+def partial_folder(final: Path) -> Path:
+    """Where `final` lies while it is written."""
+    return _hidden(final, PARTIAL)
 
 
 def _hidden(final: Path, suffix: str) -> Path:
@@ -244,7 +251,7 @@ def retain(output: Path, keep: int, *, protect: Collection[Path] = ()) -> None:
     for folder in list_checkpoints(output):
         if complete >= max(1, keep) and folder not in protect:
             doomed = _hidden(folder, DOOMED)
-            with _disk_errors(folder, "go on with --resume auto"):
+            with disk_errors(folder, GO_ON):
                 shutil.rmtree(doomed, ignore_errors=True)
                 with suppress(FileNotFoundError):
                     folder.rename(doomed)

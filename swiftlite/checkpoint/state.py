@@ -1,37 +1,59 @@
 """What exact resume needs beside the loadable model: optimizer tensors, fp32 masters and the trainer's counters.
 
 `resume.safetensors` holds `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step` for each trained parameter NAME, and
-`NAME.master` where the model files hold it in a smaller type. `trainer_state.json` holds the rest. No pickle.
+`NAME.master` where the model files hold it in a smaller type: whole tensors, whatever the layout that wrote them.
+`trainer_state.json` holds the rest. No pickle.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from swiftlite.checkpoint.boxes import Holding, holdings, whole
+from swiftlite.checkpoint.catalog import Entry
+from swiftlite.checkpoint.tensor_writer import FilePlan
+from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.errors import UserError
 
-TENSORS, STATE = "resume.safetensors", "trainer_state.json"
+TENSORS, STATE, STEM = "resume.safetensors", "trainer_state.json", "resume"
 FORMAT = 1
+MOMENTS, COUNTER = ("exp_avg", "exp_avg_sq"), "step"
+
+Named = Iterable[tuple[str, nn.Parameter]]
 
 
-def save_resume_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, masters: bool
-) -> None:
-    """Write both files. masters: also store the trained parameters in fp32. Raises OSError where the disk is full."""
-    from safetensors.torch import save_file
+def plan_resume_file(shapes: dict[str, tuple[int, ...]], *, masters: bool, moments: bool) -> FilePlan:
+    """The layout of `resume.safetensors`. shapes: of every trained parameter of the whole model, by name.
 
+    masters: also the trained parameters in fp32; moments: False before the first update.
+    """
+    entries = []
+    for name, shape in shapes.items():
+        kinds = ([("master", shape)] if masters else []) + ([(kind, shape) for kind in MOMENTS] if moments else [])
+        for kind, extent in [*kinds, *([(COUNTER, ())] if moments else [])]:
+            key, box = f"{name}.{kind}", whole(extent)
+            entries.append((Entry(key, extent, key, box, tuple(range(len(extent)))), torch.float32))
+    return FilePlan(entries, STEM, None)
+
+
+def resume_tensors(trained: Named, optimizer: torch.optim.Optimizer, *, masters: bool) -> dict[str, torch.Tensor]:
+    """What this process knows of them, by the names of `plan_resume_file`."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in _trained(model):
+    for name, parameter in trained:
         if masters:
             tensors[f"{name}.master"] = parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}.{key}"] = value
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / TENSORS)
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}.{kind}"] = value
+    return tensors
+
+
+def write_trainer_state(folder: Path, state: dict[str, Any]) -> None:
     (folder / STATE).write_text(json.dumps({"format": FORMAT, **state}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -53,37 +75,40 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_resume_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put masters and optimizer tensors back. Raises UserError where they do not fit the model."""
-    from safetensors import safe_open
+def load_resume_state(
+    folder: Path, shapes: dict[str, tuple[int, ...]], trained: Named, optimizer: torch.optim.Optimizer
+) -> None:
+    """Put masters and optimizer tensors back, each process the parts it holds.
 
-    trained = dict(_trained(model))
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in trained}
-    with safe_open(folder / TENSORS, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            name, _, kind = key.rpartition(".")
-            if name not in trained:
-                raise UserError(
-                    f"the checkpoint holds {name}, which this run does not train",
-                    where=str(folder),
-                    fix="resume with the flags of the run that wrote it",
-                )
-            value = file.get_tensor(key)
-            if value.numel() != 1 and value.shape != trained[name].shape:
-                raise UserError(
-                    f"{key} has shape {tuple(value.shape)}, the model wants {tuple(trained[name].shape)}",
-                    where=str(folder),
-                    fix="resume with the flags of the run that wrote it",
-                )
-            if kind == "master":
-                trained[name].copy_(value)
-            else:
-                states[name][kind] = value
-    for name, parameter in trained.items():
-        if states[name]:
-            device = parameter.device
-            optimizer.state[parameter] = {kind: value.to(device) for kind, value in states[name].items()}
+    shapes: of every trained parameter of the whole model. Raises UserError where the checkpoint does not fit it.
+    """
+    file = TensorFolder(folder / TENSORS)
+    _check_names(folder, file, shapes)
+    for name, parameter in trained:
+        if f"{name}.master" in file.entries:
+            _read(file, f"{name}.master", parameter)
+        if f"{name}.{COUNTER}" not in file.entries:
+            continue
+        state = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+        for kind, tensor in state.items():
+            _read(file, f"{name}.{kind}", tensor)
+        state[COUNTER] = file.read(f"{name}.{COUNTER}").to(parameter.device)
+        optimizer.state[parameter] = state
 
 
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+def _check_names(folder: Path, file: TensorFolder, shapes: dict[str, tuple[int, ...]]) -> None:
+    fix = "resume with the flags of the run that wrote it"
+    for key, entry in file.entries.items():
+        name, _, kind = key.rpartition(".")
+        if name not in shapes:
+            raise UserError(f"the checkpoint holds {name}, which this run does not train", where=str(folder), fix=fix)
+        if kind != COUNTER and entry.shape != shapes[name]:
+            raise UserError(
+                f"{key} has shape {entry.shape}, the model wants {shapes[name]}", where=str(folder), fix=fix
+            )
+
+
+def _read(file: TensorFolder, key: str, tensor: torch.Tensor) -> None:
+    entry = Entry(key, tuple(tensor.shape), key, whole(tensor.shape), tuple(range(tensor.ndim)))
+    for holding in holdings(tensor):
+        read_overlap(file, entry, Holding(holding.box, holding.tensor))

@@ -5,19 +5,18 @@ Exit codes: 0 done, 1 failed while running, 2 something the user can mend, 130 a
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
-import traceback
 from types import FrameType
 from typing import Any
 
 import typer
 
+from swiftlite.cli.errors import show_error
 from swiftlite.cli.line import RECIPE
 from swiftlite.cli.options import RunCommand, Session
-from swiftlite.errors import RunError, SwiftliteError, UserError
+from swiftlite.errors import SwiftliteError, UserError
 
 ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
@@ -65,24 +64,7 @@ def _run(words: list[str], session: Session) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:  # some libraries' errors are no Exception; all of them end in one block
-        return _report(_unforeseen(error), session, error)
-
-
-def _unforeseen(error: BaseException) -> RunError:
-    """What was not turned into a message where it happened."""
-    if isinstance(error, MemoryError):
-        return RunError("out of memory", fix="use a smaller --model, --micro-batch-size or --max-length")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunError(
-            "the disk is full",
-            where=error.filename and str(error.filename),
-            fix="free some space, or name another disk with --output-dir or --cache-dir; --resume auto goes on",
-        )
-    text = next(iter(str(error).strip().splitlines()), "")
-    return RunError(
-        f"{type(error).__name__}: {text}" if text else type(error).__name__,
-        fix="run again with --debug for the traceback; if it is not your data or model, please report it",
-    )
+        return _report(error, session)
 
 
 def _find_command(words: list[str]) -> tuple[RunCommand | None, list[str]]:
@@ -163,18 +145,7 @@ def _usage_error(error: Any) -> UserError:
     return UserError(text, fix=f"`{command} --help` shows what there is")
 
 
-def _report(error: SwiftliteError, session: Session, cause: BaseException | None = None) -> int:
-    """Print one block on stderr; the traceback too where `--debug` asks for it."""
-    rank = os.environ.get("RANK", "0")
-    if rank != "0" and isinstance(error, UserError):
-        return error.exit_code  # every rank finds the same mistake; rank 0 tells of it
-    if session.debug:
-        traceback.print_exception(cause or error)
-    where = error.where
-    if rank != "0":
-        where = f"{where}, rank {rank}" if where else f"rank {rank}"
-    lines = [("error", error.what), ("where", where), ("fix", error.fix)]
-    for label, text in lines:
-        if text:
-            print(f"{label + ':':6} {text}", file=sys.stderr)
-    return error.exit_code
+def _report(error: BaseException, session: Session) -> int:
+    if os.environ.get("RANK", "0") != "0" and isinstance(error, UserError):
+        return error.exit_code  # every rank reads the same command line; rank 0 tells of it
+    return show_error(error, debug=session.debug)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
+from swiftlite.cli.errors import show_error
 from swiftlite.cli.options import RunCommand
 from swiftlite.errors import UserError
 
@@ -13,30 +17,31 @@ if TYPE_CHECKING:
 
 
 def train(resolved: Resolved) -> None:
-    """Train. Raises UserError for what needs the parallel engine, and what the run itself raises."""
-    refuse_what_needs_the_engine(resolved.layout, resolved.config.offload)
-    for note in resolved.notes:
-        print(f"note: {note}", flush=True)
+    """Train. Raises UserError for layouts that are not built yet, and what the run itself raises."""
+    refuse_unbuilt(resolved.layout)
+    if os.environ.get("RANK", "0") == "0":
+        for note in resolved.notes:
+            print(f"note: {note}", flush=True)
     from swiftlite.training.launch import launch
 
-    launch(resolved.config)
+    launch(resolved.config, resolved.layout, partial(show_error, debug="--debug" in sys.argv))
 
 
-def refuse_what_needs_the_engine(layout: Layout, offload: str) -> None:
-    """Raises UserError for what more than one process would do, as long as there is no engine for it."""
-    if layout.world > 1:
-        raise UserError(
-            f"this layout has {layout.world} processes ({layout}); it needs the parallel engine, "
-            "which this version does not have yet",
-            where=layout.world_source,
-            fix="train on one process, or look at the plan with --dry-run",
-        )
-    if offload != "none":
-        raise UserError(
-            "--offload cpu needs the parallel engine, which this version does not have yet",
-            where="--offload",
-            fix="leave it out, or look at the plan with --dry-run",
-        )
+def refuse_unbuilt(layout: Layout) -> None:
+    """Raises UserError for the dimensions that there is no engine for yet."""
+    unbuilt = {
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "context": layout.cp,
+        "expert": layout.expert_parallel,
+    }
+    for name, size in unbuilt.items():
+        if size > 1:
+            raise UserError(
+                f"{name} parallelism is not built yet in this version",
+                where=f"--{name}-parallel-size {size}",
+                fix="shard over the data ranks with --parallel fsdp, or look at the plan with --dry-run",
+            )
 
 
 TRAIN_COMMANDS = (

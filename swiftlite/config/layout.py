@@ -42,6 +42,19 @@ class Layout:
         """Ranks that see different rows."""
         return self.dp_replicate * self.dp_shard
 
+    def describe(self) -> str:
+        """In words: what divides the work."""
+        if self.world == 1:
+            return "one process"
+        kinds = {"full": "full sharding", "grad_op": "sharded gradients and optimizer", "none": "replicas"}
+        parts = [(self.dp_shard, kinds[self.sharding]), (self.dp_replicate, "replicas"), (self.tp, "tensor parallel")]
+        parts += [
+            (self.pp, "pipeline stages"),
+            (self.cp, "context parallel"),
+            (self.expert_parallel, "expert parallel"),
+        ]
+        return f"{self.world} processes: " + ", ".join(f"{size} x {what}" for size, what in parts if size > 1)
+
     def __str__(self) -> str:
         sizes = (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
         return " x ".join(map(str, sizes))

@@ -331,6 +331,12 @@ class RunConfig(BaseModel):
     expert_parallel_size: Count = flag(
         1, PARALLELISM, "Ranks that split the experts.", "ep", "expert_model_parallel_size"
     )
+    fsdp_min_params: Whole = flag(
+        0, PARALLELISM, "Shard layers with fewer parameters together with the rest of the model.", shown="0"
+    )
+    sync_every_microbatch: bool = flag(
+        False, PARALLELISM, "Reduce gradients after each micro-batch: more traffic, less memory."
+    )
     pipeline_schedule: Annotated[
         Literal["1f1b", "gpipe", "interleaved-1f1b", "zero-bubble"] | None, Spelling(), NullWord
     ] = flag(None, PARALLELISM, "Order of forwards and backwards on the stages.", shown="1f1b")

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer) -> Iterator[None]:
+def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, when: bool = True) -> Iterator[None]:
     """Start before anything heavy is imported, so that the fork is cheap and no thread is running yet.
 
-    The process ends with the block, whatever became of it. Without fork (Windows, macOS) nothing is started.
+    The process ends with the block, whatever became of it. when: False leaves it to another process of this machine.
+    Without fork (Windows, macOS) nothing is started.
     """
-    if sys.platform != "linux" or config.streaming:
+    if sys.platform != "linux" or config.streaming or not when:
         yield
         return
     process = multiprocessing.get_context("fork").Process(target=_fill_cache, args=(config, load_tokenizer))

@@ -69,3 +69,18 @@ def collate(packs: Sequence[Pack]) -> MicroBatch:
         trained_tokens=int(trained.sum()),
         where=[document.where for document in documents],
     )
+
+
+def empty_micro_batch() -> MicroBatch:
+    """One token that is not learnt and counts for nothing: for a rank that has to take part without rows of its own."""
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    return MicroBatch(
+        input_ids=zero,
+        position_ids=zero,
+        labels=torch.full((1, 1), IGNORED),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        max_document=1,
+        tokens=0,
+        trained_tokens=0,
+        where=[],
+    )

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,23 @@ import torch.nn.functional as F
 from swiftlite.errors import UserError
 
 NAME = "swiftlite_documents"
+
+# (query, key, value, borders of the queries, borders of the keys, sinks) -> `[1, queries, heads, value_dim]`
+Attend = Callable[..., torch.Tensor]
+
+
+class ContextOfRow(Protocol):
+    """How a row that several processes hold in slices is attended to: `swiftlite.parallel.context.Context`."""
+
+    def attend(
+        self,
+        attend: Attend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        borders: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor: ...
 
 
 def register() -> str:
@@ -51,12 +70,14 @@ def document_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     is_causal: bool | None = None,
+    context: ContextOfRow | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each document.
 
     query: `[1, heads, tokens, head_dim]`; key, value: `[1, kv_heads, tokens, head_dim]`; cu_seq_lens_q: int32
-    `[documents + 1]`, the borders. Returns `[1, tokens, heads, head_dim]`.
+    `[documents + 1]`, the borders; context: given where the tokens are one process's slice of the row that the borders
+    describe. Returns `[1, tokens, heads, head_dim]`.
     Raises UserError where the model does not hand the borders over or wants another attention than causal.
     """
     if cu_seq_lens_q is None or attention_mask is not None or is_causal is False or query.shape[0] != 1:
@@ -68,20 +89,43 @@ def document_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     window = sliding_window if sliding_window and max_length_q is not None and sliding_window < max_length_q else None
+    attend = functools.partial(
+        _attend, longest=max_length_q, scaling=scaling, dropout=dropout, window=window, softcap=softcap
+    )
+    if context is not None:
+        return context.attend(attend, query, key, value, cu_seq_lens_q, s_aux), None
+    return attend(query, key, value, cu_seq_lens_q, cu_seq_lens_q, s_aux), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_borders: torch.Tensor,
+    key_borders: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    longest: int | None,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of the last tokens of each document (of all, or of none) to those up to them."""
     flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
-    if softcap is None and s_aux is None and flash:
-        output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
-        return output, None
+    if softcap is None and sinks is None and flash:
+        return _varlen(query, key, value, query_borders, key_borders, longest, scaling, window)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    lengths = torch.diff(cu_seq_lens_q).tolist()
-    pieces = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    if softcap is None and s_aux is None:
+    queries, keys = torch.diff(query_borders).tolist(), torch.diff(key_borders).tolist()
+    pieces = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
+    pieces = [piece for piece, count in zip(pieces, queries, strict=True) if count]
+    if softcap is None and sinks is None:
         outputs = [_one_document(q, k, v, scaling, dropout, window) for q, k, v in pieces]
     else:
-        outputs = [_written_out(q, k, v, scaling, dropout, window, softcap, s_aux) for q, k, v in pieces]
-    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
+        outputs = [_written_out(q, k, v, scaling, dropout, window, softcap, sinks) for q, k, v in pieces]
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
 
 
 def _one_document(
@@ -92,17 +136,20 @@ def _one_document(
     dropout: float,
     window: int | None,
 ) -> torch.Tensor:
-    length = query.shape[2]
-    if window is None or length <= window:
+    queries, keys = query.shape[2], key.shape[2]
+    if queries == keys and (window is None or keys <= window):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling)
-    mask = _band(length, window, query.device)
+    mask = _band(queries, keys, window, query.device)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
 
 
-def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a query may look: itself and the `window - 1` tokens before it (transformers' count)."""
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions[None, :]
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where a query may look: itself and the `window - 1` tokens before it (transformers' count).
+
+    The queries are the last of `keys` tokens. Returns `[queries, keys]`.
+    """
+    positions = torch.arange(keys, device=device)
+    distance = positions[keys - queries :, None] - positions[None, :]
     allowed = distance >= 0
     return allowed if window is None else allowed & (distance < window)
 
@@ -122,12 +169,12 @@ def _written_out(
     scores = (query @ key.transpose(2, 3)) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    length = query.shape[2]
-    scores = scores.masked_fill(~_band(length, window, query.device), float("-inf")).float()
+    queries, keys = query.shape[2], key.shape[2]
+    scores = scores.masked_fill(~_band(queries, keys, window, query.device), float("-inf")).float()
     if sinks is not None:
-        column = sinks.reshape(1, -1, 1, 1).expand(1, -1, length, 1).float()
+        column = sinks.reshape(1, -1, 1, 1).expand(1, -1, queries, 1).float()
         scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(-1)[..., :length].to(value.dtype)
+    weights = scores.softmax(-1)[..., :keys].to(value.dtype)
     return F.dropout(weights, p=dropout, training=dropout > 0) @ value
 
 
@@ -135,7 +182,8 @@ def _varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    borders: torch.Tensor,
+    query_borders: torch.Tensor,
+    key_borders: torch.Tensor,
     longest: int | None,
     scaling: float | None,
     window: int | None,
@@ -154,7 +202,7 @@ def _varlen(
     else:  # newer releases say it with a window: (tokens to the left, tokens to the right)
         options["window_size"] = (-1 if window is None else window - 1, 0)
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return varlen_attn(query, key, value, borders, borders, longest, longest, **options)[None]
+    return varlen_attn(query, key, value, query_borders, key_borders, longest, longest, **options)[None]
 
 
 @functools.cache

@@ -73,6 +73,61 @@ def import_architecture(model_config: PretrainedConfig) -> None:
         )
 
 
+def build_model(
+    source: str,
+    model_config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The causal language model with every parameter on `meta`: its structure, without memory for weights.
+
+    Buffers that no file holds (the frequencies of rotary embeddings) are real. source: where the generation config is;
+    the rest as in `load_model`.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with hub_errors(source, "model"), _quiet(), _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    with contextlib.suppress(OSError):  # many models have none
+        model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+    return model
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Each parameter loses its memory the moment a module registers it, before anything is written to it."""
+    from torch import nn
+
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def model_folder(source: str, *, revision: str | None = None) -> Path:
+    """The local folder of a model's files; of a hub id, once they are downloaded. Raises UserError."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(source, "model"):
+        return Path(snapshot_download(source, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+
+
 def load_model(
     source: str,
     model_config: PretrainedConfig,

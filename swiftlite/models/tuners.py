@@ -38,7 +38,8 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> None:
 def apply_tuner(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -> nn.Module:
     """Freeze and unfreeze as `--tuner` says; under LoRA wrap the model by peft.
 
-    adapter: an adapter folder to go on from. Returns the module whose `save_pretrained` writes the result.
+    model: with or without memory behind its weights; adapter: an adapter folder to go on from, whose weights are read
+    later. Returns the module that holds the result: the model, or a peft model around it.
     Raises UserError.
     """
     if config.tuner == "lora":
@@ -112,8 +113,10 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
 
 def _continue_adapter(peft, model: PreTrainedModel, adapter: Path) -> nn.Module:  # noqa: ANN001
     try:
-        wrapped = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
-    except (ValueError, RuntimeError, OSError) as error:
+        settings = peft.PeftConfig.from_pretrained(str(adapter))
+        settings.inference_mode = False
+        wrapped = peft.get_peft_model(model, settings)
+    except (ValueError, RuntimeError, OSError, TypeError) as error:
         raise UserError(
             f"the adapter does not fit the model: {str(error).splitlines()[0]}",
             where=str(adapter),

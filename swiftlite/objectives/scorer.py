@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -21,9 +20,11 @@ if TYPE_CHECKING:
 HEAD_TOLERANCE = 2e-2  # of the largest logit; a forgotten scale or soft cap is off by far more than bf16 rounding
 
 
-@dataclass(frozen=True)
-class Scores:
-    """logprobs: fp32 `[trained tokens]`; router_loss: the load-balancing loss of a mixture model, or None."""
+class Scores(NamedTuple):
+    """logprobs: fp32 `[trained tokens]`; router_loss: the load-balancing loss of a mixture model, or None.
+
+    A tuple, so that FSDP finds the tensors whose backward it has to prepare for.
+    """
 
     logprobs: torch.Tensor
     router_loss: torch.Tensor | None

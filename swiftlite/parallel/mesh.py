@@ -8,16 +8,22 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from swiftlite.config.layout import Layout
+from swiftlite.errors import RunError
 
 SPLIT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 STORED = ("pp", "dp_replicate", "fsdp", "tp")
+FAILED = "failed"
+OTHER_FAILED = "another process failed"
 
 
 @dataclass(frozen=True)
@@ -25,13 +31,14 @@ class Mesh:
     """This process's place among all of them.
 
     stored: the mesh of the weights (`pp, dp_replicate, fsdp, tp`), None in a run of one process; split: how tokens are
-    divided (`pp, dp_replicate, dp_shard, cp, tp`), None likewise.
+    divided (`pp, dp_replicate, dp_shard, cp, tp`), None likewise; store: notes that all processes read.
     """
 
     layout: Layout
     device: torch.device
     stored: DeviceMesh | None = None
     split: DeviceMesh | None = None
+    store: dist.Store | None = None
 
     @property
     def rank(self) -> int:
@@ -65,30 +72,86 @@ class Mesh:
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum in place over everyone who sees other tokens: dp_replicate, dp_shard and cp. Returns `values`."""
-        return self._reduce(values, ("dp_replicate", "fsdp"), dist.ReduceOp.SUM)
+        return self.sum_over(values, "dp_replicate", "fsdp")
 
     def sum_over(self, values: torch.Tensor, *dimensions: str) -> torch.Tensor:
         """Sum in place along some dimensions. Returns `values`."""
-        return self._reduce(values, dimensions, dist.ReduceOp.SUM)
+        for dimension in dimensions:
+            if (group := self.group(dimension)) is not None:
+                dist.all_reduce(values, group=group)
+        return values
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """Maximum in place over all processes. Returns `values`."""
-        return self._reduce(values, STORED, dist.ReduceOp.MAX)
-
-    def _reduce(self, values: torch.Tensor, dimensions: tuple[str, ...], operation: dist.ReduceOp) -> torch.Tensor:
-        for dimension in dimensions:
-            if (group := self.group(dimension)) is not None:
-                dist.all_reduce(values, operation, group=group)
+        if self.stored is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        if self.stored is not None:
-            dist.barrier()
+    def copies(self, tensor: torch.Tensor) -> int:
+        """How many processes of a pipeline stage hold the same part of a tensor."""
+        divided = _divided(tensor)
+        return math.prod(self.size(name) for name in STORED if name != "pp" and name not in divided)
+
+    def is_first_copy(self, tensor: torch.Tensor) -> bool:
+        """Whether this process is the first of those that hold the same part of a tensor."""
+        divided = _divided(tensor)
+        return all(self.place(name) == 0 for name in STORED if name != "pp" and name not in divided)
+
+    def any(self, here: bool) -> bool:
+        """Whether something holds in at least one process."""
+        if self.stored is None:
+            return here
+        return bool(self.largest(torch.tensor(float(here), device=self.device)).item())
+
+    def gather(self, texts: list[str]) -> list[str]:
+        """The texts of all processes, each once, in the order of ranks."""
+        if self.stored is None:
+            return texts
+        parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, texts)
+        return list(dict.fromkeys(text for part in parts for text in part))
+
+    def meet(self, place: str) -> None:
+        """Wait for all processes, however long they take: unlike a collective it has no time-out.
+
+        Raises RunError where one of them has failed meanwhile.
+        """
+        if self.store is None:
+            return
+        self.store.add(f"arrived/{place}", 1)
+        while self.store.add(f"arrived/{place}", 0) < self.layout.world:
+            if self.store.add(FAILED, 0):
+                raise RunError(OTHER_FAILED)
+            time.sleep(0.05)
+
+    def fails_first(self) -> bool:
+        """Note that this process fails. True for the first that does, which tells the user why."""
+        return self.store is None or self.store.add(FAILED, 1) == 1
 
 
-def build_mesh(layout: Layout, device: torch.device) -> Mesh:
-    """The mesh of a layout. With more than one process a process group must stand."""
+def is_sharding(placement: Placement) -> bool:
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def _divided(tensor: torch.Tensor) -> set[str]:
+    """The dimensions of the mesh along which a tensor is sharded."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names
+    return {name for name, placement in zip(names, tensor.placements, strict=True) if is_sharding(placement)}
+
+
+def pick_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def alone() -> Mesh:
+    """The mesh of one process."""
+    return Mesh(Layout(), pick_device())
+
+
+def build_mesh(layout: Layout, device: torch.device, store: dist.Store | None = None) -> Mesh:
+    """The mesh of a layout. With more than one process a process group must stand. store: see Mesh."""
     if layout.world == 1:
         return Mesh(layout, device)
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
@@ -97,4 +160,4 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
     )
     split = init_device_mesh(device.type, sizes, mesh_dim_names=SPLIT)
     assert math.prod(sizes) == dist.get_world_size()
-    return Mesh(layout, device, stored, split)
+    return Mesh(layout, device, stored, split, store)

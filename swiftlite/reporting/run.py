@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from swiftlite import __version__
 from swiftlite.errors import RunError
@@ -24,6 +24,38 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 MOST_MESSAGES = 1000  # kept in run.json; all of them are shown
+
+
+class Reporter(Protocol):
+    """Who is told what happens in a run."""
+
+    def phase(self, text: str, total: int | None = None) -> AbstractContextManager[Update]: ...
+    def start(self, total_steps: int, facts: dict[str, str], *, start_step: int = 0) -> None: ...
+    def log(self, row: dict[str, Any]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def finish(self, model: Path) -> None: ...
+
+
+class QuietReporter(AbstractContextManager["QuietReporter"]):
+    """Of the processes of a run one speaks; the others have this."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def phase(self, text: str, total: int | None = None) -> AbstractContextManager[Update]:
+        return nullcontext(lambda done, total=None: None)
+
+    def start(self, total_steps: int, facts: dict[str, str], *, start_step: int = 0) -> None:
+        """Rank 0 tells of it."""
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Rank 0 tells of it."""
+
+    def message(self, text: str) -> None:
+        """Rank 0 tells of it."""
+
+    def finish(self, model: Path) -> None:
+        """Rank 0 tells of it."""
 
 
 class RunReporter:

@@ -1,21 +1,89 @@
-"""The door into training: starts what can run beside the imports, then imports and trains."""
+"""The door into training: starts what can run beside the imports, then imports and trains, alone or as one of several.
+
+`launch` starts the processes of a layout where nobody else did; each of them, and each that torchrun started, goes
+through `train_here`.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from swiftlite.config.layout import Layout, under_torchrun
 from swiftlite.data.background import prepared_in_background
+from swiftlite.errors import RunError
 from swiftlite.imports import collector_paused
 from swiftlite.models.tokenizer import tokenizer_loader
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
+Report = Callable[[BaseException], int]
+BECAUSE_OF_ANOTHER = 1  # exit code of a process that fails after another one
+STOPPED = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
-def launch(config: RunConfig) -> None:
-    """Train as the config says. Raises what `run_training` raises."""
-    with prepared_in_background(config, tokenizer_loader(config)):
-        with collector_paused():
-            from swiftlite.training.run import run_training
 
-        run_training(config)
+def launch(config: RunConfig, layout: Layout, report: Report) -> None:
+    """Train as the config says. report: tells the user of an error and returns the exit code.
+
+    Raises what `run_training` raises; where there are several processes, the one that fails first reports why, and
+    SystemExit is raised with the exit code.
+    """
+    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    with prepared_in_background(config, tokenizer_loader(config), when=first_here):
+        if layout.world > 1 and not under_torchrun(os.environ):
+            from swiftlite.parallel.start import start_processes
+
+            start_processes(config, layout, train_in_process, report)
+        else:
+            train_here(config, layout, report)
+
+
+def train_in_process(values: dict[str, object], layout: Layout, report: Report) -> int:
+    """The whole life of a started process. Returns the exit code of a run that ended, exits with that of an error."""
+    from swiftlite.config.schema import RunConfig
+
+    try:
+        train_here(RunConfig.model_validate(values), layout, report)
+    except SystemExit as stop:
+        if stop.code in STOPPED:
+            return stop.code or 0
+        os._exit(stop.code)  # at once: threads of a broken process group may never end
+    return 0
+
+
+def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
+    """Train in this process, one of the layout's. Raises what `launch` says."""
+    with collector_paused():
+        from swiftlite.parallel.world import joined
+        from swiftlite.training.run import run_training
+
+    with joined(layout) as mesh:
+        try:
+            run_training(_same_everywhere(config, mesh), mesh)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            if mesh.store is None:
+                raise
+            raise SystemExit(report(_reason(error)) if mesh.fails_first() else BECAUSE_OF_ANOTHER) from error
+
+
+def _same_everywhere(config: RunConfig, mesh) -> RunConfig:  # noqa: ANN001
+    """The default output folder carries the time of the start: all take that of rank 0."""
+    if mesh.store is None:
+        return config
+    if mesh.rank == 0:
+        mesh.store.set("output_dir", config.output_dir)
+    return config.model_copy(update={"output_dir": mesh.store.get("output_dir").decode()})
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The error, or in plain words what torch raises in a collective when a process at the other end has died."""
+    text = str(error)
+    marks = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting")
+    if isinstance(error, RuntimeError) and any(mark in text for mark in marks):
+        return RunError("lost contact with another process", where=text.splitlines()[0][:200])
+    return error

@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from swiftlite.data.batches import MicroBatch, collate
 from swiftlite.errors import RunError
+from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.flops import FlopCounter, peak_flops
 from swiftlite.training.optimizer import clip_gradients, set_rate
-from swiftlite.training.precision import Precision
+from swiftlite.training.precision import LossScale, Precision
 from swiftlite.training.schedule import rate_at, warmup_steps
-from swiftlite.training.step import DirectStep, StepOutcome
+from swiftlite.training.share import StepShare, share_step
+from swiftlite.training.step import StepOutcome, StepRunner
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
-    from swiftlite.data.order import BatchPlan, Pack, StepBatch
+    from swiftlite.data.order import BatchPlan, StepBatch
 
-SMALLEST_FP16_SCALE = 1.0  # overflow at this loss scale is no matter of scaling any more
 # A CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split of a step
 # into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
 CPU_FORWARD_TOKENS = 1024
@@ -53,7 +53,7 @@ class Progress:
     best_step: int | None = None
     evaluations_without_gain: int = 0
     skipped_steps: list[int] = field(default_factory=list)
-    scaler: dict[str, Any] = field(default_factory=dict)
+    loss_scale: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,11 +63,12 @@ class Parts:
     config: RunConfig
     plan: BatchPlan
     eval_plan: BatchPlan | None
-    runner: DirectStep
+    runner: StepRunner
     model: torch.nn.Module
+    trained: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     precision: Precision
-    device: torch.device
+    mesh: Mesh
     flops: FlopCounter
     memory_gib: Callable[[], float]
 
@@ -85,11 +86,8 @@ class Loop:
     ) -> None:
         self._parts, self.progress, self._listener = parts, progress, listener
         self._save, self._stop_requested = save, stop_requested
-        self._trained = [p for p in parts.model.parameters() if p.requires_grad]
-        self._scaler = parts.precision.scaler(parts.device)
-        if progress.scaler:
-            self._scaler.load_state_dict(progress.scaler)
-        self._peak = peak_flops(parts.device, parts.precision.dtype)
+        self._scale = LossScale(**progress.loss_scale) if progress.loss_scale else parts.precision.loss_scale()
+        self._peak = peak_flops(parts.mesh.device, parts.precision.dtype)
         config = parts.config
         self._warmup = warmup_steps(parts.plan.total_steps, config.warmup_steps, config.warmup_ratio)
 
@@ -98,15 +96,15 @@ class Loop:
         total, config = self._parts.plan.total_steps, self._parts.config
         self._parts.model.train()
         clock = time.perf_counter()
-        for batch, micro_batches, data_seconds in self._prepared_steps():
-            row = self._step(batch, micro_batches)
+        for batch, share, data_seconds in self._prepared_steps():
+            row = self._step(batch, share)
             last = batch.step == total
-            row |= self._speed(micro_batches, time.perf_counter() - clock, data_seconds)
+            signal, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
+            row |= self._speed(share, time.perf_counter() - clock, data_seconds, peak)
             if self._parts.eval_plan is not None and self._due(config.eval_steps, batch.step, last):
                 row["eval_loss"] = self._evaluate()
             if last or batch.step % config.log_steps == 0 or "eval_loss" in row:
                 self._listener.log(row)
-            signal = self._stop_requested()
             if signal or self._due(config.save_steps, batch.step, last):
                 self._save()
             clock = time.perf_counter()  # evaluation and saving are no part of a step
@@ -117,32 +115,29 @@ class Loop:
                 self._listener.message(f"stopped at step {batch.step}: no better eval loss for {patience} evaluations")
                 return
 
-    def _prepared_steps(self) -> Iterator[tuple[StepBatch, list[MicroBatch], float]]:
+    def _agree(self, signal: int | None, peak: float) -> tuple[int | None, float]:
+        """(a signal that any process got, the largest peak memory of all): processes must stop at the same step."""
+        values = torch.tensor([float(signal or 0), peak], dtype=torch.float64, device=self._parts.mesh.device)
+        number, peak = self._parts.mesh.largest(values).tolist()
+        return int(number) or None, peak
+
+    def _prepared_steps(self) -> Iterator[tuple[StepBatch, StepShare, float]]:
         steps = self._parts.plan.steps(self.progress.step)
         while True:
             started = time.perf_counter()
             batch = next(steps, None)
             if batch is None:
                 return
-            micro_batches = self._split(batch)
-            yield batch, micro_batches, time.perf_counter() - started
+            share = self._share(batch)
+            yield batch, share, time.perf_counter() - started
 
-    def _split(self, batch: StepBatch) -> list[MicroBatch]:
-        """Micro-batches of at most `micro_batch_size` packs."""
+    def _share(self, batch: StepBatch) -> StepShare:
+        mesh = self._parts.mesh
+        limit = CPU_FORWARD_TOKENS if mesh.device.type == "cpu" else None
         size = self._parts.config.micro_batch_size
-        limit = CPU_FORWARD_TOKENS if self._parts.device.type == "cpu" else None
-        pieces: list[list[Pack]] = [[]]
-        tokens = 0
-        for pack in batch.packs:
-            length = sum(len(sequence.input_ids) for sequence in pack)
-            if pieces[-1] and (len(pieces[-1]) == size or (limit is not None and tokens + length > limit)):
-                pieces.append([])
-                tokens = 0
-            pieces[-1].append(pack)
-            tokens += length
-        return [collate(piece) for piece in pieces]
+        return share_step(batch.packs, mesh.data_rank, mesh.layout.data_ranks, size, limit)
 
-    def _step(self, batch: StepBatch, micro_batches: list[MicroBatch]) -> dict[str, Any]:
+    def _step(self, batch: StepBatch, share: StepShare) -> dict[str, Any]:
         parts, config = self._parts, self._parts.config
         rate = rate_at(
             batch.step,
@@ -154,46 +149,42 @@ class Loop:
             decay_ratio=config.decay_ratio,
         )
         set_rate(parts.optimizer, rate)
-        outcome = parts.runner.train(batch.step, micro_batches, self._scaler)
-        self._scaler.unscale_(parts.optimizer)
-        norm = clip_gradients(self._trained, config.max_grad_norm).item()
-        tokens = sum(b.trained_tokens for b in micro_batches)
-        if self._may_update(batch.step, micro_batches, outcome, norm, tokens):
-            self._scaler.step(parts.optimizer)
-        self._scaler.update()
+        outcome = parts.runner.train(batch.step, share.micro_batches, share.trained_tokens, self._scale.value)
+        norm = clip_gradients(parts.trained, config.max_grad_norm, parts.mesh, self._scale.value)
+        if self._may_update(batch.step, share, outcome, norm):
+            parts.optimizer.step()
+        self._scale.update(overflowed=not math.isfinite(norm))
         parts.optimizer.zero_grad(set_to_none=True)
         self.progress.step, self.progress.epoch = batch.step, batch.epoch
-        self.progress.scaler = self._scaler.state_dict()
+        self.progress.loss_scale = asdict(self._scale)
         row = {
             "step": batch.step,
             "epoch": round(batch.epoch, 6),
             "loss": outcome.loss if math.isfinite(outcome.loss) else None,
             "learning_rate": rate,
             "grad_norm": norm if math.isfinite(norm) else None,
-            "trained_tokens": tokens,
-            "tokens": sum(b.tokens for b in micro_batches),
+            "trained_tokens": share.trained_tokens,
+            "tokens": share.tokens,
         }
         return row if outcome.router_loss is None else row | {"router_loss": outcome.router_loss}
 
-    def _may_update(
-        self, step: int, micro_batches: list[MicroBatch], outcome: StepOutcome, norm: float, tokens: int
-    ) -> bool:
+    def _may_update(self, step: int, share: StepShare, outcome: StepOutcome, norm: float) -> bool:
         """False where the update is skipped, which is said. Raises RunError on non-finite numbers by default."""
-        if tokens == 0:
+        if share.trained_tokens == 0:
             self._skip(step, "no trained token in the whole step")
             return False
         if math.isfinite(outcome.loss) and math.isfinite(norm):
             return True
-        if self._scaler.is_enabled() and math.isfinite(outcome.loss) and self._scaler.get_scale() > SMALLEST_FP16_SCALE:
+        if math.isfinite(outcome.loss) and self._scale.can_shrink:
             self._listener.message(f"step {step}: fp16 gradients overflowed, loss scale halved")
-            return True  # the scaler itself leaves the weights alone, and lowers its scale
+            return False
         what = "loss" if not math.isfinite(outcome.loss) else "gradient norm"
         if self._parts.config.on_nonfinite == "skip":
             self._skip(step, f"{what} is not finite")
             return False
         raise RunError(
             f"the {what} of step {step} is not finite",
-            where=_rows(micro_batches, outcome),
+            where=self._rows(share, outcome),
             fix="look at these rows, lower --learning-rate or use --precision fp32; "
             "--on-nonfinite skip leaves such steps out and counts them",
         )
@@ -207,8 +198,8 @@ class Loop:
         parts.model.eval()
         total, tokens = 0.0, 0
         for batch in parts.eval_plan.steps():
-            part, count = parts.runner.evaluate(self._split(batch))
-            total, tokens = total + part, tokens + count
+            share = self._share(batch)
+            total, tokens = total + parts.runner.evaluate(share.micro_batches), tokens + share.trained_tokens
         parts.model.train()
         loss = total / max(1, tokens)
         progress = self.progress
@@ -222,25 +213,24 @@ class Loop:
         patience = self._parts.config.early_stopping_patience
         return patience is not None and self.progress.evaluations_without_gain >= patience
 
-    def _speed(self, micro_batches: list[MicroBatch], seconds: float, data_seconds: float) -> dict[str, Any]:
-        tokens = sum(b.tokens for b in micro_batches)
-        lengths = [n for b in micro_batches for n in torch.diff(b.cu_seqlens).tolist()]
-        flops = self._parts.flops.step(lengths)
+    def _speed(self, share: StepShare, seconds: float, data_seconds: float, peak_gib: float) -> dict[str, Any]:
+        flops = self._parts.flops.step(share.lengths) / self._parts.mesh.layout.world  # of one device
         return {
-            "tokens_per_second": round(tokens / seconds, 2),
+            "tokens_per_second": round(share.tokens / seconds, 2),
             "step_seconds": round(seconds, 6),
             "data_seconds": round(data_seconds, 6),
-            "peak_memory_gib": round(self._parts.memory_gib(), 4),
+            "peak_memory_gib": round(peak_gib, 4),
             "mfu": None if self._peak is None else round(flops / seconds / self._peak, 4),
         }
+
+    def _rows(self, share: StepShare, outcome: StepOutcome) -> str:
+        """The rows of the micro-batches whose loss is not finite, on any process; of all where only the gradient is."""
+        batches = share.micro_batches
+        bad = [b for b, loss in zip(batches, outcome.micro_losses, strict=True) if not math.isfinite(loss)]
+        chosen = bad if bad or not math.isfinite(outcome.loss) else batches
+        rows = self._parts.mesh.gather([where for b in chosen for where in b.where])
+        return "rows " + ", ".join(rows[:12]) + (f" and {len(rows) - 12} more" if len(rows) > 12 else "")
 
     @staticmethod
     def _due(every: int | None, step: int, last: bool) -> bool:
         return last or (every is not None and every > 0 and step % every == 0)
-
-
-def _rows(micro_batches: list[MicroBatch], outcome: StepOutcome) -> str:
-    """The rows of the micro-batches whose loss is not finite; of all where only the gradient is not."""
-    bad = [b for b, loss in zip(micro_batches, outcome.micro_losses, strict=True) if not math.isfinite(loss)]
-    rows = [where for b in bad or micro_batches for where in b.where]
-    return "rows " + ", ".join(rows[:12]) + (f" and {len(rows) - 12} more" if len(rows) > 12 else "")

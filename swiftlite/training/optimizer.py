@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from swiftlite.errors import UserError
+from swiftlite.parallel.mesh import STORED, Mesh
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
-def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+def build_optimizer(trained: list[tuple[str, nn.Parameter]], config: RunConfig) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101), fused; vectors (norms, biases) are not decayed. Raises UserError if none is trained."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not named:
+    if not trained:
         raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
-    matrices = [p for p in named.values() if p.ndim >= 2]
-    vectors = [p for p in named.values() if p.ndim < 2]
+    matrices = [p for _, p in trained if p.ndim >= 2]
+    vectors = [p for _, p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -35,10 +37,28 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(parameters: list[nn.Parameter], limit: float) -> torch.Tensor:
-    """Scale gradients so that their global 2-norm is at most `limit` (0: never). Returns the norm before clipping."""
+@torch.no_grad()
+def clip_gradients(parameters: list[nn.Parameter], limit: float, mesh: Mesh, scale: float = 1.0) -> float:
+    """Divide gradients by `scale` and make their global 2-norm at most `limit` (0: any). Returns the norm before that.
+
+    The norm is over the whole model, whichever process holds which part: squares of local shards are summed over all
+    processes, a tensor that several hold counting once.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if limit > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    norm = _norm(gradients, local, mesh) / scale
+    factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 and math.isfinite(norm) else 1.0
+    if local and factor / scale != 1.0:
+        torch._foreach_mul_(local, factor / scale)
     return norm
+
+
+def _norm(gradients: list[torch.Tensor], local: list[torch.Tensor], mesh: Mesh) -> float:
+    if mesh.layout.world == 1:
+        return torch.nn.utils.get_total_norm(local).item() if local else 0.0
+    total = torch.zeros((), dtype=torch.float32, device=mesh.device)
+    if local:
+        squares = torch.stack([norm.float() for norm in torch._foreach_norm(local)]).square()
+        copies = torch.tensor([mesh.copies(gradient) for gradient in gradients], device=squares.device)
+        total += (squares / copies).sum().to(mesh.device)
+    return mesh.sum_over(total, *STORED).sqrt().item()

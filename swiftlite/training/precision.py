@@ -10,10 +10,33 @@ from pathlib import Path
 import torch
 
 FP16_FIRST_SCALE = 2.0**16
+STEPS_TO_GROW = 2000
+SMALLEST_FP16_SCALE = 1.0  # overflow at this loss scale is no matter of scaling any more
 
 
-def pick_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+@dataclass
+class LossScale:
+    """Dynamic loss scaling (arXiv 1710.03740): halved after an overflow, doubled after 2,000 steps without one.
+
+    Whether gradients overflowed is read off their global norm, which every process of a run knows alike.
+    """
+
+    value: float
+    good_steps: int = 0
+    dynamic: bool = True
+
+    def update(self, *, overflowed: bool) -> None:
+        if not self.dynamic:
+            return
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if overflowed:
+            self.value /= 2
+        elif self.good_steps == STEPS_TO_GROW:
+            self.value, self.good_steps = self.value * 2, 0
+
+    @property
+    def can_shrink(self) -> bool:
+        return self.dynamic and self.value > SMALLEST_FP16_SCALE
 
 
 def describe_device(device: torch.device) -> str:
@@ -38,9 +61,8 @@ class Precision:
             with torch.autocast(device.type, self.dtype):
                 yield
 
-    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Dynamic loss scaling (arXiv 1710.03740), active in fp16 only."""
-        return torch.amp.GradScaler(device.type, init_scale=FP16_FIRST_SCALE, enabled=self.name == "fp16")
+    def loss_scale(self) -> LossScale:
+        return LossScale(FP16_FIRST_SCALE) if self.name == "fp16" else LossScale(1.0, dynamic=False)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,26 +13,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swiftlite.checkpoint.export import save_model
+from swiftlite.checkpoint.export import create_model_files
 from swiftlite.checkpoint.folder import (
-    atomic_folder,
     check_folder,
     list_checkpoints,
     newest_checkpoint,
     retain,
     step_folder,
 )
-from swiftlite.checkpoint.state import load_resume_state, read_trainer_state, save_resume_state
+from swiftlite.checkpoint.shared import to_write, write_together
+from swiftlite.checkpoint.state import (
+    load_resume_state,
+    plan_resume_file,
+    read_trainer_state,
+    resume_tensors,
+    write_trainer_state,
+)
 from swiftlite.config.save import save_config
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import tokenizer_loader
-from swiftlite.models.tuners import count_parameters
+from swiftlite.parallel.mesh import Mesh
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.page import write_report_page
 from swiftlite.reporting.plots import write_loss_plot
-from swiftlite.reporting.run import RunReporter
-from swiftlite.training.flops import FlopCounter
+from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.loop import Loop, Parts, Progress, Stopped
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import describe_device
@@ -42,14 +48,14 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
-def run_training(config: RunConfig) -> None:
-    """Train as the config says and leave the output folder of the contract behind.
+def run_training(config: RunConfig, mesh: Mesh) -> None:
+    """Train as the config says and leave the output folder of the contract behind; every process of the mesh calls it.
 
     Raises UserError for what the user can mend (before anything is written), RunError for what fails while running,
     SystemExit with 128 + signal after a signal, once a checkpoint is saved.
     """
     output = Path(config.output_dir)
-    with RunReporter(config, output) as reporter:
+    with RunReporter(config, output) if mesh.rank == 0 else QuietReporter() as reporter:
         resume = find_resume(config, output, reporter.message)
         load = tokenizer_loader(config)
         with reporter.phase("checking the model"):
@@ -57,7 +63,8 @@ def run_training(config: RunConfig) -> None:
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(config, load, update)
         with reporter.phase("loading the model"):
-            trainee = build_trainee(config, model_config, resume, load)
+            mesh.meet("data")
+            trainee = build_trainee(config, model_config, resume, load, mesh)
         session = Session(config, output, prepared, trainee, load, reporter)
         session.restore(resume)
         try:
@@ -121,12 +128,17 @@ class Session:
         prepared: PreparedData,
         trainee: Trainee,
         load_tokenizer: Any,
-        reporter: RunReporter,
+        reporter: Reporter,
     ) -> None:
         self._config, self._output, self._prepared = config, output, prepared
         self._trainee, self._load_tokenizer, self._reporter = trainee, load_tokenizer, reporter
-        self._optimizer = build_optimizer(trainee.model, config)
+        self._mesh = trainee.mesh
+        self._optimizer = build_optimizer(trainee.trained(), config)
         self._progress = Progress()
+
+    @property
+    def _leads(self) -> bool:
+        return self._mesh.rank == 0
 
     def restore(self, checkpoint: Path | None) -> None:
         """Take optimizer, masters and counters from a checkpoint. Raises UserError where the run is another one."""
@@ -139,24 +151,34 @@ class Session:
                 where=str(checkpoint),
                 fix="resume with the same data and data flags, or start a new run from its model with --model",
             )
-        load_resume_state(checkpoint, self._trainee.model, self._optimizer)
+        trainee = self._trainee
+        load_resume_state(checkpoint, trainee.trained_shapes, trainee.trained(), self._optimizer)
         self._progress = Progress(**state["progress"])
 
     def train(self) -> None:
         """Run the loop, then write model/, audit, plots and page."""
         config, trainee, plan = self._config, self._trainee, self._prepared.train
         self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
-        self._write_start()
+        if self._leads:
+            self._write_start()
+        runner = DirectStep(
+            trainee.scorer,
+            trainee.precision,
+            self._mesh,
+            config.seed,
+            sync_every_microbatch=config.sync_every_microbatch,
+        )
         parts = Parts(
             config=config,
             plan=plan,
             eval_plan=self._prepared.eval,
-            runner=DirectStep(trainee.scorer, trainee.precision, trainee.device, config.seed),
+            runner=runner,
             model=trainee.model,
+            trained=[parameter for _, parameter in trainee.trained()],
             optimizer=self._optimizer,
             precision=trainee.precision,
-            device=trainee.device,
-            flops=FlopCounter(trainee.base),
+            mesh=self._mesh,
+            flops=trainee.flops,
             memory_gib=peak_memory_gib,
         )
         with stop_signals() as requested, _memory_errors():
@@ -168,26 +190,34 @@ class Session:
         """Write a complete checkpoint, then drop the ones beyond `--keep-checkpoints` (never the best one)."""
         config, trainee, progress = self._config, self._trainee, self._progress
         final = step_folder(self._output, progress.step)
-        if final.exists():
+        if self._mesh.any(final.exists()):
             return
         state = {"progress": asdict(progress), "data": self._prepared.fingerprint, "seed": config.seed}
-        masters = trainee.model is trainee.base and trainee.saved_dtype != torch.float32
-        with atomic_folder(final) as folder:
-            self._save_model(folder)
-            save_resume_state(folder, trainee.model, self._optimizer, state, masters=masters)
-        best = set() if progress.best_step is None else {step_folder(self._output, progress.best_step)}
-        retain(self._output, config.keep_checkpoints, protect=best)
+        masters = not trainee.files.adapter and trainee.files.dtype != torch.float32
+        tensors = resume_tensors(trainee.trained(), self._optimizer, masters=masters)
+        plan = plan_resume_file(trainee.trained_shapes, masters=masters, moments=bool(self._optimizer.state))
+
+        def create(folder: Path) -> None:
+            self._create_model(folder)
+            plan.create(folder)
+            write_trainer_state(folder, state)
+
+        def write(folder: Path) -> None:
+            self._write_model(folder)
+            plan.write(folder, to_write(self._mesh, tensors.items()))
+
+        write_together(self._mesh, final, create, write)
+        if self._leads:
+            best = set() if progress.best_step is None else {step_folder(self._output, progress.best_step)}
+            retain(self._output, config.keep_checkpoints, protect=best)
         self._reporter.message(f"saved {final.name}")
 
-    def _save_model(self, folder: Path) -> None:
-        save_model(
-            folder,
-            self._trainee.model,
-            self._trainee.base,
-            self._load_tokenizer(),
-            dtype=self._trainee.saved_dtype,
-            max_shard_size=self._config.max_shard_size,
-        )
+    def _create_model(self, folder: Path) -> None:
+        trainee = self._trainee
+        create_model_files(folder, trainee.files, trainee.model, trainee.base, self._load_tokenizer())
+
+    def _write_model(self, folder: Path) -> None:
+        self._trainee.files.plan.write(folder, to_write(self._mesh, self._trainee.tensors()))
 
     def _write_start(self) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
@@ -205,42 +235,47 @@ class Session:
 
     def _write_result(self) -> None:
         model = self._output / "model"
-        if not model.exists():
-            with atomic_folder(model, manifest=False) as folder:
-                self._save_model(folder)
-        self._write_audit()
+        if not self._mesh.any(model.exists()):
+            write_together(self._mesh, model, self._create_model, self._write_model, manifest=False)
         self._reporter.finish(model)
-        write_loss_plot(self._output)
-        write_report_page(self._output)
+        if self._leads:
+            self._write_audit()
+            write_loss_plot(self._output)
+            write_report_page(self._output)
 
     def _facts(self) -> dict[str, str]:
         config, trainee = self._config, self._trainee
-        trained, total = count_parameters(trainee.model)
+        trained, total = trainee.parameters
         data = self._prepared.train.describe()
         fill = f"{data['packs']:,} packs, {data['fill']:.1%} full"
         return {
             "model": config.model,
             "method": f"{config.method}, {config.tuner}",
-            "layout": "one process",
+            "layout": self._mesh.layout.describe(),
             "parameters": f"{trained:,} trained of {total:,}",
             "data": f"{data['rows']:,} rows, {data['tokens']:,} tokens, {fill}",
-            "device": f"{describe_device(trainee.device)}, {trainee.precision.name}",
+            "device": f"{describe_device(self._mesh.device)}, {trainee.precision.name}",
             "output": str(self._output),
         }
 
 
 @contextmanager
 def stop_signals() -> Iterator[Any]:
-    """SIGINT and SIGTERM ask the loop to stop after its step; a second one interrupts at once.
+    """SIGINT and SIGTERM ask the loop to stop after its step; another one a second later interrupts at once.
 
-    Yields a function that gives the signal's number, or None.
+    Yields a function that gives the signal's number, or None. A terminal signals every process of a run, and the one
+    that started them passes it on: what follows at once is the same signal.
     """
     seen: list[int] = []
+    first = 0.0
 
     def note(number: int, _frame: object) -> None:
-        if seen:
+        nonlocal first
+        if seen and time.monotonic() - first > 1:
             raise KeyboardInterrupt
-        seen.append(number)
+        if not seen:
+            seen.append(number)
+            first = time.monotonic()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

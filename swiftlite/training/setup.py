@@ -1,8 +1,12 @@
-"""From a config to a model that is ready to train: device, precision, weights, adapters, checkpointing."""
+"""From a config to a model that is ready to train, in the one order that works in every layout.
+
+Structure on `meta` -> vocabulary, adapters, freezing -> activation checkpointing -> compile per layer -> shards over
+the data ranks -> memory -> each process reads its part of the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,34 +14,62 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from swiftlite.checkpoint.catalog import Catalog, Entry, catalog_adapter, catalog_model, stored_tensors
+from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
+from swiftlite.checkpoint.start_values import FreshValues
+from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import check_trainable_architecture, dissect
-from swiftlite.models.load import import_architecture, load_config, load_model
-from swiftlite.models.tuners import apply_tuner, grow_vocabulary, set_activation_checkpointing, to_master_precision
+from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
+from swiftlite.models.tuners import (
+    apply_tuner,
+    count_parameters,
+    grow_vocabulary,
+    set_activation_checkpointing,
+    to_master_precision,
+)
 from swiftlite.objectives.scorer import TokenScorer
-from swiftlite.training.precision import DTYPES, Precision, pick_device, resolve_precision
+from swiftlite.parallel.data import DataParallel, shard_over_data
+from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.flops import FlopCounter
+from swiftlite.training.precision import DTYPES, Precision, resolve_precision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swiftlite.config.schema import RunConfig
 
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass
 class Trainee:
-    """model: what is trained and saved; base: the causal language model inside it; saved_dtype: of the files."""
+    """What is trained, and what is known of the whole of it.
+
+    model: the base or a peft model around it, this process's part; base: the causal language model inside; scorer: the
+    module whose forward starts a step; files: how the result is laid out; trained_shapes: of every trained parameter
+    of the whole model; parameters: (trained, all).
+    """
 
     model: nn.Module
     base: PreTrainedModel
     scorer: TokenScorer
-    device: torch.device
+    mesh: Mesh
     precision: Precision
-    saved_dtype: torch.dtype
-    checkpointing: str
+    files: ModelFiles
+    trained_shapes: dict[str, tuple[int, ...]]
+    parameters: tuple[int, int]
+    flops: FlopCounter
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This process's part of everything that belongs to the model's files, by its name in the whole model."""
+        yield from stored_tensors(self.model)
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """This process's part of every trained parameter."""
+        return [(name, p) for name, p in self.tensors() if isinstance(p, nn.Parameter) and p.requires_grad]
 
 
 def check_model(config: RunConfig, resume: Path | None) -> PretrainedConfig:
@@ -57,16 +89,15 @@ def build_trainee(
     model_config: PretrainedConfig,
     resume: Path | None,
     load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    mesh: Mesh,
 ) -> Trainee:
-    """Load and prepare the model. resume: a checkpoint folder whose weights to take.
+    """Build, divide and load the model. resume: a checkpoint folder whose weights to take.
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
-    device = pick_device()
-    precision = resolve_precision(config.precision, device)
+    precision = resolve_precision(config.precision, mesh.device)
     source, adapter = _weights(config, resume)
-    torch.manual_seed(config.seed)  # adapters start from random numbers
-    base = load_model(
+    base = build_model(
         source,
         model_config,
         dtype=precision.dtype if config.tuner == "lora" else torch.float32,
@@ -74,21 +105,106 @@ def build_trainee(
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
     )
-    saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else _source_dtype(model_config)
+    weights = TensorFolder(model_folder(source, revision=config.revision))
+    on_disk = weights.match(catalog_model(base), base.base_model_prefix)
     if config.new_tokens:
         grow_vocabulary(base, len(load_tokenizer()))
-    base.to(device)
+    plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     model = apply_tuner(base, config, adapter)
+    sources = [(weights, _in_wrapped_names(on_disk, plain_names, model))]
+    if adapter is not None:
+        saved = TensorFolder(adapter / ADAPTER_TENSORS)
+        sources.append((saved, saved.match(catalog_adapter(model), "base_model.model")))
+    fresh = FreshValues(config.seed, _new_rows(on_disk, weights, model))
+    trainee = _on_meta(config, model_config, model, base, mesh, precision)
+    _divide(trainee, config, model_config)
+    materialize(trainee.scorer, torch.device("cpu") if config.offload == "cpu" else mesh.device)
+    fill(trainee.tensors(), sources, fresh)
+    _start_dora(model)
+    trainee.scorer.check()
+    return trainee
+
+
+def _on_meta(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    model: nn.Module,
+    base: PreTrainedModel,
+    mesh: Mesh,
+    precision: Precision,
+) -> Trainee:
+    """What is known of the whole model before it is divided."""
     to_master_precision(model)
-    scorer = TokenScorer(model, base)
-    scorer.check()
-    anatomy = dissect(base)
-    checkpointing = _choose_checkpointing(config, model_config, device, precision)
-    set_activation_checkpointing(base, anatomy, checkpointing)
+    saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else _source_dtype(model_config)
+    return Trainee(
+        model=model,
+        base=base,
+        scorer=TokenScorer(model, base),
+        mesh=mesh,
+        precision=precision,
+        files=plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
+        trained_shapes={name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
+        parameters=count_parameters(model),
+        flops=FlopCounter(base),
+    )
+
+
+def _divide(trainee: Trainee, config: RunConfig, model_config: PretrainedConfig) -> None:
+    mesh, anatomy = trainee.mesh, dissect(trainee.base)
+    checkpointing = _choose_checkpointing(config, model_config, mesh.device, trainee.precision)
+    set_activation_checkpointing(trainee.base, anatomy, checkpointing)
     if config.compile:
         for layer in anatomy.layers:
             layer.compile()
-    return Trainee(model, base, scorer, device, precision, saved_dtype, checkpointing)
+    options = DataParallel(
+        dtype=trainee.precision.dtype,
+        sharding=mesh.layout.sharding,
+        offload=config.offload == "cpu",
+        min_params=config.fsdp_min_params,
+    )
+    shard_over_data(trainee.scorer, anatomy.layers, mesh, options)
+
+
+def _in_wrapped_names(catalog: Catalog, plain: dict[int, str], model: nn.Module) -> Catalog:
+    """The catalog with each owner's name as adapters left it; modules trained whole start as copies of their base."""
+    wrapped: dict[str, list[str]] = {}
+    for name, tensor in stored_tensors(model):
+        if id(tensor) in plain:
+            wrapped.setdefault(plain[id(tensor)], []).append(name)
+    names = {name for name, _ in stored_tensors(model)}
+    for copies in wrapped.values():
+        copies += [c for name in copies if (c := _trained_copy(name)) in names and c != name]
+    return [
+        Entry(entry.name, entry.shape, owner, entry.box, entry.dims)
+        for entry in catalog
+        for owner in wrapped[entry.owner]
+    ]
+
+
+def _trained_copy(name: str) -> str:
+    return name.replace(".original_module.", ".modules_to_save.default.")
+
+
+def _new_rows(catalog: Catalog, folder: TensorFolder, model: nn.Module) -> dict[str, torch.Tensor]:
+    """For embedding and head with more rows than the files hold: the mean of the old rows."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
+    means: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        plain = name.removeprefix("base_model.model.")
+        plain = plain.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
+        entry = next((entry for entry in catalog if entry.owner == plain), None)
+        if entry is not None and len(shape) == 2 and entry.shape[0] < shape[0] and entry.shape[1:] == shape[1:]:
+            means[name] = folder.read(entry.name).float().mean(0)
+    return means
+
+
+@torch.no_grad()
+def _start_dora(model: nn.Module) -> None:
+    """DoRA's magnitudes start as the norms of the rows of the base weight (arXiv 2402.09353, equation 5)."""
+    for name, module in model.named_modules():
+        if name.endswith("lora_magnitude_vector.default"):
+            layer = model.get_submodule(name.removesuffix(".lora_magnitude_vector.default"))
+            module.weight.copy_(torch.linalg.vector_norm(layer.get_base_layer().weight.float(), dim=1))
 
 
 def _weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | None]:

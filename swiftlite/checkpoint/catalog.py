@@ -1,0 +1,133 @@
+"""Which tensor on disk is which part of which parameter.
+
+Names and shapes differ between memory and disk: adapters wrap modules, tied weights have one entry, the experts of a
+mixture are one fused tensor in memory and many on the hub. transformers and peft know how to turn a state of memory
+into one of disk; they are asked once, with tensors on `meta`, and since all they do is rename and cut, each result is
+a view that tells which box of which parameter it came from. Reading and saving then work on boxes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from swiftlite.checkpoint.boxes import Box
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor on disk: `shape` of it is the box of `owner`, a parameter or buffer by its name in memory.
+
+    dims: for each dimension on disk the one of the owner along which it runs (one that was cut to a single index is
+    left out on disk).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    owner: str
+    box: Box
+    dims: tuple[int, ...]
+
+
+Catalog = list[Entry]
+
+
+def catalog_model(model: PreTrainedModel) -> Catalog:
+    """The tensors of `model` as the hub has them. model: on any device, without adapters.
+
+    Raises UserError where transformers does more than rename and cut (then only its own loader could read the files).
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: _stand_in(tensor) for name, tensor in stored_tensors(model)}
+    with _KeepViews():
+        on_disk = revert_weight_conversion(model, dict(state))
+    return _entries(state, on_disk, type(model).__name__)
+
+
+def catalog_adapter(model: nn.Module) -> Catalog:
+    """The tensors of a peft model's adapter as peft writes them."""
+    from peft import get_peft_model_state_dict
+
+    state = {name: _stand_in(tensor) for name, tensor in stored_tensors(model)}
+    tied = {name: state[first] for name, first in _tied_names(model).items()}
+    with _KeepViews():
+        on_disk = get_peft_model_state_dict(model, state_dict=state | tied, save_embedding_layers=False)
+    unique = {id(tensor): name for name, tensor in reversed(on_disk.items())}
+    kept = {name: tensor for name, tensor in on_disk.items() if unique[id(tensor)] == name}
+    return _entries(state, kept, type(model).__name__)
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters -> the first one."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in names if first[id(parameter)] != name}
+
+
+def stored_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, a tied one once, and the buffers that belong to a model's files."""
+    kept = set(model.state_dict(keep_vars=True))
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    return [*model.named_parameters(), *buffers]
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+class _KeepViews(TorchFunctionMode):
+    """Views stay views: a copy made only to be contiguous would forget where it came from."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        if function in (torch.Tensor.contiguous, torch.Tensor.clone):
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def _entries(state: dict[str, torch.Tensor], on_disk: dict[str, torch.Tensor], architecture: str) -> Catalog:
+    owners = {id(tensor): name for name, tensor in state.items()}
+    found = []
+    for name, view in on_disk.items():
+        base = view if id(view) in owners else view._base
+        owner = owners.get(id(base))
+        if owner is None:
+            raise UserError(
+                f"the files of {architecture} hold {name} in a form that swiftlite cannot cut",
+                fix="use another model, or report the architecture",
+            )
+        box, dims = _trace(view, base)
+        found.append(Entry(name, tuple(view.shape), owner, box, dims))
+    return found
+
+
+def _trace(view: torch.Tensor, base: torch.Tensor) -> tuple[Box, tuple[int, ...]]:
+    """(the box of `base` that a view shows, the dimension of `base` along which each of the view's runs)."""
+    strides = base.stride()
+    offset, start = view.storage_offset(), []
+    for stride, extent in zip(strides, base.shape, strict=True):
+        start.append(0 if extent == 1 else offset // stride)
+        offset -= start[-1] * stride
+    dims: list[int] = []
+    for extent, stride in zip(view.shape, view.stride(), strict=True):
+        fits = [
+            dim
+            for dim in range(base.ndim)
+            if dim not in dims and (strides[dim] == stride or (extent == 1 and base.shape[dim] == 1))
+        ]
+        dims.append(fits[0])
+    shape = [1] * base.ndim
+    for extent, dim in zip(view.shape, dims, strict=True):
+        shape[dim] = extent
+    assert offset == 0
+    assert math.prod(shape) == view.numel()
+    return Box(tuple(start), tuple(shape)), tuple(dims)

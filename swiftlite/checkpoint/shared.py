@@ -1,0 +1,57 @@
+"""A folder that all processes of a run write together: complete or not there at all, as `atomic_folder` for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from swiftlite.checkpoint.boxes import Holding, holdings
+from swiftlite.checkpoint.folder import GO_ON, atomic_folder, disk_errors, partial_folder
+from swiftlite.errors import RunError
+from swiftlite.parallel.mesh import Mesh
+
+OTHER_FAILED = "another process could not save"
+
+
+def write_together(
+    mesh: Mesh, final: Path, create: Callable[[Path], None], write: Callable[[Path], None], *, manifest: bool = True
+) -> None:
+    """Make the folder `final`: rank 0 calls `create(folder)`, then everyone `write(folder)`, then rank 0 commits it.
+
+    Raises on every process where one of them fails, and leaves nothing behind.
+    """
+    with ExitStack() as stack:
+        folder = partial_folder(final)
+        stack.enter_context(disk_errors(final, GO_ON))
+
+        def begin() -> None:
+            stack.enter_context(atomic_folder(final, manifest=manifest))
+            create(folder)
+
+        leads = mesh.rank == 0
+        _in_turn(mesh, begin if leads else _nothing)
+        _in_turn(mesh, lambda: write(folder))
+        _in_turn(mesh, stack.pop_all().close if leads else _nothing)
+
+
+def _nothing() -> None:
+    """The part of those who only wait."""
+
+
+def _in_turn(mesh: Mesh, work: Callable[[], None]) -> None:
+    """Do one's part, then wait for all; raises where one of them failed."""
+    problem: Exception | None = None
+    try:
+        work()
+    except Exception as error:
+        problem = error
+    if mesh.any(problem is not None):
+        raise problem or RunError(OTHER_FAILED, fix="see its message")
+
+
+def to_write(mesh: Mesh, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Holding]]:
+    """What of some tensors this process has to write: of copies, the first process that holds one writes."""
+    return {name: holdings(tensor) for name, tensor in tensors if mesh.is_first_copy(tensor)}

@@ -1,0 +1,36 @@
+"""Values of what no file holds: fresh adapters, and the rows of new tokens. The same in every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+from swiftlite.checkpoint.boxes import Box, whole
+
+
+class FreshValues:
+    """Start values by parameter name; a random tensor is a function of (seed, name), whoever holds which part of it."""
+
+    def __init__(self, seed: int, new_rows: dict[str, torch.Tensor]) -> None:
+        """new_rows: embedding or head -> `[hidden]`, the value of each row that the files lack."""
+        self._seed, self._new_rows = seed, new_rows
+
+    def __call__(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor | None:
+        if name in self._new_rows:
+            return self._new_rows[name].expand(shape)[box.slices_of(whole(shape))]
+        if ".lora_A." in name or ".lora_embedding_B." in name:
+            return self._random(name, shape)[box.slices_of(whole(shape))]
+        if ".lora_B." in name or ".lora_embedding_A." in name:
+            return torch.zeros(box.shape)
+        return None
+
+    def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """peft's own choice for A: uniform in +-1/sqrt(inputs); standard normal for an embedding's B."""
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        if ".lora_embedding_B." in name:
+            return torch.randn(shape, generator=generator)
+        bound = 1 / math.sqrt(shape[1])
+        return torch.rand(shape, generator=generator).mul_(2 * bound).sub_(bound)

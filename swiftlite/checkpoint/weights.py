@@ -1,0 +1,134 @@
+"""Weights from safetensors into the parameters of a model, each process reading only what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from swiftlite.checkpoint.boxes import Box, Holding, holdings
+from swiftlite.checkpoint.catalog import Catalog, Entry
+from swiftlite.checkpoint.safetensors_files import TensorEntry, inspect_model_folder, read_header
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+
+SHOWN_NAMES = 3
+
+
+class TensorFolder:
+    """Reads parts of tensors, by name, out of the safetensors files of a folder (or out of one file)."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError where files are missing, foreign or damaged. Reads headers only."""
+        self.path = path if path.is_dir() else path.parent
+        self.entries: dict[str, TensorEntry] = inspect_model_folder(path) if path.is_dir() else read_header(path)
+        self._open: dict[str, safe_open] = {}
+
+    def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """A tensor or a part of one, on the CPU, in the type it is stored in."""
+        from safetensors import safe_open
+
+        file = self.entries[name].file
+        if file not in self._open:
+            self._open[file] = safe_open(self.path / file, framework="pt")
+        if not part:
+            return self._open[file].get_tensor(name)
+        return self._open[file].get_slice(name)[part]
+
+    def match(self, catalog: Catalog, prefix: str) -> Catalog:
+        """The catalog in the names of these files: files of a bare decoder lack `prefix.` before every name.
+
+        Raises UserError where tensors are missing or of another shape than the model wants.
+        """
+        named = [(self._find(entry.name, prefix), entry) for entry in catalog]
+        missing = [entry.name for name, entry in named if name is None]
+        if missing:
+            known = {entry.name for entry in catalog}
+            foreign = sorted(name for name in self.entries if name not in known)
+            strange = f"; the files hold names it does not know, such as {foreign[0]}" if foreign else ""
+            raise self._misfit(missing, f"are missing: {_shown(missing)}{strange}")
+        others = [name for name, entry in named if self.entries[name].shape != entry.shape]
+        if others:
+            raise self._misfit(others, f"have another shape than config.json says: {_shown(others)}")
+        return [Entry(name, entry.shape, entry.owner, entry.box, entry.dims) for name, entry in named]
+
+    def _find(self, name: str, prefix: str) -> str | None:
+        candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        return next((candidate for candidate in candidates if candidate in self.entries), None)
+
+    def _misfit(self, names: list[str], problem: str) -> UserError:
+        return UserError(
+            f"{len(names)} tensors of the model {problem}",
+            where=str(self.path),
+            fix="check that config.json and the safetensors files belong to the same model",
+        )
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more
+
+
+def read_overlap(folder: TensorFolder, entry: Entry, holding: Holding) -> None:
+    """Copy what a file's tensor and a holding have in common into the holding, converting the number type."""
+    common = entry.box.overlap(holding.box)
+    if common is None:
+        return
+    place = common.slices_of(entry.box)
+    part = tuple(place[dim] for dim in entry.dims)
+    left_out = [dim for dim in range(len(entry.box.shape)) if dim not in entry.dims]
+    data = folder.read(entry.name, part)
+    data = data.reshape([*data.shape, *[1] * len(left_out)])
+    order = [*entry.dims, *left_out]
+    target = holding.tensor[common.slices_of(holding.box)]
+    target.copy_(data.permute([order.index(dim) for dim in range(len(order))]))
+
+
+class StartValues(Protocol):
+    def __call__(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor | None: ...
+
+
+@torch.no_grad()
+def fill(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    sources: list[tuple[TensorFolder, Catalog]],
+    start_values: StartValues,
+) -> None:
+    """Give every tensor its values: from the files that know it, over its start values.
+
+    tensors: by name, plain or DTensor; start_values: the values of a box of the tensor `name` of the whole `shape`, or
+    None where files hold all of it.
+    """
+    entries: dict[str, list[tuple[TensorFolder, Entry]]] = {}
+    for folder, catalog in sources:
+        for entry in catalog:
+            entries.setdefault(entry.owner, []).append((folder, entry))
+    for name, tensor in tensors:
+        for holding in holdings(tensor):
+            first = start_values(name, tuple(tensor.shape), holding.box)
+            if first is not None:
+                holding.tensor.copy_(first)
+            for folder, entry in entries.get(name, ()):
+                read_overlap(folder, entry, holding)
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter on `meta` memory on the device, and move the rest there. Values come later.
+
+    `nn.Module.to_empty` would throw away the buffers that no file holds, such as the frequencies of rotary embeddings,
+    and make two parameters of a tied one.
+    """
+    allocated: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                if id(parameter) not in allocated:
+                    memory = torch.empty_like(parameter, device=device)
+                    allocated[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                setattr(module, name, allocated[id(parameter)])
+    model.to(device)  # also lets FSDP take notice of its parameters' memory

@@ -1,0 +1,41 @@
+"""Shows an error as one block: what is wrong, where, what to do next."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+
+from swiftlite.errors import RunError, SwiftliteError
+
+
+def show_error(error: BaseException, *, debug: bool = False) -> int:
+    """Print one block on stderr, the traceback too where `debug` asks for it. Returns the exit code."""
+    shown = error if isinstance(error, SwiftliteError) else unforeseen(error)
+    if debug:
+        traceback.print_exception(error)
+    rank, where = os.environ.get("RANK", "0"), shown.where
+    if rank != "0":
+        where = f"{where}, rank {rank}" if where else f"rank {rank}"
+    for label, text in (("error", shown.what), ("where", where), ("fix", shown.fix)):
+        if text:
+            print(f"{label + ':':6} {text}", file=sys.stderr, flush=True)
+    return shown.exit_code
+
+
+def unforeseen(error: BaseException) -> RunError:
+    """What was not turned into a message where it happened."""
+    if isinstance(error, MemoryError):
+        return RunError("out of memory", fix="use a smaller --model, --micro-batch-size or --max-length")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(
+            "the disk is full",
+            where=error.filename and str(error.filename),
+            fix="free some space, or name another disk with --output-dir or --cache-dir; --resume auto goes on",
+        )
+    text = next(iter(str(error).strip().splitlines()), "")
+    return RunError(
+        f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        fix="run again with --debug for the traceback; if it is not your data or model, please report it",
+    )

@@ -1,0 +1,83 @@
+"""Data parallelism by FSDP2: what the data ranks share and how their gradients meet.
+
+Every sharding is one call of `fully_shard` on the mesh `dp_replicate x fsdp`: plain data parallelism has replicas only,
+full sharding has one replica, hybrid has both. Each reduction is a SUM: the loss is divided by the tokens of the global
+step before the backward, so nothing is left to average.
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from swiftlite.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """dtype: what units compute in; gradients are always reduced in fp32. sharding: full, grad_op or none.
+
+    offload: keep parameters, gradients and optimizer state on the CPU; min_params: smaller layers are no unit of
+    their own; resharding False keeps whole weights between forward and backward whatever `sharding` says.
+    """
+
+    dtype: torch.dtype
+    sharding: str
+    offload: bool = False
+    min_params: int = 0
+    resharding: bool = True
+
+
+def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, options: DataParallel) -> None:
+    """Make each layer a unit of its own and the rest of `root` (embedding, norm, head) another, in place.
+
+    root: the module whose `forward` starts a step; layers: decoder layers, in order.
+    """
+    if mesh.size("dp_replicate") * mesh.size("fsdp") == 1 and not options.offload:
+        return
+    names = ("dp_replicate", "fsdp") if mesh.size("dp_replicate") > 1 else ("fsdp",)
+    common = {
+        "mesh": mesh.stored[names],
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        if options.offload
+        else OffloadPolicy(),
+    }
+    again = options.sharding == "full" and options.resharding
+    units = [layer for layer in layers if _parameters(layer) >= max(1, options.min_params)]
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=again, mp_policy=_policy(options.dtype), **common)
+    fully_shard(root, reshard_after_forward=False, mp_policy=_policy(torch.float32), **common)
+    for unit in (root, *units):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # the other half of a plain SUM, on gloo and NCCL alike
+    _prefetch(units)
+
+
+def _parameters(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters())
+
+
+def _policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """The root's weights stay fp32: autocast casts them where a matrix product wants it, as on one process."""
+    if dtype == torch.float32:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _prefetch(units: list[nn.Module]) -> None:
+    """Gather a layer's weights while its neighbour computes."""
+    for unit, following in zip(units, units[1:], strict=False):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
+
+
+def reduce_at_last_micro_batch(root: nn.Module, is_last: bool) -> None:
+    """Gradients of earlier micro-batches are added up here, and travel once a step. No-op without FSDP."""
+    if isinstance(root, FSDPModule):
+        root.set_requires_gradient_sync(is_last)
+        root.set_is_last_backward(is_last)

@@ -1,0 +1,113 @@
+"""Starts the processes of a run on this machine by torch's elastic launcher, and ends them together.
+
+Source: https://docs.pytorch.org/docs/stable/elastic/run.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from swiftlite.config.layout import Layout
+from swiftlite.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+
+PR_SET_PDEATHSIG = 1
+DEFAULT_PORT = 29500
+
+
+def start_processes(
+    config: RunConfig,
+    layout: Layout,
+    body: Callable[[dict[str, Any], Layout, Callable[[BaseException], int]], int],
+    report: Callable[[BaseException], int],
+) -> None:
+    """Run `body(config, layout, report)` in every process of this machine's share of the layout, and wait.
+
+    Raises SystemExit with the exit code of the run, RunError where a process was killed.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    count = config.nproc_per_node or layout.world // (config.nnodes or 1)
+    _check_devices(count)
+    if "OMP_NUM_THREADS" not in os.environ:  # all processes share the cores of this machine
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    launch = elastic_launch(
+        LaunchConfig(min_nodes=config.nnodes or 1, max_nodes=config.nnodes or 1, nproc_per_node=count,
+                     max_restarts=0, monitor_interval=0.1, start_method="spawn", signals_to_handle="SIGQUIT",
+                     **_rendezvous(config)),
+        _begin,
+    )  # fmt: skip
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _pass_on)
+    try:
+        codes = launch(os.getpid(), body, config.model_dump(), layout, report)
+    except ChildFailedError as failure:
+        raise _verdict(failure) from None
+    raise SystemExit(max(codes.values()))
+
+
+def _rendezvous(config: RunConfig) -> dict[str, Any]:
+    """One machine: a free port of its own. Several: machine 0 at a known place, the others told where."""
+    if (config.nnodes or 1) == 1 and config.master_port is None:
+        return {
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": "localhost:0",
+            "run_id": str(os.getpid()),
+            "local_addr": "localhost",
+        }
+    address, port = config.master_addr or "127.0.0.1", config.master_port or DEFAULT_PORT
+    return {
+        "rdzv_backend": "static", "rdzv_endpoint": f"{address}:{port}", "run_id": "swiftlite",
+        "rdzv_configs": {"rank": config.node_rank or 0},
+    }  # fmt: skip
+
+
+def _pass_on(number: int, _frame: FrameType | None) -> None:
+    """The processes finish their step, save and end with the code that tells why; so does this one, behind them."""
+    for process in multiprocessing.active_children():
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def _check_devices(count: int) -> None:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() < count:
+        raise UserError(
+            f"{count} processes on this machine, which has {torch.cuda.device_count()} GPUs",
+            where="--nproc-per-node",
+            fix=f"use --nproc-per-node {torch.cuda.device_count()}",
+        )
+
+
+def _begin(parent: int, body: Callable[..., int], *arguments: Any) -> int:
+    """First thing in a new process: see to it that it does not outlive the one that started it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    return body(*arguments)
+
+
+def _verdict(failure: Any) -> BaseException:
+    """What a failed start means: the process that failed first has told why, unless it was killed."""
+    failures = failure.failures
+    killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+    for rank, found in sorted(killed.items()):
+        name = signal.Signals(-found.exitcode).name
+        advice = "; the system may have run out of memory" if name == "SIGKILL" else ""
+        return RunError(f"process {rank} was killed by {name}{advice}", fix="go on with --resume auto")
+    return SystemExit(min(f.exitcode if f.exitcode in (1, 2) else 1 for f in failures.values()))

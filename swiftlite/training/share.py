@@ -1,0 +1,71 @@
+"""Who computes what of a global step.
+
+Every process knows the whole step and divides it in the same way, so nobody has to ask: packs go to the data ranks by
+size, each rank's packs to micro-batches, and all ranks have equally many (some may be empty).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swiftlite.data.batches import MicroBatch, collate, empty_micro_batch
+from swiftlite.data.order import Pack
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """One data rank's part of a step. trained_tokens, tokens, lengths (of the documents): of the whole step."""
+
+    micro_batches: list[MicroBatch]
+    trained_tokens: int
+    tokens: int
+    lengths: list[int]
+
+
+def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit: int | None) -> StepShare:
+    """Divide a step's packs.
+
+    size: packs in a micro-batch at most; token_limit: tokens in one of several packs, None for any number.
+    """
+    divided = [_micro_batches(mine, size, token_limit) for mine in _by_rank(packs, ranks)]
+    count = max(len(mine) for mine in divided)
+    mine = [collate(piece) for piece in divided[rank]]
+    mine += [empty_micro_batch()] * (count - len(mine))
+    documents = [document for pack in packs for document in pack]
+    return StepShare(
+        micro_batches=mine,
+        trained_tokens=sum(int(document.trained[1:].sum()) for document in documents),
+        tokens=sum(len(document.input_ids) for document in documents),
+        lengths=[len(document.input_ids) for document in documents],
+    )
+
+
+def _by_rank(packs: list[Pack], ranks: int) -> list[list[Pack]]:
+    """Equally many packs each (but for the remainder), the next longest to the rank with the fewest tokens so far."""
+    if ranks == 1:
+        return [packs]
+    most = -(-len(packs) // ranks)
+    chosen: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for index in sorted(range(len(packs)), key=lambda i: (-_tokens(packs[i]), i)):
+        rank = min((r for r in range(ranks) if len(chosen[r]) < most), key=lambda r: (tokens[r], r))
+        chosen[rank].append(index)
+        tokens[rank] += _tokens(packs[index])
+    return [[packs[index] for index in sorted(mine)] for mine in chosen]
+
+
+def _micro_batches(packs: list[Pack], size: int, token_limit: int | None) -> list[list[Pack]]:
+    pieces: list[list[Pack]] = [[]]
+    tokens = 0
+    for pack in packs:
+        length = _tokens(pack)
+        if pieces[-1] and (len(pieces[-1]) == size or (token_limit is not None and tokens + length > token_limit)):
+            pieces.append([])
+            tokens = 0
+        pieces[-1].append(pack)
+        tokens += length
+    return [piece for piece in pieces if piece]
+
+
+def _tokens(pack: Pack) -> int:
+    return sum(len(sequence.input_ids) for sequence in pack)
