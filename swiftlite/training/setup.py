@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from swiftlite.checkpoint.catalog import Catalog, Entry, catalog_adapter, catalog_model, stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, plan_files
@@ -163,6 +164,7 @@ def _divide(trainee: Trainee, config: RunConfig, model_config: PretrainedConfig)
         min_params=config.fsdp_min_params,
     )
     shard_over_data(trainee.scorer, anatomy.layers, mesh, options)
+    register_fsdp_forward_method(trainee.scorer, "check")
 
 
 def _in_wrapped_names(catalog: Catalog, plain: dict[int, str], model: nn.Module) -> Catalog:
