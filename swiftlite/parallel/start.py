@@ -13,66 +13,77 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from swiftlite.config.layout import Layout
 from swiftlite.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from swiftlite.config.schema import RunConfig
 
 PR_SET_PDEATHSIG = 1
 DEFAULT_PORT = 29500
 
 
-def start_processes(
-    config: RunConfig,
-    layout: Layout,
-    body: Callable[[dict[str, Any], Layout, Callable[[BaseException], int]], int],
-    report: Callable[[BaseException], int],
-) -> None:
-    """Run `body(config, layout, report)` in every process of this machine's share of the layout, and wait.
+@dataclass(frozen=True)
+class Machines:
+    """What this machine starts. processes: here; nodes, node: machines in all and this one's number; address, port: of
+    machine 0, needed where there are several.
+    """
 
-    Raises SystemExit with the exit code of the run, RunError where a process was killed.
+    processes: int
+    nodes: int = 1
+    node: int = 0
+    address: str = "127.0.0.1"
+    port: int | None = None
+
+
+def start_processes(machines: Machines, body: Callable[..., int], *arguments: Any) -> None:
+    """Run `body(*arguments)`, which returns an exit code, in this machine's processes, and wait.
+
+    Raises SystemExit with the exit code of the run, RunError where a process was killed, UserError where the machine
+    has too few GPUs.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    count = config.nproc_per_node or layout.world // (config.nnodes or 1)
+    count = machines.processes
     _check_devices(count)
     if "OMP_NUM_THREADS" not in os.environ:  # all processes share the cores of this machine
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launch = elastic_launch(
-        LaunchConfig(min_nodes=config.nnodes or 1, max_nodes=config.nnodes or 1, nproc_per_node=count,
-                     max_restarts=0, monitor_interval=0.1, start_method="spawn", signals_to_handle="SIGQUIT",
-                     **_rendezvous(config)),
+        LaunchConfig(
+            min_nodes=machines.nodes,
+            max_nodes=machines.nodes,
+            nproc_per_node=count,
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            signals_to_handle="SIGQUIT",  # the others are passed on
+            **_rendezvous(machines),
+        ),
         _begin,
-    )  # fmt: skip
+    )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _pass_on)
     try:
-        codes = launch(os.getpid(), body, config.model_dump(), layout, report)
+        codes = launch(os.getpid(), body, *arguments)
     except ChildFailedError as failure:
         raise _verdict(failure) from None
     raise SystemExit(max(codes.values()))
 
 
-def _rendezvous(config: RunConfig) -> dict[str, Any]:
+def _rendezvous(machines: Machines) -> dict[str, Any]:
     """One machine: a free port of its own. Several: machine 0 at a known place, the others told where."""
-    if (config.nnodes or 1) == 1 and config.master_port is None:
-        return {
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": "localhost:0",
-            "run_id": str(os.getpid()),
-            "local_addr": "localhost",
-        }
-    address, port = config.master_addr or "127.0.0.1", config.master_port or DEFAULT_PORT
+    if machines.nodes == 1 and machines.port is None:
+        here = {"rdzv_endpoint": "localhost:0", "local_addr": "localhost", "run_id": str(os.getpid())}
+        return {"rdzv_backend": "c10d", **here}
+    endpoint = f"{machines.address}:{machines.port or DEFAULT_PORT}"
     return {
-        "rdzv_backend": "static", "rdzv_endpoint": f"{address}:{port}", "run_id": "swiftlite",
-        "rdzv_configs": {"rank": config.node_rank or 0},
-    }  # fmt: skip
+        "rdzv_backend": "static",
+        "rdzv_endpoint": endpoint,
+        "run_id": "swiftlite",
+        "rdzv_configs": {"rank": machines.node},
+    }
 
 
 def _pass_on(number: int, _frame: FrameType | None) -> None:

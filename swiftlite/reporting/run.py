@@ -78,6 +78,9 @@ class RunReporter:
         self._display.close()
         if self._running is not None:
             self._running.close(error)
+            if not self._running.finished:
+                with suppress(Exception):  # what ended the run is told, not this
+                    _draw(self._output)
 
     def phase(self, text: str, total: int | None = None) -> AbstractContextManager[Update]:
         """Show that something takes its time; yields `update(done, total=None)`."""
@@ -118,8 +121,18 @@ class RunReporter:
         lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
         lines["try it"] = f"swiftlite infer --model {model}"
-        self._display.summary(lines)
         running.write_state("finished")
+        _draw(self._output)
+        self._display.summary(lines)
+
+
+def _draw(output: Path) -> None:
+    """Curves and page of what was logged so far."""
+    from swiftlite.reporting.page import write_report_page
+    from swiftlite.reporting.plots import write_loss_plot
+
+    write_loss_plot(output)
+    write_report_page(output)
 
 
 class _Running:

@@ -34,9 +34,16 @@ def launch(config: RunConfig, layout: Layout, report: Report) -> None:
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     with prepared_in_background(config, tokenizer_loader(config), when=first_here):
         if layout.world > 1 and not under_torchrun(os.environ):
-            from swiftlite.parallel.start import start_processes
+            from swiftlite.parallel.start import Machines, start_processes
 
-            start_processes(config, layout, train_in_process, report)
+            machines = Machines(
+                processes=config.nproc_per_node or layout.world // (config.nnodes or 1),
+                nodes=config.nnodes or 1,
+                node=config.node_rank or 0,
+                address=config.master_addr or "127.0.0.1",
+                port=config.master_port,
+            )
+            start_processes(machines, train_in_process, config.model_dump(), layout, report)
         else:
             train_here(config, layout, report)
 

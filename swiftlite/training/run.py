@@ -35,8 +35,6 @@ from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.reporting.memory import peak_memory_gib
-from swiftlite.reporting.page import write_report_page
-from swiftlite.reporting.plots import write_loss_plot
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.loop import Loop, Parts, Progress, Stopped
 from swiftlite.training.optimizer import build_optimizer
@@ -48,14 +46,17 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
-def run_training(config: RunConfig, mesh: Mesh) -> None:
+def run_training(config: RunConfig, mesh: Mesh, reporter: Reporter | None = None) -> None:
     """Train as the config says and leave the output folder of the contract behind; every process of the mesh calls it.
+
+    reporter: who is told what happens; by default rank 0 tells the user, and the others nobody.
 
     Raises UserError for what the user can mend (before anything is written), RunError for what fails while running,
     SystemExit with 128 + signal after a signal, once a checkpoint is saved.
     """
     output = Path(config.output_dir)
-    with RunReporter(config, output) if mesh.rank == 0 else QuietReporter() as reporter:
+    reporter = reporter or (RunReporter(config, output) if mesh.rank == 0 else QuietReporter())
+    with reporter:
         resume = find_resume(config, output, reporter.message)
         load = tokenizer_loader(config)
         with reporter.phase("checking the model"):
@@ -237,11 +238,9 @@ class Session:
         model = self._output / "model"
         if not self._mesh.any(model.exists()):
             write_together(self._mesh, model, self._create_model, self._write_model, manifest=False)
-        self._reporter.finish(model)
         if self._leads:
             self._write_audit()
-            write_loss_plot(self._output)
-            write_report_page(self._output)
+        self._reporter.finish(model)
 
     def _facts(self) -> dict[str, str]:
         config, trainee = self._config, self._trainee

@@ -1,0 +1,94 @@
+"""`swiftlite verify`: proof that this machine trains the same curve in every layout."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from swiftlite.verification.run import Verdict
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the app."""
+    app.command("verify", help="Train toy models in each layout and compare with one process.")(verify)
+
+
+def verify(
+    nproc_per_node: Annotated[int, typer.Option(help="Processes; layouts follow from it.", metavar="N")] = 2,
+    architecture: Annotated[
+        list[str] | None, typer.Option("--architecture", "-a", help="Only this one; may be given again.")
+    ] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option("--layout", "-l", help="Only layouts with this in their name.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE")] = None,
+) -> None:
+    """Print the table. Exit code 1 where a layout differs. Raises UserError for names that do not exist."""
+    from swiftlite.models.toys import toy_architectures, toy_config, write_toy
+    from swiftlite.verification.cases import DEFAULT_ARCHITECTURES, cases, subjects
+
+    chosen = tuple(architecture or DEFAULT_ARCHITECTURES)
+    for name in chosen:
+        if name not in toy_architectures():
+            raise UserError(
+                f"no toy model is called {name}", where="--architecture", fix=f"use {', '.join(toy_architectures())}"
+            )
+    if nproc_per_node < 2:
+        raise UserError("layouts begin with two processes", where="--nproc-per-node", fix="use 2, 4 or 8")
+    picked = [case for case in cases(nproc_per_node) if not layout or any(text in case.name for text in layout)]
+    if not picked:
+        names = ", ".join(case.name for case in cases(nproc_per_node))
+        raise UserError("no layout has that in its name", where="--layout", fix=f"there are: {names}")
+    layers = max(2, nproc_per_node)
+    with tempfile.TemporaryDirectory(prefix="swiftlite-verify-") as folder:
+        models = {name: str(write_toy(Path(folder) / name, toy_config(name, layers))) for name in chosen}
+        verdicts = _run(Path(folder), nproc_per_node, models, subjects(chosen), picked)
+    if report is not None:
+        report.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")
+    from rich.console import Console
+
+    Console(soft_wrap=True).print(table(verdicts))
+    if not all(verdict.passed for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases: list) -> list[Verdict]:
+    from swiftlite.parallel.start import Machines, start_processes
+    from swiftlite.verification.run import read_verdicts, verify_in_process, write_rows
+
+    write_rows(folder)
+    try:
+        start_processes(Machines(count), verify_in_process, str(folder), models, subjects, cases)
+    except SystemExit as stop:
+        if stop.code:
+            raise
+    return read_verdicts(folder)
+
+
+def table(verdicts: list[Verdict]) -> Table:
+    """A row for each cell of the matrix."""
+    from rich.table import Table
+
+    shown = Table(box=None, padding=(0, 2))
+    for heading in ("model", "layout", "loss", "gradient norm", "weights", "seconds", ""):
+        shown.add_column(heading, header_style="dim", justify="left" if heading in ("model", "layout", "") else "right")
+    for verdict in verdicts:
+        found, numbers = verdict.difference, [""] * 4
+        if found is not None:
+            numbers = [
+                *(f"{number:.1e}" for number in (found.loss, found.norm, found.weights)),
+                f"{verdict.seconds:.1f}",
+            ]
+        style = "dim" if found is None else "green" if verdict.passed else "bold red"
+        shown.add_row(verdict.subject, verdict.case, *numbers, f"[{style}]{verdict.word}[/]")
+    return shown

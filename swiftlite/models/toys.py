@@ -1,0 +1,111 @@
+"""Toy models: each architecture at a width that trains in milliseconds, and a tokenizer to go with them.
+
+`swiftlite verify` and the tests train them; nothing of them is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+VOCABULARY = 512
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = [
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "Who are you? I am a small model that answers questions.",
+    "user assistant system tool What is two plus two? It is four.",
+    "Once upon a time there was a fox who jumped over a lazy dog.",
+    "def add(a, b):\n    return a + b\n\nprint(add(1, 2))",
+]
+WINDOW = 8  # of sliding attention: shorter than the documents
+
+
+def _llama_like(layers: int) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
+        "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def _kinds(layers: int) -> list[str]:
+    return ["sliding_attention" if place % 2 == 0 else "full_attention" for place in range(layers)]
+
+
+def _builders(layers: int) -> dict[str, Callable[[], PretrainedConfig]]:
+    import transformers as hf
+
+    common, heads = _llama_like(layers), {"head_dim": 16}
+    window = {"sliding_window": WINDOW}
+    return {
+        "llama": lambda: hf.LlamaConfig(**common, tie_word_embeddings=False),
+        "llama-tied": lambda: hf.LlamaConfig(**common, tie_word_embeddings=True),
+        "qwen2": lambda: hf.Qwen2Config(**common, tie_word_embeddings=True),
+        "qwen3": lambda: hf.Qwen3Config(**common, **heads, tie_word_embeddings=True),
+        "mistral": lambda: hf.MistralConfig(**common, **window),
+        "gemma": lambda: hf.GemmaConfig(**common, **heads),
+        "gemma2": lambda: hf.Gemma2Config(**common, **heads, **window, query_pre_attn_scalar=16),
+        "gemma3": lambda: hf.Gemma3TextConfig(
+            **common, **heads, **window, query_pre_attn_scalar=16, layer_types=_kinds(layers)
+        ),
+        "qwen3-moe": lambda: hf.Qwen3MoeConfig(
+            **common, **heads, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1,
+            norm_topk_prob=True, output_router_logits=False,
+        ),
+        "gpt2": lambda: hf.GPT2Config(
+            vocab_size=VOCABULARY, n_positions=512, n_embd=64, n_layer=layers, n_head=4, bos_token_id=2,
+            eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        ),
+    }  # fmt: skip
+
+
+def toy_config(architecture: str, layers: int = 2) -> PretrainedConfig:
+    """Hidden size 64, 4 heads, 512 tokens. Raises KeyError for an architecture that has no toy."""
+    return _builders(layers)[architecture]()
+
+
+def toy_architectures() -> list[str]:
+    return list(_builders(2))
+
+
+def toy_tokenizer() -> PreTrainedTokenizerBase:
+    """A byte-level BPE of 512 tokens with ChatML marks; eos is `<|im_end|>`, pad is `<|endoftext|>`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXT * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def write_toy(folder: Path, config: PretrainedConfig, seed: int = 0) -> Path:
+    """A folder with a random fp32 model of this config and the toy tokenizer. Returns the folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,66 @@
+"""The layouts that a number of processes allows, each as the flags that a user would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout. name: for the table; flags: of `swiftlite sft`, beside those that all cases share."""
+
+    name: str
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained in every layout. architecture: of the toy model; flags: tuner, packing and the like."""
+
+    architecture: str
+    name: str
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+DEFAULT_ARCHITECTURES = ("llama", "qwen3", "gemma3", "mistral", "qwen3-moe", "gpt2")
+FULL: dict[str, Any] = {"tuner": "full"}
+LORA: dict[str, Any] = {"tuner": "lora", "lora_rank": 4}
+
+
+def subjects(architectures: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[Subject]:
+    """Each architecture in full and packed; the first also unpacked and with adapters."""
+    found = [Subject(name, name, FULL) for name in architectures]
+    first = architectures[0]
+    found.append(Subject(first, f"{first}, unpacked", FULL | {"packing": False}))
+    found.append(Subject(first, f"{first}, LoRA", LORA))
+    return found
+
+
+def cases(world: int) -> list[Case]:
+    """The layouts of `world` processes, the plain ones first."""
+    return [*_data_cases(world), *_product_cases(world)]
+
+
+def _data_cases(world: int) -> Iterator[Case]:
+    yield Case(f"ddp {world}", {"parallel": "ddp"})
+    yield Case(f"fsdp full {world}", {"parallel": "fsdp", "sharding": "full"})
+    yield Case(f"fsdp grad_op {world}", {"parallel": "fsdp", "sharding": "grad_op"})
+    yield Case(
+        f"fsdp full {world}, recomputing",
+        {
+            "parallel": "fsdp",
+            "activation_checkpointing": "full",
+            "sync_every_microbatch": True,
+            "fsdp_min_params": 10**9,
+        },
+    )
+    if world % 2 == 0 and world > 2:
+        yield Case(f"hybrid 2x{world // 2}", {"parallel": "fsdp", "sharding": "hybrid", "mesh": f"2x{world // 2}"})
+    yield Case(f"fsdp full {world}, offloaded", {"parallel": "fsdp", "offload": "cpu"})
+
+
+def _product_cases(world: int) -> Iterator[Case]:
+    """Tensor, pipeline, context and expert parallelism join here as they are built."""
+    yield from ()

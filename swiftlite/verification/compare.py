@@ -1,0 +1,62 @@
+"""How far two runs of the same steps are from each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4  # relative
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Worst relative differences over all steps, and of all final tensors by their 2-norm."""
+
+    loss: float
+    norm: float
+    weights: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.loss <= LOSS and self.norm <= NORM and self.weights <= WEIGHTS
+
+
+def compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]], folder: Path, reference: Path) -> Difference:
+    """rows: of metrics; folder, reference: `model/` of the two runs."""
+    if [row["step"] for row in rows] != [row["step"] for row in expected]:
+        return Difference(math.inf, math.inf, math.inf)
+    return Difference(
+        loss=max(_relative(row["loss"], other["loss"]) for row, other in zip(rows, expected, strict=True)),
+        norm=max(_relative(row["grad_norm"], other["grad_norm"]) for row, other in zip(rows, expected, strict=True)),
+        weights=_weights(folder, reference),
+    )
+
+
+def _relative(value: float | None, expected: float | None) -> float:
+    if value is None or expected is None:
+        return math.inf
+    return abs(value - expected) / max(abs(expected), 1e-12)
+
+
+def _weights(folder: Path, reference: Path) -> float:
+    """Largest 2-norm of a tensor's difference, relative to the tensor's own."""
+    mine, theirs = _tensors(folder), _tensors(reference)
+    if mine.keys() != theirs.keys():
+        return math.inf
+    worst = 0.0
+    for name, tensor in theirs.items():
+        if mine[name].shape != tensor.shape or mine[name].dtype != tensor.dtype:
+            return math.inf
+        difference = (mine[name].double() - tensor.double()).norm().item()
+        worst = max(worst, difference / max(tensor.double().norm().item(), 1e-12))
+    return worst
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

@@ -1,0 +1,155 @@
+"""Every subject in every layout, through the same `run_training` as a user's run, compared with one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from swiftlite.config.layout import Layout
+from swiftlite.config.resolve import Resolved, resolve
+from swiftlite.config.validate import Given
+from swiftlite.errors import UserError
+from swiftlite.parallel.mesh import Mesh, alone, build_mesh
+from swiftlite.parallel.world import joined
+from swiftlite.reporting.run import QuietReporter
+from swiftlite.training.run import run_training
+from swiftlite.verification.cases import Case, Subject
+from swiftlite.verification.compare import Difference, compare
+
+STEPS = 5
+VERDICTS = "verdicts.jsonl"
+
+
+class Recorder(QuietReporter):
+    """Keeps the rows of a run."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One cell of the matrix. refused: why the layout does not take this model; then there is no difference."""
+
+    subject: str
+    case: str
+    seconds: float
+    difference: Difference | None = None
+    refused: str | None = None
+
+    @property
+    def word(self) -> str:
+        if self.difference is None:
+            return f"refused: {self.refused}"
+        return "equal" if self.difference.agrees else "DIFFERS"
+
+    @property
+    def passed(self) -> bool:
+        return self.difference is None or self.difference.agrees
+
+
+class Verification:
+    """One world in which every subject is trained in every layout."""
+
+    def __init__(self, folder: Path, models: dict[str, str], world: Mesh) -> None:
+        """folder: of rows and runs, seen by all processes; models: architecture -> folder; world: any mesh of all."""
+        self._folder, self._models, self._world = folder, models, world
+
+    def verdicts(self, subjects: list[Subject], cases: list[Case]) -> Iterator[Verdict]:
+        """The verdict of each cell as it is reached, on rank 0; every process has to run through them."""
+        for number, subject in enumerate(subjects):
+            flags = _shared_flags(self._folder, self._models[subject.architecture]) | subject.flags
+            reference = self._folder / f"reference-{number}"
+            expected = Recorder()
+            if self._world.rank == 0:
+                run_training(_resolve(flags, reference, 1).config, alone(), expected)
+            self._world.meet(f"reference {number}")
+            for place, case in enumerate(cases):
+                found = self._difference(flags | case.flags, f"{number}-{place}", expected.rows, reference)
+                yield Verdict(subject.name, case.name, *found)
+            if self._world.rank == 0:
+                shutil.rmtree(reference)
+
+    def _difference(
+        self, flags: dict[str, Any], key: str, expected: list[dict[str, Any]], reference: Path
+    ) -> tuple[float, Difference | None, str | None]:
+        """(seconds, difference from one process, why the layout was refused)."""
+        output, started, recorder = self._folder / key, time.perf_counter(), Recorder()
+        try:
+            resolved = _resolve(flags, output, self._world.layout.world)
+            mesh = build_mesh(resolved.layout, self._world.device, dist.PrefixStore(key, self._world.store))
+            run_training(resolved.config, mesh, recorder)
+        except UserError as error:
+            self._world.meet(key)
+            return 0.0, None, error.what
+        seconds = time.perf_counter() - started
+        self._world.meet(key)
+        if self._world.rank != 0:
+            return seconds, None, None
+        difference = compare(recorder.rows, expected, output / "model", reference / "model")
+        shutil.rmtree(output)
+        return seconds, difference, None
+
+
+def verify_in_process(folder: str, models: dict[str, str], subjects: list[Subject], cases: list[Case]) -> int:
+    """The life of one process of `swiftlite verify`: rank 0 appends each verdict to `verdicts.jsonl` and prints it."""
+    with joined(Layout(dp_replicate=int(os.environ["WORLD_SIZE"]))) as world:
+        for verdict in Verification(Path(folder), models, world).verdicts(subjects, cases):
+            if world.rank == 0:
+                with (Path(folder) / VERDICTS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(verdict)) + "\n")
+                print(f"{verdict.subject}: {verdict.case}: {verdict.word}", flush=True)
+    return 0
+
+
+def read_verdicts(folder: Path) -> list[Verdict]:
+    """What `verify_in_process` has written so far."""
+    path = folder / VERDICTS
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return [
+        Verdict(**row | {"difference": None if row["difference"] is None else Difference(**row["difference"])})
+        for row in rows
+    ]
+
+
+def _resolve(values: dict[str, Any], output: Path, world: int) -> Resolved:
+    given = {name: Given(value, name, "flag") for name, value in (values | {"output_dir": str(output)}).items()}
+    env = {} if world == 1 else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
+    return resolve("sft", given, env=env)
+
+
+def _shared_flags(folder: Path, model: str) -> dict[str, Any]:
+    """A step of 8 sequences of unequal lengths, some with hardly a trained token."""
+    return {
+        "model": model, "dataset": [str(write_rows(folder))], "max_length": 128, "max_steps": STEPS,
+        "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3, "precision": "fp32",
+        "cache_dir": str(folder / "cache"), "save_steps": 1000, "workers": 1,
+    }  # fmt: skip
+
+
+def write_rows(folder: Path) -> Path:
+    """Forty short conversations of unequal length."""
+    path = folder / "rows.jsonl"
+    if not path.is_file():
+        lines = []
+        for i in range(40):
+            messages = [
+                {"role": "user", "content": f"What is {i} plus {i + 1}? " + "Please answer. " * (i % 5)},
+                {"role": "assistant", "content": f"It is {2 * i + 1}." + " Really." * (i % 7)},
+            ]
+            if i % 3 == 0:
+                messages += [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes, quite sure."}]
+            lines.append(json.dumps({"messages": messages}) + "\n")
+        path.write_text("".join(lines), encoding="utf-8")
+    return path
