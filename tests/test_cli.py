@@ -85,7 +85,6 @@ def test_every_recipe_resolves(run, name):
         ("sft --model m/x --dataset d/x --max-length many", "max-length"),
         ("sft --model m/x", "--dataset"),
         ("sft --dataset d/x", "--model"),
-        ("sft --model m/x --dataset d/x --tp 2", "parallel engine"),
         ("sft --model m/x --dataset d/x --nproc-per-node 6 --tp 4", "4"),
         ("sft --model m/x --dataset d/x --global-batch-size 8 --micro-batch-size 3", "8"),
         (

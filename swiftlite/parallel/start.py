@@ -121,4 +121,4 @@ def _verdict(failure: Any) -> BaseException:
         name = signal.Signals(-found.exitcode).name
         advice = "; the system may have run out of memory" if name == "SIGKILL" else ""
         return RunError(f"process {rank} was killed by {name}{advice}", fix="go on with --resume auto")
-    return SystemExit(min(f.exitcode if f.exitcode in (1, 2) else 1 for f in failures.values()))
+    return SystemExit(max(f.exitcode if f.exitcode in (1, 2) else 1 for f in failures.values()))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.config.layout import Layout, under_torchrun
+from swiftlite.errors import UserError
 from swiftlite.parallel.mesh import Mesh, alone, build_mesh, pick_device
 
 PATIENCE = timedelta(minutes=10)  # of a collective; no rank prepares data or reads weights inside one
@@ -21,10 +22,20 @@ PATIENCE = timedelta(minutes=10)  # of a collective; no rank prepares data or re
 
 @contextmanager
 def joined(layout: Layout) -> Iterator[Mesh]:
-    """This process's place in the mesh, for as long as the block runs. One process of a plain start needs no group."""
+    """This process's place in the mesh, for as long as the block runs. One process of a plain start needs no group.
+
+    Raises UserError where the environment is that of several processes, but incomplete.
+    """
     if not under_torchrun(os.environ):
         yield alone()
         return
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}",
+            where="environment",
+            fix="start by torchrun, or unset RANK, LOCAL_RANK and WORLD_SIZE and use --nproc-per-node",
+        )
     device = _own_device()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world, timeout=PATIENCE))

@@ -1,0 +1,148 @@
+"""Several processes from one command: the same run as one, one voice, one exit code, nobody left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from test_parity import metrics
+
+from swiftlite.checkpoint.folder import check_folder, list_checkpoints
+
+ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+SWIFTLITE = [sys.executable, "-m", "swiftlite"]
+
+
+@pytest.fixture
+def flags(tmp_path, tiny_model, write_rows, chat_rows):
+    rows = write_rows("rows.jsonl", chat_rows)
+    return ["--model", str(tiny_model("llama")), "--dataset", str(rows), "--tuner", "full", "--max-length", "128",
+            "--global-batch-size", "8", "--micro-batch-size", "2", "--precision", "fp32", "--learning-rate", "1e-3",
+            "--cache-dir", str(tmp_path / "cache")]  # fmt: skip
+
+
+def run(*words, **more):
+    return subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=180, env=ENV, **more)
+
+
+def close(one: Path, other: Path) -> bool:
+    left, right = load_file(one), load_file(other)
+    return left.keys() == right.keys() and all((left[n] - right[n]).norm() <= 1e-5 * right[n].norm() for n in left)
+
+
+def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
+    one, two, mixed = tmp_path / "one", tmp_path / "two", tmp_path / "mixed"
+    several = ["--nproc-per-node", "2", "--parallel", "fsdp", "--save-steps", "2", "--keep-checkpoints", "9"]
+    assert run(*SWIFTLITE, "sft", *flags, "--max-steps", "6", "-o", one).returncode == 0
+    done = run(*SWIFTLITE, "sft", *flags, *several, "--max-steps", "6", "-o", two)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes: 2 x full sharding" in done.stdout
+    assert done.stdout.count("step 3/6") == 1 and done.stderr == ""
+    for mine, other in zip(metrics(two), metrics(one), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert mine["tokens"] == other["tokens"] and mine["trained_tokens"] == other["trained_tokens"]
+    assert close(two / "model" / "model.safetensors", one / "model" / "model.safetensors")
+    middle = two / "checkpoints" / "step-00000004"
+    assert check_folder(middle, deep=True) == []
+    again = run(*SWIFTLITE, "sft", *flags, "--max-steps", "6", "-o", mixed, "--resume", middle)
+    assert again.returncode == 0, again.stderr
+    assert [row["step"] for row in metrics(mixed)] == [5, 6]
+    assert close(mixed / "model" / "model.safetensors", one / "model" / "model.safetensors")
+    back = tmp_path / "back"
+    start = run(
+        *SWIFTLITE, "sft", *flags, "--max-steps", "6", "-o", back, "--save-steps", "3", "--keep-checkpoints", "9"
+    )
+    assert start.returncode == 0
+    sharded = run(*SWIFTLITE, "sft", *flags, *several, "--max-steps", "6", "-o", tmp_path / "last", "--resume",
+                  back / "checkpoints" / "step-00000003")  # fmt: skip
+    assert sharded.returncode == 0, sharded.stderr
+    assert close(tmp_path / "last" / "model" / "model.safetensors", one / "model" / "model.safetensors")
+
+
+def test_torchrun_and_the_time_in_the_folder_name(tmp_path, flags):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "swiftlite"]
+    done = run(*torchrun, "sft", *flags, "--max-steps", "2", "--parallel", "ddp", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes: 2 x replicas" in done.stdout
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_a_mistake_is_told_once(tmp_path, flags):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"messages": [{"role": "user", "content": "alone"}]}\n')
+    started = ["--nproc-per-node", "2", "--max-steps", "2", "-o", tmp_path / "out"]
+    done = run(*SWIFTLITE, "sft", *flags, *started, "--dataset", bad)
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 1 and "bad.jsonl:1" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def ranks_of(parent: int) -> list[int]:
+    """Processes started by `parent` that train."""
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in listed.splitlines() if "spawn_main" in line]
+
+
+def started_run(tmp_path, flags, *more) -> subprocess.Popen:
+    """A run of two processes, once its second step is logged."""
+    out = tmp_path / "out"
+    words = [*SWIFTLITE, "sft", *flags, "--nproc-per-node", "2", "--max-steps", "100000", "-o", str(out), *more]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    for line in process.stdout:
+        if re.match(r"step +2/", line):
+            return process
+    raise AssertionError(process.stderr.read())
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [
+        pid for pid in pids if Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    ]
+
+
+def wait_gone(pids: list[int]) -> None:
+    end = time.monotonic() + 20
+    while alive(pids) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert alive(pids) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_process_ends_the_run_at_once(tmp_path, flags):
+    process = started_run(tmp_path, flags)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "killed by SIGKILL" in err and "Traceback" not in err
+    wait_gone(ranks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_no_process_outlives_the_one_that_started_it(tmp_path, flags):
+    process = started_run(tmp_path, flags)
+    ranks = ranks_of(process.pid)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_gone(ranks)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_step_and_saves(tmp_path, flags, number, code):
+    process = started_run(tmp_path, flags)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "stopped by signal" in out and "Traceback" not in err
+    newest = list_checkpoints(tmp_path / "out")[0]
+    assert check_folder(newest, deep=True) == []
+    step = json.loads((newest / "trainer_state.json").read_text())["progress"]["step"]
+    assert metrics(tmp_path / "out")[-1]["step"] == step
