@@ -11,11 +11,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data.prepare import prepare_data
 from swiftlite.models.tokenizer import load_tokenizer
-from swiftlite.parallel.mesh import alone
+from swiftlite.parallel.world import World
 from swiftlite.training.run import run_training
+
+
+def train_alone(config):
+    run_training(config, World(torch.device("cpu")), Layout())
+
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "qwen3-moe", "gpt2"]
 STEPS = 4
@@ -101,7 +107,7 @@ def planned_rows(config):
 def test_sft_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows, family, packing):
     model = tiny_model(family)
     config = resolve_config("sft", **settings(tmp_path, model, write_rows("rows.jsonl", chat_rows), packing=packing))
-    run_training(config, alone())
+    train_alone(config)
     tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [[render_chat(tokenizer, chat_rows[row]["messages"]) for row in rows] for rows in planned_rows(config)]
     check(metrics(tmp_path / "out"), plain_training(model, steps), steps)
@@ -112,7 +118,7 @@ def test_pretraining_equals_plain_pytorch(tmp_path, tiny_model, write_rows, fami
     model = tiny_model(family)
     texts = [{"text": f"Chapter {i}. Once upon a time there was a fox. " * (1 + i % 3)} for i in range(24)]
     config = resolve_config("pretrain", **settings(tmp_path, model, write_rows("text.jsonl", texts), max_length=200))
-    run_training(config, alone())
+    train_alone(config)
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def whole(text):
@@ -143,9 +149,9 @@ def check(rows, expected, steps):
 )
 def test_the_split_of_a_step_changes_nothing(tmp_path, tiny_model, write_rows, chat_rows, change):
     data = write_rows("rows.jsonl", chat_rows)
-    run_training(resolve_config("sft", **settings(tmp_path, tiny_model("qwen3"), data)), alone())
+    train_alone(resolve_config("sft", **settings(tmp_path, tiny_model("qwen3"), data)))
     changed = settings(tmp_path, tiny_model("qwen3"), data, output_dir=str(tmp_path / "other")) | change
-    run_training(resolve_config("sft", **changed), alone())
+    train_alone(resolve_config("sft", **changed))
     for one, other in zip(metrics(tmp_path / "out"), metrics(tmp_path / "other"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
@@ -154,9 +160,9 @@ def test_the_split_of_a_step_changes_nothing(tmp_path, tiny_model, write_rows, c
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 5e-3), ("fp16", 2e-3)])
 def test_half_precision_stays_near_fp32(tmp_path, tiny_model, write_rows, chat_rows, precision, tolerance):
     data = write_rows("rows.jsonl", chat_rows)
-    run_training(resolve_config("sft", **settings(tmp_path, tiny_model("llama"), data)), alone())
+    train_alone(resolve_config("sft", **settings(tmp_path, tiny_model("llama"), data)))
     half = settings(tmp_path, tiny_model("llama"), data, output_dir=str(tmp_path / "half"), precision=precision)
-    run_training(resolve_config("sft", **half), alone())
+    train_alone(resolve_config("sft", **half))
     for exact, rounded in zip(metrics(tmp_path / "out"), metrics(tmp_path / "half"), strict=True):
         assert rounded["loss"] == pytest.approx(exact["loss"], rel=tolerance)
         assert rounded["grad_norm"] == pytest.approx(exact["grad_norm"], rel=5e-2)

@@ -8,14 +8,12 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_parity import metrics, settings
+from test_parity import metrics, settings, train_alone
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError, UserError
-from swiftlite.parallel.mesh import alone
 from swiftlite.training import run as run_module
-from swiftlite.training.run import run_training
 
 
 @pytest.fixture
@@ -25,7 +23,7 @@ def base(tmp_path, tiny_model, write_rows, chat_rows):
 
 def train(values, **more):
     config = resolve_config("sft", **(values | more))
-    run_training(config, alone())
+    train_alone(config)
     return config
 
 
@@ -119,7 +117,7 @@ def test_resume_refuses_other_data(base, write_rows, chat_rows):
 def test_saved_config_runs_again_and_gives_the_same_run(base, tmp_path):
     train(base)
     again = resolve_config(recipe=str(tmp_path / "out" / "config.yaml"), output_dir=str(tmp_path / "again"))
-    run_training(again, alone())
+    train_alone(again)
     assert [row["loss"] for row in metrics(tmp_path / "again")] == [row["loss"] for row in metrics(tmp_path / "out")]
 
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from swiftlite.parallel.mesh import alone
+from swiftlite.config.layout import Layout
+from swiftlite.parallel.mesh import build_mesh
 from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.schedule import rate_at, warmup_steps
@@ -50,10 +51,10 @@ def test_warmup_ratio_rounds_up_and_never_exceeds_the_run():
 def test_clipping_returns_the_norm_before_and_scales_all_together():
     a, b = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
     a.grad, b.grad = torch.full((3,), 2.0), torch.full((2, 2), 1.0)
-    norm = clip_gradients([a, b], 1.0, alone())
+    norm = clip_gradients([a, b], 1.0, build_mesh(Layout(), torch.device("cpu")))
     assert norm == pytest.approx(4.0)
     assert torch.cat([a.grad.flatten(), b.grad.flatten()]).norm().item() == pytest.approx(1.0, rel=1e-5)
-    assert clip_gradients([a, b], 0.0, alone()) == pytest.approx(1.0, rel=1e-5)
+    assert clip_gradients([a, b], 0.0, build_mesh(Layout(), torch.device("cpu"))) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_precision_names():

@@ -8,7 +8,6 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from swiftlite.config.layout import Layout
-from swiftlite.errors import RunError
 
 SPLIT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 STORED = ("pp", "dp_replicate", "fsdp", "tp")
-FAILED = "failed"
-OTHER_FAILED = "another process failed"
 
 
 @dataclass(frozen=True)
@@ -31,14 +27,13 @@ class Mesh:
     """This process's place among all of them.
 
     stored: the mesh of the weights (`pp, dp_replicate, fsdp, tp`), None in a run of one process; split: how tokens are
-    divided (`pp, dp_replicate, dp_shard, cp, tp`), None likewise; store: notes that all processes read.
+    divided (`pp, dp_replicate, dp_shard, cp, tp`), None likewise.
     """
 
     layout: Layout
     device: torch.device
     stored: DeviceMesh | None = None
     split: DeviceMesh | None = None
-    store: dist.Store | None = None
 
     @property
     def rank(self) -> int:
@@ -111,23 +106,6 @@ class Mesh:
         dist.all_gather_object(parts, texts)
         return list(dict.fromkeys(text for part in parts for text in part))
 
-    def meet(self, place: str) -> None:
-        """Wait for all processes, however long they take: unlike a collective it has no time-out.
-
-        Raises RunError where one of them has failed meanwhile.
-        """
-        if self.store is None:
-            return
-        self.store.add(f"arrived/{place}", 1)
-        while self.store.add(f"arrived/{place}", 0) < self.layout.world:
-            if self.store.add(FAILED, 0):
-                raise RunError(OTHER_FAILED)
-            time.sleep(0.05)
-
-    def fails_first(self) -> bool:
-        """Note that this process fails. True for the first that does, which tells the user why."""
-        return self.store is None or self.store.add(FAILED, 1) == 1
-
 
 def is_sharding(placement: Placement) -> bool:
     return isinstance(placement, Shard | _StridedShard)
@@ -145,13 +123,8 @@ def pick_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def alone() -> Mesh:
-    """The mesh of one process."""
-    return Mesh(Layout(), pick_device())
-
-
-def build_mesh(layout: Layout, device: torch.device, store: dist.Store | None = None) -> Mesh:
-    """The mesh of a layout. With more than one process a process group must stand. store: see Mesh."""
+def build_mesh(layout: Layout, device: torch.device) -> Mesh:
+    """The mesh of a layout. With more than one process a process group must stand."""
     if layout.world == 1:
         return Mesh(layout, device)
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
@@ -160,4 +133,4 @@ def build_mesh(layout: Layout, device: torch.device, store: dist.Store | None = 
     )
     split = init_device_mesh(device.type, sizes, mesh_dim_names=SPLIT)
     assert math.prod(sizes) == dist.get_world_size()
-    return Mesh(layout, device, stored, split, store)
+    return Mesh(layout, device, stored, split)

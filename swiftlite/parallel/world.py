@@ -6,28 +6,70 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html#initialization
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from swiftlite.config.layout import Layout, under_torchrun
-from swiftlite.errors import UserError
-from swiftlite.parallel.mesh import Mesh, alone, build_mesh, pick_device
+from swiftlite.config.layout import under_torchrun
+from swiftlite.errors import RunError, UserError
+from swiftlite.parallel.mesh import pick_device
 
+FAILED = "failed"
 PATIENCE = timedelta(minutes=10)  # of a collective; no rank prepares data or reads weights inside one
 
 
+@dataclass(frozen=True)
+class World:
+    """All processes of a run, before they form a mesh. store: notes that all of them read, None in a run of one."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    store: dist.Store | None = None
+
+    def meet(self, place: str) -> None:
+        """Wait for all processes, however long they take: unlike a collective it has no time-out.
+
+        place: a name that is used once. Raises RunError where one of them has failed meanwhile.
+        """
+        if self.store is None:
+            return
+        self.store.add(f"arrived/{place}", 1)
+        while self.store.add(f"arrived/{place}", 0) < self.size:
+            if self.store.add(FAILED, 0):
+                raise RunError("another process failed")
+            time.sleep(0.05)
+
+    def fails_first(self) -> bool:
+        """Note that this process fails. True for the first that does, which tells the user why."""
+        return self.store is None or self.store.add(FAILED, 1) == 1
+
+    def same(self, name: str, text: str) -> str:
+        """What rank 0 says. name: used once."""
+        if self.store is None:
+            return text
+        if self.rank == 0:
+            self.store.set(f"same/{name}", text)
+        return self.store.get(f"same/{name}").decode()
+
+    def within(self, name: str) -> World:
+        """The same processes with notes of their own."""
+        return replace(self, store=dist.PrefixStore(name, self.store))
+
+
 @contextmanager
-def joined(layout: Layout) -> Iterator[Mesh]:
-    """This process's place in the mesh, for as long as the block runs. One process of a plain start needs no group.
+def joined() -> Iterator[World]:
+    """This process's place among those that torchrun started, for as long as the block runs, or that of one process.
 
     Raises UserError where the environment is that of several processes, but incomplete.
     """
     if not under_torchrun(os.environ):
-        yield alone()
+        yield World(pick_device())
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -37,16 +79,16 @@ def joined(layout: Layout) -> Iterator[Mesh]:
             fix="start by torchrun, or unset RANK, LOCAL_RANK and WORLD_SIZE and use --nproc-per-node",
         )
     device = _own_device()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world, timeout=PATIENCE))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("group", store),
         rank=rank,
-        world_size=world,
+        world_size=size,
         timeout=PATIENCE,
     )
-    yield build_mesh(layout, device, dist.PrefixStore("notes", store))
+    yield World(device, rank, size, dist.PrefixStore("notes", store))
     dist.destroy_process_group()  # not after an error: the others may be in a collective that will never end
 
 

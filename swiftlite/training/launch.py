@@ -67,24 +67,16 @@ def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
         from swiftlite.parallel.world import joined
         from swiftlite.training.run import run_training
 
-    with joined(layout) as mesh:
+    with joined() as world:
         try:
-            run_training(_same_everywhere(config, mesh), mesh)
+            config = config.model_copy(update={"output_dir": world.same("output", config.output_dir)})
+            run_training(config, world, layout)
         except SystemExit:
             raise
         except BaseException as error:
-            if mesh.store is None:
+            if world.store is None:
                 raise
-            raise SystemExit(report(_reason(error)) if mesh.fails_first() else BECAUSE_OF_ANOTHER) from error
-
-
-def _same_everywhere(config: RunConfig, mesh) -> RunConfig:  # noqa: ANN001
-    """The default output folder carries the time of the start: all take that of rank 0."""
-    if mesh.store is None:
-        return config
-    if mesh.rank == 0:
-        mesh.store.set("output_dir", config.output_dir)
-    return config.model_copy(update={"output_dir": mesh.store.get("output_dir").decode()})
+            raise SystemExit(report(_reason(error)) if world.fails_first() else BECAUSE_OF_ANOTHER) from error
 
 
 def _reason(error: BaseException) -> BaseException:

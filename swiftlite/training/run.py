@@ -33,7 +33,7 @@ from swiftlite.config.save import save_config
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import tokenizer_loader
-from swiftlite.parallel.mesh import Mesh
+from swiftlite.parallel.world import World
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.loop import Loop, Parts, Progress, Stopped
@@ -43,11 +43,12 @@ from swiftlite.training.setup import Trainee, build_trainee, check_model
 from swiftlite.training.step import DirectStep
 
 if TYPE_CHECKING:
+    from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
 
 
-def run_training(config: RunConfig, mesh: Mesh, reporter: Reporter | None = None) -> None:
-    """Train as the config says and leave the output folder of the contract behind; every process of the mesh calls it.
+def run_training(config: RunConfig, world: World, layout: Layout, reporter: Reporter | None = None) -> None:
+    """Train as the config says and leave the output folder of the contract behind; every process of the world calls it.
 
     reporter: who is told what happens; by default rank 0 tells the user, and the others nobody.
 
@@ -55,7 +56,7 @@ def run_training(config: RunConfig, mesh: Mesh, reporter: Reporter | None = None
     SystemExit with 128 + signal after a signal, once a checkpoint is saved.
     """
     output = Path(config.output_dir)
-    reporter = reporter or (RunReporter(config, output) if mesh.rank == 0 else QuietReporter())
+    reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
     with reporter:
         resume = find_resume(config, output, reporter.message)
         load = tokenizer_loader(config)
@@ -64,8 +65,8 @@ def run_training(config: RunConfig, mesh: Mesh, reporter: Reporter | None = None
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(config, load, update)
         with reporter.phase("loading the model"):
-            mesh.meet("data")
-            trainee = build_trainee(config, model_config, resume, load, mesh)
+            world.meet("data")
+            trainee = build_trainee(config, model_config, resume, load, world, layout)
         session = Session(config, output, prepared, trainee, load, reporter)
         session.restore(resume)
         try:
@@ -250,7 +251,7 @@ class Session:
         return {
             "model": config.model,
             "method": f"{config.method}, {config.tuner}",
-            "layout": self._mesh.layout.describe(),
+            "layout": trainee.layout_words,
             "parameters": f"{trained:,} trained of {total:,}",
             "data": f"{data['rows']:,} rows, {data['tokens']:,} tokens, {fill}",
             "device": f"{describe_device(self._mesh.device)}, {trainee.precision.name}",

@@ -6,6 +6,7 @@ the data ranks -> memory -> each process reads its part of the weights.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +34,16 @@ from swiftlite.models.tuners import (
 )
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
-from swiftlite.parallel.mesh import Mesh
+from swiftlite.parallel.mesh import Mesh, build_mesh
+from swiftlite.parallel.world import World
+from swiftlite.planning.choose import Choice, Need, choose_data_layout
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.precision import DTYPES, Precision, resolve_precision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -58,11 +62,17 @@ class Trainee:
     base: PreTrainedModel
     scorer: TokenScorer
     mesh: Mesh
+    choice: Choice
     precision: Precision
     files: ModelFiles
     trained_shapes: dict[str, tuple[int, ...]]
     parameters: tuple[int, int]
     flops: FlopCounter
+
+    @property
+    def layout_words(self) -> str:
+        reason = f" ({self.choice.reason})" if self.choice.reason else ""
+        return self.choice.layout.describe() + reason
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This process's part of everything that belongs to the model's files, by its name in the whole model."""
@@ -90,13 +100,14 @@ def build_trainee(
     model_config: PretrainedConfig,
     resume: Path | None,
     load_tokenizer: Callable[[], PreTrainedTokenizerBase],
-    mesh: Mesh,
+    world: World,
+    layout: Layout,
 ) -> Trainee:
     """Build, divide and load the model. resume: a checkpoint folder whose weights to take.
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
-    precision = resolve_precision(config.precision, mesh.device)
+    precision = resolve_precision(config.precision, world.device)
     source, adapter = _weights(config, resume)
     base = build_model(
         source,
@@ -117,9 +128,11 @@ def build_trainee(
         saved = TensorFolder(adapter / ADAPTER_TENSORS)
         sources.append((saved, saved.match(catalog_adapter(model), "base_model.model")))
     fresh = FreshValues(config.seed, _new_rows(on_disk, weights, model))
-    trainee = _on_meta(config, model_config, model, base, mesh, precision)
+    to_master_precision(model)
+    choice = _choose(config, model_config, model, base, world, layout, precision)
+    trainee = _on_meta(config, model_config, model, base, choice, build_mesh(choice.layout, world.device), precision)
     _divide(trainee, config, model_config)
-    materialize(trainee.scorer, torch.device("cpu") if config.offload == "cpu" else mesh.device)
+    materialize(trainee.scorer, torch.device("cpu") if choice.offload else world.device)
     fill(trainee.tensors(), sources, fresh)
     _start_dora(model)
     trainee.scorer.check()
@@ -131,17 +144,18 @@ def _on_meta(
     model_config: PretrainedConfig,
     model: nn.Module,
     base: PreTrainedModel,
+    choice: Choice,
     mesh: Mesh,
     precision: Precision,
 ) -> Trainee:
     """What is known of the whole model before it is divided."""
-    to_master_precision(model)
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else _source_dtype(model_config)
     return Trainee(
         model=model,
         base=base,
         scorer=TokenScorer(model, base),
         mesh=mesh,
+        choice=choice,
         precision=precision,
         files=plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         trained_shapes={name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
@@ -160,11 +174,51 @@ def _divide(trainee: Trainee, config: RunConfig, model_config: PretrainedConfig)
     options = DataParallel(
         dtype=trainee.precision.dtype,
         sharding=mesh.layout.sharding,
-        offload=config.offload == "cpu",
+        offload=trainee.choice.offload,
         min_params=config.fsdp_min_params,
     )
     shard_over_data(trainee.scorer, anatomy.layers, mesh, options)
     register_fsdp_forward_method(trainee.scorer, "check")
+
+
+def _choose(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    model: nn.Module,
+    base: PreTrainedModel,
+    world: World,
+    layout: Layout,
+    precision: Precision,
+) -> Choice:
+    """What the flags say, or under `--parallel auto` what fits; rank 0's memory decides for all."""
+    offload = config.offload == "cpu"
+    free_to_choose = config.parallel == "auto" and config.sharding is None and config.mesh is None and not offload
+    if not free_to_choose or layout.data_ranks == 1 or layout.expert_parallel > 1:
+        return Choice(layout, offload, "")
+    trained, total = count_parameters(model)
+    per_token = activation_bytes_per_token(model_config, precision)
+    need = Need(
+        trained=trained,
+        frozen=total - trained,
+        frozen_bytes=precision.dtype.itemsize,
+        largest_unit=precision.dtype.itemsize * max(_unit_sizes(base)),
+        activations=per_token * config.micro_batch_size * config.max_length // layout.cp,
+    )
+    free = int(world.same("free memory", str(_free_bytes(world.device))))
+    return choose_data_layout(layout, need, free)
+
+
+def _unit_sizes(base: PreTrainedModel) -> list[int]:
+    """Parameters of each decoder layer, and of the rest."""
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in dissect(base).layers]
+    return [*layers, count_parameters(base)[1] - sum(layers)]
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of one process: the processes of a machine share its memory where they compute on its CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return _free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _in_wrapped_names(catalog: Catalog, plain: dict[int, str], model: nn.Module) -> Catalog:
@@ -240,7 +294,7 @@ def _choose_checkpointing(
     """`auto`: none where the activations of a micro-batch take less than half of the free memory, else full."""
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
+    free = _free_bytes(device)
     packs = config.micro_batch_size if device.type == "cuda" else 1
     needed = activation_bytes_per_token(model_config, precision) * packs * config.max_length
     return "none" if needed < free / 2 else "full"

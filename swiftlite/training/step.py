@@ -51,7 +51,7 @@ class DirectStep:
     def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float) -> StepOutcome:
         """As `StepRunner.train`. Reads the device once, at the end."""
         losses, routers = [], []
-        copies = len(batches) * self._mesh.layout.data_ranks * self._mesh.layout.cp
+        copies = len(batches) * self._mesh.layout.data_ranks
         for index, batch in enumerate(batches):
             number = index * self._mesh.layout.data_ranks + self._mesh.data_rank
             torch.manual_seed(derive_seed(self._seed, step, number))  # dropout depends on the step, not on history

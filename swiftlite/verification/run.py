@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,14 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
-from swiftlite.parallel.mesh import Mesh, alone, build_mesh
-from swiftlite.parallel.world import joined
+from swiftlite.parallel.world import World, joined
 from swiftlite.reporting.run import QuietReporter
 from swiftlite.training.run import run_training
 from swiftlite.verification.cases import Case, Subject
@@ -62,8 +58,8 @@ class Verdict:
 class Verification:
     """One world in which every subject is trained in every layout."""
 
-    def __init__(self, folder: Path, models: dict[str, str], world: Mesh) -> None:
-        """folder: of rows and runs, seen by all processes; models: architecture -> folder; world: any mesh of all."""
+    def __init__(self, folder: Path, models: dict[str, str], world: World) -> None:
+        """folder: of rows and runs, seen by all processes; models: architecture -> folder."""
         self._folder, self._models, self._world = folder, models, world
 
     def verdicts(self, subjects: list[Subject], cases: list[Case]) -> Iterator[Verdict]:
@@ -73,7 +69,7 @@ class Verification:
             reference = self._folder / f"reference-{number}"
             expected = Recorder()
             if self._world.rank == 0:
-                run_training(_resolve(flags, reference, 1).config, alone(), expected)
+                run_training(_resolve(flags, reference, 1).config, World(self._world.device), Layout(), expected)
             self._world.meet(f"reference {number}")
             for place, case in enumerate(cases):
                 found = self._difference(flags | case.flags, f"{number}-{place}", expected.rows, reference)
@@ -87,9 +83,8 @@ class Verification:
         """(seconds, difference from one process, why the layout was refused)."""
         output, started, recorder = self._folder / key, time.perf_counter(), Recorder()
         try:
-            resolved = _resolve(flags, output, self._world.layout.world)
-            mesh = build_mesh(resolved.layout, self._world.device, dist.PrefixStore(key, self._world.store))
-            run_training(resolved.config, mesh, recorder)
+            resolved = _resolve(flags, output, self._world.size)
+            run_training(resolved.config, self._world.within(key), resolved.layout, recorder)
         except UserError as error:
             self._world.meet(key)
             return 0.0, None, error.what
@@ -104,7 +99,7 @@ class Verification:
 
 def verify_in_process(folder: str, models: dict[str, str], subjects: list[Subject], cases: list[Case]) -> int:
     """The life of one process of `swiftlite verify`: rank 0 appends each verdict to `verdicts.jsonl` and prints it."""
-    with joined(Layout(dp_replicate=int(os.environ["WORLD_SIZE"]))) as world:
+    with joined() as world:
         for verdict in Verification(Path(folder), models, world).verdicts(subjects, cases):
             if world.rank == 0:
                 with (Path(folder) / VERDICTS).open("a", encoding="utf-8") as file:

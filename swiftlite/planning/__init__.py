@@ -1,0 +1,1 @@
+"""What a layout needs, known before weights load."""

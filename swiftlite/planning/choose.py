@@ -1,0 +1,67 @@
+"""`--parallel auto`: the lightest way to share the work of several data ranks that fits their memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from swiftlite.config.layout import Layout
+
+# fp32 master weight and gradient, and AdamW's two moments. Source: ZeRO, arXiv 1910.02054, section 3.1
+STATE_BYTES = {"weights": 4, "gradients": 4, "moments": 8}
+TRAINED_BYTES = sum(STATE_BYTES.values())
+USABLE = 0.85  # of the free memory; the rest is for buffers, fragments and what other libraries take
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Need:
+    """What training takes before it is divided.
+
+    trained, frozen: parameters; frozen_bytes: of each frozen one; largest_unit: bytes of the largest group of weights
+    that is whole for a moment; activations: bytes of a micro-batch.
+    """
+
+    trained: int
+    frozen: int
+    frozen_bytes: int
+    largest_unit: int
+    activations: int
+
+    @property
+    def states(self) -> int:
+        """Bytes of weights, gradients and optimizer states."""
+        return self.trained * TRAINED_BYTES + self.frozen * self.frozen_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """layout: to train in; offload: keep states on the CPU; reason: the sum behind it, in words."""
+
+    layout: Layout
+    offload: bool
+    reason: str
+
+
+def choose_data_layout(layout: Layout, need: Need, free: int) -> Choice:
+    """Replicas where each device can hold everything, else full sharding, else with the states on the CPU.
+
+    layout: with its data ranks all in `dp_shard`; free: bytes that every device has.
+    """
+    split = layout.tp * layout.pp
+    ranks = layout.data_ranks
+    replicated = need.states / split + need.activations
+    sharded = need.states / split / ranks + 2 * need.largest_unit + need.activations
+    limit = USABLE * free
+    room = f"of {free / GIB:.2f} GiB free on a device"
+    if replicated <= limit:
+        chosen = replace(layout, dp_replicate=ranks, dp_shard=1, sharding="none")
+        return Choice(chosen, False, f"ddp: weights, gradients and AdamW states take {_gib(replicated)} {room}")
+    layout = replace(layout, dp_replicate=1, dp_shard=ranks, sharding="full")
+    why = f"everything on each device would take {_gib(replicated)}"
+    if sharded <= limit:
+        return Choice(layout, False, f"fsdp full: {why}, a share of it {_gib(sharded)}, {room}")
+    return Choice(layout, True, f"fsdp full with --offload cpu: {why}, a share of it {_gib(sharded)}, {room}")
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
