@@ -29,19 +29,12 @@ def train(resolved: Resolved) -> None:
 
 def refuse_unbuilt(layout: Layout) -> None:
     """Raises UserError for the dimensions that there is no engine for yet."""
-    unbuilt = {
-        "tensor": layout.tp,
-        "pipeline": layout.pp,
-        "context": layout.cp,
-        "expert": layout.expert_parallel,
-    }
-    for name, size in unbuilt.items():
-        if size > 1:
-            raise UserError(
-                f"{name} parallelism is not built yet in this version",
-                where=f"--{name}-parallel-size {size}",
-                fix="shard over the data ranks with --parallel fsdp, or look at the plan with --dry-run",
-            )
+    if layout.pp > 1:
+        raise UserError(
+            "pipeline parallelism is not built yet in this version",
+            where=f"--pipeline-parallel-size {layout.pp}",
+            fix="use --parallel fsdp or --tensor-parallel-size, or look at the plan with --dry-run",
+        )
 
 
 TRAIN_COMMANDS = (

@@ -20,6 +20,7 @@ class MicroBatch:
     input_ids, position_ids: int64 `[1, T]`, positions restart at 0 in each document.
     labels: int64 `[1, T]`, already shifted: the token to predict at this place, -100 where there is none to learn.
     cu_seqlens: int32 `[D + 1]`, document borders; max_document: tokens of the longest; where: the rows, `file:line`.
+    context: None, or `parallel.context.Context` where the tokens are one rank's slice of the row.
     """
 
     input_ids: torch.Tensor
@@ -30,6 +31,7 @@ class MicroBatch:
     tokens: int
     trained_tokens: int
     where: list[str]
+    context: object | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on a device."""

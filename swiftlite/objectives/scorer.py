@@ -59,7 +59,7 @@ class TokenScorer(nn.Module):
             scale=transform.scale,
             softcap=transform.softcap,
         )
-        return Scores(logprobs, self._router_loss(outputs) if self._routed else None)
+        return Scores(logprobs, self._router_loss(outputs, batch) if self._routed else None)
 
     def _decode(self, batch: MicroBatch):  # noqa: ANN202 - the output class is the architecture's own
         options = {"output_router_logits": True} if self._routed else {}
@@ -72,13 +72,22 @@ class TokenScorer(nn.Module):
             cu_seq_lens_k=batch.cu_seqlens,
             max_length_q=batch.max_document,
             max_length_k=batch.max_document,
+            context=batch.context,
             **options,
         )
 
-    def _router_loss(self, outputs) -> torch.Tensor:  # noqa: ANN001
-        """The architecture's own load-balancing loss times its own coefficient (a mean over the micro-batch)."""
+    def _router_loss(self, outputs, batch: MicroBatch) -> torch.Tensor:  # noqa: ANN001
+        """The architecture's own load-balancing loss times its own coefficient (a mean over the micro-batch).
+
+        Of a divided row each rank gives an equal part of the whole row's loss.
+        """
         balance = vars(sys.modules[type(self.base).__module__])["load_balancing_loss_func"]
-        loss = balance(outputs.router_logits, self.base.num_experts, self.base.num_experts_per_tok)
+        logits = outputs.router_logits
+        if batch.context is not None:
+            logits = tuple(batch.context.whole_row(layer) for layer in logits)
+        loss = balance(logits, self.base.num_experts, self.base.num_experts_per_tok)
+        if batch.context is not None:
+            loss = loss / batch.context.size
         return self.base.router_aux_loss_coef * loss.to(outputs.last_hidden_state.device)
 
     @torch.no_grad()
@@ -127,6 +136,8 @@ class TokenScorer(nn.Module):
 
 class _Probe:
     """The part of a micro-batch that a decoder reads."""
+
+    context = None
 
     def __init__(self, ids: torch.Tensor, borders: torch.Tensor) -> None:
         self.input_ids, self.cu_seqlens = ids, borders

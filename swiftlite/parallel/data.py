@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,19 @@ class DataParallel:
     min_params: int = 0
     resharding: bool = True
 
+    def unit(self, device: torch.device) -> dict[str, Any]:
+        """The options of `fully_shard` for a layer."""
+        pinned = device.type == "cuda"
+        return {
+            "reshard_after_forward": self.sharding == "full" and self.resharding,
+            "mp_policy": _policy(self.dtype),
+            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if self.offload else OffloadPolicy(),
+        }
+
+    def root(self, device: torch.device) -> dict[str, Any]:
+        """Those of what is left: its weights stay fp32, and autocast casts them where a product wants it."""
+        return self.unit(device) | {"reshard_after_forward": False, "mp_policy": _policy(torch.float32)}
+
 
 def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, options: DataParallel) -> None:
     """Make each layer a unit of its own and the rest of `root` (embedding, norm, head) another, in place.
@@ -40,18 +54,11 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
     """
     if mesh.size("dp_replicate") * mesh.size("fsdp") == 1 and not options.offload:
         return
-    names = ("dp_replicate", "fsdp") if mesh.size("dp_replicate") > 1 else ("fsdp",)
-    common = {
-        "mesh": mesh.stored[names],
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-        if options.offload
-        else OffloadPolicy(),
-    }
-    again = options.sharding == "full" and options.resharding
+    shared = mesh.stored["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh.stored["fsdp"]
     units = [layer for layer in layers if _parameters(layer) >= max(1, options.min_params)]
     for unit in units:
-        fully_shard(unit, reshard_after_forward=again, mp_policy=_policy(options.dtype), **common)
-    fully_shard(root, reshard_after_forward=False, mp_policy=_policy(torch.float32), **common)
+        fully_shard(unit, mesh=shared, **options.unit(mesh.device))
+    fully_shard(root, mesh=shared, **options.root(mesh.device))
     for unit in (root, *units):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # the other half of a plain SUM, on gloo and NCCL alike
@@ -63,7 +70,6 @@ def _parameters(layer: nn.Module) -> int:
 
 
 def _policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """The root's weights stay fp32: autocast casts them where a matrix product wants it, as on one process."""
     if dtype == torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

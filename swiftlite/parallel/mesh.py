@@ -20,6 +20,7 @@ from swiftlite.config.layout import Layout
 
 SPLIT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 STORED = ("pp", "dp_replicate", "fsdp", "tp")
+REGROUPED = {"efsdp": "fsdp", "ep": "fsdp"}  # experts lie on a mesh of their own
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,23 @@ class Mesh:
 
     def copies(self, tensor: torch.Tensor) -> int:
         """How many processes of a pipeline stage hold the same part of a tensor."""
-        divided = _divided(tensor)
-        return math.prod(self.size(name) for name in STORED if name != "pp" and name not in divided)
+        return math.prod(size for size, _ in self._copying(tensor))
 
     def is_first_copy(self, tensor: torch.Tensor) -> bool:
         """Whether this process is the first of those that hold the same part of a tensor."""
-        divided = _divided(tensor)
-        return all(self.place(name) == 0 for name in STORED if name != "pp" and name not in divided)
+        return all(place == 0 for _, place in self._copying(tensor))
+
+    def _copying(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
+        """(size, this process's place) of each dimension along which processes hold the same part of a tensor."""
+        own: list[tuple[int, int]] = []
+        covered = {"pp"}
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            for dimension, (name, placement) in enumerate(zip(mesh.mesh_dim_names, tensor.placements, strict=True)):
+                covered |= {name, REGROUPED.get(name, name)}
+                if not is_sharding(placement):
+                    own.append((mesh.size(dimension), mesh.get_coordinate()[dimension]))
+        return own + [(self.size(name), self.place(name)) for name in STORED if name not in covered]
 
     def any(self, here: bool) -> bool:
         """Whether something holds in at least one process."""
@@ -109,14 +120,6 @@ class Mesh:
 
 def is_sharding(placement: Placement) -> bool:
     return isinstance(placement, Shard | _StridedShard)
-
-
-def _divided(tensor: torch.Tensor) -> set[str]:
-    """The dimensions of the mesh along which a tensor is sharded."""
-    if not isinstance(tensor, DTensor):
-        return set()
-    names = tensor.device_mesh.mesh_dim_names
-    return {name for name, placement in zip(names, tensor.placements, strict=True) if is_sharding(placement)}
 
 
 def pick_device() -> torch.device:

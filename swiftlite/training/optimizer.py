@@ -20,11 +20,12 @@ def build_optimizer(trained: list[tuple[str, nn.Parameter]], config: RunConfig) 
     """AdamW (arXiv 1711.05101), fused; vectors (norms, biases) are not decayed. Raises UserError if none is trained."""
     if not trained:
         raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
-    matrices = [p for _, p in trained if p.ndim >= 2]
-    vectors = [p for _, p in trained if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}  # one fused update takes parameters of one mesh
+    for _, parameter in trained:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": group, "weight_decay": config.weight_decay * decay} for (decay, _), group in groups.items()],
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,

@@ -61,7 +61,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         resume = find_resume(config, output, reporter.message)
         load = tokenizer_loader(config)
         with reporter.phase("checking the model"):
-            model_config = check_model(config, resume)
+            model_config = check_model(config, layout, resume)
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(config, load, update)
         with reporter.phase("loading the model"):

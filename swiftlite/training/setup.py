@@ -33,8 +33,12 @@ from swiftlite.models.tuners import (
     to_master_precision,
 )
 from swiftlite.objectives.scorer import TokenScorer
+from swiftlite.parallel.context import check_context_parallel
 from swiftlite.parallel.data import DataParallel, shard_over_data
+from swiftlite.parallel.experts import apply_expert_parallel, build_expert_mesh, check_expert_parallel, shard_experts
 from swiftlite.parallel.mesh import Mesh, build_mesh
+from swiftlite.parallel.tensor import apply_tensor_parallel
+from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
 from swiftlite.planning.choose import Choice, Need, choose_data_layout
 from swiftlite.training.flops import FlopCounter
@@ -83,7 +87,7 @@ class Trainee:
         return [(name, p) for name, p in self.tensors() if isinstance(p, nn.Parameter) and p.requires_grad]
 
 
-def check_model(config: RunConfig, resume: Path | None) -> PretrainedConfig:
+def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> PretrainedConfig:
     """Everything that can be known of the model without its weights. Raises UserError where it cannot be trained."""
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_trainable_architecture(model_config)
@@ -91,6 +95,8 @@ def check_model(config: RunConfig, resume: Path | None) -> PretrainedConfig:
     source, _ = _weights(config, resume)
     if Path(source).expanduser().is_dir():
         inspect_model_folder(Path(source).expanduser())
+    check_tensor_parallel(model_config, layout.tp)
+    check_context_parallel(model_config, layout, config.max_length)
     import_architecture(model_config)
     return model_config
 
@@ -128,6 +134,7 @@ def build_trainee(
         saved = TensorFolder(adapter / ADAPTER_TENSORS)
         sources.append((saved, saved.match(catalog_adapter(model), "base_model.model")))
     fresh = FreshValues(config.seed, _new_rows(on_disk, weights, model))
+    check_expert_parallel(base, layout)
     to_master_precision(model)
     choice = _choose(config, model_config, model, base, world, layout, precision)
     trainee = _on_meta(config, model_config, model, base, choice, build_mesh(choice.layout, world.device), precision)
@@ -165,7 +172,17 @@ def _on_meta(
 
 
 def _divide(trainee: Trainee, config: RunConfig, model_config: PretrainedConfig) -> None:
-    mesh, anatomy = trainee.mesh, dissect(trainee.base)
+    """Cut the model along every dimension of the mesh. Adapters are in it already: added later, they would stay whole
+    on each rank and their gradients would never meet.
+    """
+    mesh, layout, anatomy = trainee.mesh, trainee.mesh.layout, dissect(trainee.base)
+    experts: list[nn.Module] = []
+    expert_mesh = None
+    if layout.tp > 1:
+        apply_tensor_parallel(trainee.model, trainee.base, mesh.stored["tp"])
+    if layout.expert_parallel > 1:
+        expert_mesh = build_expert_mesh(layout, mesh.device)
+        experts = apply_expert_parallel(trainee.base, expert_mesh)
     checkpointing = _choose_checkpointing(config, model_config, mesh.device, trainee.precision)
     set_activation_checkpointing(trainee.base, anatomy, checkpointing)
     if config.compile:
@@ -173,10 +190,12 @@ def _divide(trainee: Trainee, config: RunConfig, model_config: PretrainedConfig)
             layer.compile()
     options = DataParallel(
         dtype=trainee.precision.dtype,
-        sharding=mesh.layout.sharding,
+        sharding=layout.sharding,
         offload=trainee.choice.offload,
         min_params=config.fsdp_min_params,
     )
+    if expert_mesh is not None:
+        shard_experts(experts, expert_mesh, **options.unit(mesh.device))
     shard_over_data(trainee.scorer, anatomy.layers, mesh, options)
     register_fsdp_forward_method(trainee.scorer, "check")
 

@@ -12,6 +12,7 @@ import torch
 from swiftlite.data.batches import MicroBatch
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
+from swiftlite.parallel.context import slice_for_context
 from swiftlite.parallel.data import reduce_at_last_micro_batch
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.precision import Precision
@@ -58,7 +59,7 @@ class DirectStep:
             last = index == len(batches) - 1
             reduce_at_last_micro_batch(self._scorer, self._sync_always or last)
             with self._precision.compute(self._mesh.device):
-                scores = self._scorer(batch.to(self._mesh.device))
+                scores = self._scorer(self._mine(batch))
                 loss = supervised_loss(scores.logprobs, max(1, tokens))
             losses.append(loss.detach())
             if scores.router_loss is not None:  # a mean per micro-batch, not per token
@@ -66,6 +67,10 @@ class DirectStep:
                 loss = loss + scores.router_loss / copies
             (loss * scale).backward()
         return self._outcome(losses, routers)
+
+    def _mine(self, batch: MicroBatch) -> MicroBatch:
+        """What of a micro-batch this process computes, on its device."""
+        return slice_for_context(batch.to(self._mesh.device), self._mesh.group("cp"))
 
     def _outcome(self, losses: list[torch.Tensor], routers: list[torch.Tensor]) -> StepOutcome:
         shares = torch.stack(losses)
@@ -79,7 +84,7 @@ class DirectStep:
         total = torch.zeros((), device=self._mesh.device)
         for batch in batches:
             with self._precision.compute(self._mesh.device):
-                total -= self._scorer(batch.to(self._mesh.device)).logprobs.sum()
+                total -= self._scorer(self._mine(batch)).logprobs.sum()
         return self._mesh.sum_over_data(total).item()
 
 

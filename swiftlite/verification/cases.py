@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout. name: for the table; flags: of `swiftlite sft`, beside those that all cases share."""
+    """A layout. name: for the table; flags: of `swiftlite sft`, beside those that all cases share; experts: only for
+    models that have some.
+    """
 
     name: str
     flags: dict[str, Any] = field(default_factory=dict)
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,12 @@ class Subject:
     name: str
     flags: dict[str, Any] = field(default_factory=dict)
 
+    def takes(self, case: Case) -> bool:
+        return not case.experts or "moe" in self.architecture
+
 
 DEFAULT_ARCHITECTURES = ("llama", "qwen3", "gemma3", "mistral", "qwen3-moe", "gpt2")
+DIMENSIONS = {"tp": "tensor_parallel_size", "cp": "context_parallel_size"}
 FULL: dict[str, Any] = {"tuner": "full"}
 LORA: dict[str, Any] = {"tuner": "lora", "lora_rank": 4}
 
@@ -62,5 +70,18 @@ def _data_cases(world: int) -> Iterator[Case]:
 
 
 def _product_cases(world: int) -> Iterator[Case]:
-    """Tensor, pipeline, context and expert parallelism join here as they are built."""
-    yield from ()
+    """Every other dimension alone, then with data parallelism, then with each other."""
+    for name, flag in DIMENSIONS.items():
+        yield Case(f"{name} {world}", {flag: world})
+        if world > 2:
+            yield Case(f"dp {world // 2} x {name} 2", {flag: 2})
+    yield Case(f"ep {world}", {"parallel": "fsdp", "expert_parallel_size": world}, True)
+    if world > 2:
+        yield Case(f"dp {world} with ep 2", {"parallel": "fsdp", "expert_parallel_size": 2}, True)
+        yield Case(f"hybrid 2x{world // 2} with ep 2", {"mesh": f"2x{world // 2}", "expert_parallel_size": 2}, True)
+    for first, second in combinations(DIMENSIONS, 2):
+        if world >= 4:
+            yield Case(f"{first} {world // 2} x {second} 2", {DIMENSIONS[first]: world // 2, DIMENSIONS[second]: 2})
+        if world >= 8:
+            size = world // 4
+            yield Case(f"dp {size} x {first} 2 x {second} 2", {DIMENSIONS[first]: 2, DIMENSIONS[second]: 2})
