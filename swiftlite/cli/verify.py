@@ -49,7 +49,7 @@ def verify(
     if not picked:
         names = ", ".join(case.name for case in cases(nproc_per_node))
         raise UserError("no layout has that in its name", where="--layout", fix=f"there are: {names}")
-    layers = max(2, nproc_per_node)
+    layers = 2 * nproc_per_node  # two stages a rank
     with tempfile.TemporaryDirectory(prefix="swiftlite-verify-") as folder:
         models = {name: str(write_toy(Path(folder) / name, toy_config(name, layers))) for name in chosen}
         verdicts = _run(Path(folder), nproc_per_node, models, subjects(chosen), picked)

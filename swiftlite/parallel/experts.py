@@ -194,6 +194,6 @@ def _compute(
 ) -> torch.Tensor:
     """Expert `numbers[i]` of this rank on row i, unweighted: `[rows, hidden]`."""
     count = len(rows)
-    if not count:  # one row of zeros: the experts need a gradient, or FSDP's reduction would wait for this rank
+    if not count:  # one row of zeros: without a gradient here the others' collectives would wait for this rank
         rows, numbers = F.pad(rows, (0, 0, 0, 1)), F.pad(numbers, (0, 1))
     return compute(local, rows, numbers[:, None], rows.new_ones(len(rows), 1))[:count]

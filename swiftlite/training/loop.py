@@ -58,14 +58,15 @@ class Progress:
 
 @dataclass
 class Parts:
-    """Everything a loop works with."""
+    """Everything a loop works with. uncounted: ids of trained parameters whose gradient another process counts."""
 
     config: RunConfig
     plan: BatchPlan
     eval_plan: BatchPlan | None
     runner: StepRunner
-    model: torch.nn.Module
+    modules: list[torch.nn.Module]
     trained: list[torch.nn.Parameter]
+    uncounted: set[int]
     optimizer: torch.optim.Optimizer
     precision: Precision
     mesh: Mesh
@@ -94,7 +95,7 @@ class Loop:
     def run(self) -> None:
         """Train to the end of the plan. Raises Stopped after a signal, RunError where numbers are not finite."""
         total, config = self._parts.plan.total_steps, self._parts.config
-        self._parts.model.train()
+        self._set_training(True)
         clock = time.perf_counter()
         for batch, share, data_seconds in self._prepared_steps():
             row = self._step(batch, share)
@@ -114,6 +115,10 @@ class Loop:
                 patience = config.early_stopping_patience
                 self._listener.message(f"stopped at step {batch.step}: no better eval loss for {patience} evaluations")
                 return
+
+    def _set_training(self, training: bool) -> None:
+        for module in self._parts.modules:
+            module.train(training)
 
     def _agree(self, signal: int | None, peak: float) -> tuple[int | None, float]:
         """(a signal that any process got, the largest peak memory of all): processes must stop at the same step."""
@@ -135,6 +140,8 @@ class Loop:
         mesh = self._parts.mesh
         limit = CPU_FORWARD_TOKENS if mesh.device.type == "cpu" else None
         size = self._parts.config.micro_batch_size
+        if mesh.layout.pp > 1:  # a short last step still has work for all stages
+            size = max(1, min(size, len(batch.packs) // mesh.layout.data_ranks // mesh.layout.pp))
         return share_step(batch.packs, mesh.data_rank, mesh.layout.data_ranks, size, limit)
 
     def _step(self, batch: StepBatch, share: StepShare) -> dict[str, Any]:
@@ -150,7 +157,7 @@ class Loop:
         )
         set_rate(parts.optimizer, rate)
         outcome = parts.runner.train(batch.step, share.micro_batches, share.trained_tokens, self._scale.value)
-        norm = clip_gradients(parts.trained, config.max_grad_norm, parts.mesh, self._scale.value)
+        norm = clip_gradients(parts.trained, config.max_grad_norm, parts.mesh, self._scale.value, parts.uncounted)
         if self._may_update(batch.step, share, outcome, norm):
             parts.optimizer.step()
         self._scale.update(overflowed=not math.isfinite(norm))
@@ -195,12 +202,12 @@ class Loop:
 
     def _evaluate(self) -> float:
         parts = self._parts
-        parts.model.eval()
+        self._set_training(False)
         total, tokens = 0.0, 0
         for batch in parts.eval_plan.steps():
             share = self._share(batch)
             total, tokens = total + parts.runner.evaluate(share.micro_batches), tokens + share.trained_tokens
-        parts.model.train()
+        self._set_training(True)
         loss = total / max(1, tokens)
         progress = self.progress
         if progress.best_loss is None or loss < progress.best_loss:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,22 +40,32 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: list[nn.Parameter], limit: float, mesh: Mesh, scale: float = 1.0) -> float:
+def clip_gradients(
+    parameters: list[nn.Parameter],
+    limit: float,
+    mesh: Mesh,
+    scale: float = 1.0,
+    uncounted: Collection[int] = (),
+) -> float:
     """Divide gradients by `scale` and make their global 2-norm at most `limit` (0: any). Returns the norm before that.
 
     The norm is over the whole model, whichever process holds which part: squares of local shards are summed over all
-    processes, a tensor that several hold counting once.
+    processes, a tensor that several hold counting once. uncounted: ids of parameters that another process counts.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    norm = _norm(gradients, local, mesh) / scale
+    norm = _norm([p.grad for p in parameters if p.grad is not None and id(p) not in uncounted], mesh) / scale
+    local = [_local(p.grad) for p in parameters if p.grad is not None]
     factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 and math.isfinite(norm) else 1.0
     if local and factor / scale != 1.0:
         torch._foreach_mul_(local, factor / scale)
     return norm
 
 
-def _norm(gradients: list[torch.Tensor], local: list[torch.Tensor], mesh: Mesh) -> float:
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _norm(gradients: list[torch.Tensor], mesh: Mesh) -> float:
+    local = [_local(gradient) for gradient in gradients]
     if mesh.layout.world == 1:
         return torch.nn.utils.get_total_norm(local).item() if local else 0.0
     total = torch.zeros((), dtype=torch.float32, device=mesh.device)

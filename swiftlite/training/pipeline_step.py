@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,14 +25,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from swiftlite.data.batches import IGNORED, MicroBatch
+from swiftlite.data.batches import IGNORED, MicroBatch, empty_micro_batch
 from swiftlite.errors import SwiftliteError, UserError
 from swiftlite.models.anatomy import dissect
 from swiftlite.objectives.logprobs import token_logprobs
+from swiftlite.objectives.scorer import HEAD_TOLERANCE
 from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.context import Context, slice_for_context
 from swiftlite.parallel.mesh import Mesh
-from swiftlite.parallel.pipeline import Pipeline, Stage
+from swiftlite.parallel.pipeline import Pipeline, Routing, Stage, is_routed
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import StepOutcome, derive_seed
 
@@ -62,15 +62,20 @@ class StageScorer(nn.Module):
         self.stage = stage
         self._anatomy = dissect(stage.base)
         self._dtype = hidden_dtype
-        self._routing = Routing(stage.base) if _is_routed(stage.base) else None
+        self._routing = Routing(stage.base) if is_routed(stage.base) else None
         self._work: Work | None = None
         self._next = 0
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether a router loss is part of the loss."""
+        return self._routing is not None
 
     def begin(self, work: Work) -> None:
         """Take on the micro-batches that the following calls are about."""
         self._work, self._next = work, 0
 
-    def border(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def border(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """Examples of what crosses a border between stages, without memory: of `tokens` tokens."""
         width = self.stage.base.config.get_text_config().hidden_size
         hidden = torch.empty(1, tokens, width, dtype=self._dtype, device="meta", requires_grad=True)
@@ -93,23 +98,69 @@ class StageScorer(nn.Module):
             if self.stage.is_last:
                 loss = tuple(self._routing.loss(counts, batch) for counts in routed)
                 return (self._score(hidden, batch), *loss)
-            return tuple(_wanting_grad(x) for x in (hidden.to(self._dtype), *routed))
+            return tuple(_handed_on(x) for x in (hidden.to(self._dtype), *routed))
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """What `TokenScorer.check` does, for one stage: a look at some tokens before a step is trained.
+
+        Raises UserError where the layers let documents see each other, or where the last stage's head does more than
+        swiftlite knows of.
+        """
+        was_training, name = self.training, type(self.stage.base).__name__
+        self.eval()
+        probe, received = self._probe()
+        hidden = self._decode(probe, received).last_hidden_state
+        second = replace(
+            probe,
+            input_ids=probe.input_ids[:, 3:],
+            position_ids=probe.position_ids[:, 3:],
+            cu_seqlens=probe.cu_seqlens[1:] - 3,
+        )
+        alone = self._decode(second, tuple(values[:, 3:] for values in received)).last_hidden_state
+        if (alone - hidden[:, 3:]).abs().max() > HEAD_TOLERANCE * hidden.abs().max():
+            raise UserError(
+                f"{name} lets one packed document see another", fix="use another model, or report the architecture"
+            )
+        if self.stage.is_last:
+            own = self.stage.base(**self._inputs(probe, received)).logits[0].float()
+            targets = own.argmax(-1)
+            theirs = own.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+            ours = self._score(hidden, replace(probe, labels=targets[None]))
+            if not torch.allclose(ours, theirs, rtol=HEAD_TOLERANCE, atol=HEAD_TOLERANCE):
+                raise UserError(
+                    f"{name} turns hidden states into logits in a way swiftlite does not know",
+                    fix="use another model, or report the architecture",
+                )
+        self.train(was_training)
+
+    def _probe(self) -> tuple[MicroBatch, tuple[torch.Tensor, ...]]:
+        """Two documents of 3 and 5 tokens, and hidden states that could have come from the stage before."""
+        config = self.stage.base.config.get_text_config()
+        device = next(self.parameters()).device
+        ids = (torch.arange(8) * 7 + 3).remainder(config.vocab_size)[None]
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+        borders = torch.tensor([0, 3, 8], dtype=torch.int32)
+        batch = MicroBatch(ids, positions, ids, borders, 5, tokens=8, trained_tokens=8, where=[]).to(device)
+        hidden = torch.randn(1, 8, config.hidden_size, generator=torch.Generator().manual_seed(0))
+        return batch, () if self.stage.is_first else (hidden.to(device, self._dtype),)
 
     def _decode(self, batch: MicroBatch, received: tuple[torch.Tensor, ...]):  # noqa: ANN202 - the architecture's class
         options = {} if self._routing is None else {"output_router_logits": True}
+        return self._anatomy.decoder(**self._inputs(batch, received), **options)
+
+    def _inputs(self, batch: MicroBatch, received: tuple[torch.Tensor, ...]) -> dict[str, object]:
         entering = {"input_ids": batch.input_ids} if self.stage.is_first else {"inputs_embeds": received[0]}
-        return self._anatomy.decoder(
-            **entering,
-            position_ids=batch.position_ids,
-            attention_mask=None,
-            use_cache=False,
-            cu_seq_lens_q=batch.cu_seqlens,
-            cu_seq_lens_k=batch.cu_seqlens,
-            max_length_q=batch.max_document,
-            max_length_k=batch.max_document,
-            context=batch.context,
-            **options,
-        )
+        return entering | {
+            "position_ids": batch.position_ids,
+            "attention_mask": None,
+            "use_cache": False,
+            "cu_seq_lens_q": batch.cu_seqlens,
+            "cu_seq_lens_k": batch.cu_seqlens,
+            "max_length_q": batch.max_document,
+            "max_length_k": batch.max_document,
+            "context": batch.context,
+        }
 
     def _score(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         trained = batch.labels[0] != IGNORED
@@ -124,65 +175,193 @@ class StageScorer(nn.Module):
         )
 
 
-def _wanting_grad(x: torch.Tensor) -> torch.Tensor:
-    """The next stage sends a gradient in any case, also to a stage that is frozen and has no use for it."""
-    return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_(True)
+def _handed_on(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as it leaves a stage.
 
-
-def _is_routed(base: nn.Module) -> bool:
-    return bool(base.config.get_text_config().to_dict().get("output_router_logits"))
-
-
-class Routing:
-    """The load-balancing loss of a mixture model whose layers lie on several stages.
-
-    `experts * sum over experts of f P`, f the tokens and P the router probability that an expert gets, both as means
-    over tokens *and layers* (arXiv 2101.03961, equations 4 to 6). So it is no sum over stages: they hand on the sums
-    of f and P, `[2, experts]`, and the last one makes the loss.
+    The next stage sends a gradient in any case, also to a stage that is frozen and has no use for it. Schedules detach
+    what they have sent in place, which a view (such as GPT-2's) does not allow.
     """
+    if torch.is_grad_enabled() and not x.requires_grad:
+        return x.detach().requires_grad_(True)
+    return x if x._base is None else x.clone()
 
-    def __init__(self, base: nn.Module) -> None:
-        """Raises UserError where the architecture's own loss is another."""
-        self.experts, self.chosen, self._coefficient = (
-            base.num_experts,
-            base.num_experts_per_tok,
-            base.router_aux_loss_coef,
-        )
-        own = vars(sys.modules[type(base).__module__])["load_balancing_loss_func"]
-        layers = tuple(torch.randn(5, self.experts) for _ in range(2))
-        ours = self._loss(self._counts(layers))
-        if not torch.allclose(ours, own(layers, self.experts, self.chosen), rtol=1e-5):
-            raise UserError(
-                f"{type(base).__name__} has a load-balancing loss that cannot be divided over pipeline stages",
-                where="--pipeline-parallel-size",
-                fix="use --pipeline-parallel-size 1, or a model without output_router_logits",
+
+class PipelineStep:
+    """Runs the micro-batches of a step through the stages: the other `training.step.StepRunner`."""
+
+    def __init__(
+        self, pipeline: Pipeline, scorers: Sequence[StageScorer], precision: Precision, mesh: Mesh, seed: int
+    ) -> None:
+        """scorers: of the stages of `pipeline`, in the same order, divided and filled."""
+        self._pipeline, self._scorers, self._precision, self._mesh = pipeline, list(scorers), precision, mesh
+        self._seed = seed
+        self._shape = (0, 0)
+        self._schedule: object | None = None
+        self._objective: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] | None = None
+
+    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float) -> StepOutcome:
+        """As `StepRunner.train`; `batches` are whole rows, which are divided over context ranks here.
+
+        Every rank of the pipeline gets the same ones. Reads the device once, at the end.
+        """
+        layout, plan = self._mesh.layout, self._pipeline.plan
+        number = plan.schedule.micro_batches(len(batches), plan.ranks)
+        ready = self._in_one_shape(batches, number)
+        rows = len(batches) * layout.data_ranks
+        losses, routers = [], []
+
+        def objective(scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            loss = supervised_loss(scores[0], max(1, tokens))
+            losses.append(loss.detach())
+            for router_loss in scores[1:]:  # a mean per micro-batch, not per token
+                routers.append(router_loss.detach() / rows)
+                loss = loss + router_loss / rows
+            return loss * scale
+
+        @contextlib.contextmanager
+        def around(stage: int, index: int) -> Iterator[None]:
+            place = (index * layout.data_ranks + self._mesh.data_rank) * plan.stages + stage
+            torch.manual_seed(derive_seed(self._seed, step, place))  # dropout depends on the step, not on history
+            with self._precision.compute(self._mesh.device):
+                yield
+
+        self._run(Work(ready, around), objective)
+        self._pipeline.sum_tied_gradients()
+        return self._outcome(losses[: len(batches)], routers, len(batches))
+
+    def _run(self, work: Work, objective: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]) -> None:
+        number, self._objective = len(work.batches), objective
+        schedule = self._schedule_for(number, work.batches[0].input_ids.shape[1])
+        for scorer in self._scorers:
+            scorer.begin(work)
+        try:
+            # Only the number of targets matters: the objective looks at what the last stage has scored.
+            schedule.step(target=torch.empty(number), return_outputs=False)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, SwiftliteError):  # PyTorch wraps what a stage raises
+                raise error.__cause__ from None
+            raise
+
+    def _schedule_for(self, number: int, tokens: int):  # noqa: ANN202 - PyTorch's base class is private
+        if self._shape == (number, tokens):
+            return self._schedule
+        plan, device = self._pipeline.plan, self._mesh.device
+        stages = [
+            pipelining.PipelineStage(
+                scorer,
+                scorer.stage.index,
+                plan.stages,
+                device,
+                input_args=() if scorer.stage.is_first else scorer.border(tokens),
+                output_args=scorer.border(tokens),  # of the last stage only their number is read
+                group=self._pipeline.group,
             )
+            for scorer in self._scorers
+        ]
+        engine = getattr(pipelining, plan.schedule.engine)
+        single = issubclass(engine, pipelining.schedules.PipelineScheduleSingle)
+        self._schedule = engine(
+            stages[0] if single else stages,
+            n_microbatches=number,
+            loss_fn=lambda scores, _target: self._objective(scores),
+            scale_grads=False,
+        )
+        self._shape = number, tokens
+        return self._schedule
 
-    def start(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(2, self.experts, device=device, requires_grad=torch.is_grad_enabled())
+    def _in_one_shape(self, batches: Sequence[MicroBatch], number: int) -> list[MicroBatch]:
+        """`number` micro-batches of equally many tokens, on the device; those that were missing are all padding."""
+        tokens = max(batch.input_ids.shape[1] for batch in batches)
+        tokens = math.ceil(tokens / ROUND_TO) * ROUND_TO
+        longest = max(batch.max_document for batch in batches)
+        full = [*batches, *[empty_micro_batch()] * (number - len(batches))]
+        return [self._place(pad_micro_batch(batch, tokens, longest)) for batch in full]
 
-    def add(
-        self, so_far: torch.Tensor, layers: tuple[torch.Tensor, ...] | None, batch: MicroBatch
-    ) -> torch.Tensor:
-        """`so_far` and the counts of a stage's layers. layers: router logits `[T, experts]` each; padding is left out."""
-        if not layers or not batch.tokens:
-            return so_far
-        if batch.context is not None:
-            layers = tuple(batch.context.whole_row(layer) for layer in layers)
-        else:
-            layers = tuple(layer[: batch.tokens] for layer in layers)
-        return so_far + self._counts(layers)
+    def _place(self, batch: MicroBatch) -> MicroBatch:
+        """On the device, and this context rank's part of it."""
+        if (group := self._mesh.group("cp")) is not None:
+            rows = batch.tokens
+            batch = slice_for_context(batch, group)
+            batch = replace(batch, context=Context(group, rows))  # padding is no part of the row
+        return batch.to(self._mesh.device)
 
-    def loss(self, counts: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """This rank's part of the micro-batch's loss: of a row divided over context ranks each gives an equal part."""
-        share = 1 if batch.context is None else batch.context.size
-        return self._coefficient * self._loss(counts) / share
+    def _outcome(self, losses: list[torch.Tensor], routers: list[torch.Tensor], count: int) -> StepOutcome:
+        """Of what the last stage knows, on all ranks."""
+        values = torch.zeros(count + 1, device=self._mesh.device)
+        if losses:
+            values[:count] = torch.stack(losses)
+            values[count] = torch.stack(routers).sum() if routers else 0.0
+        self._mesh.sum_over(values, "pp")
+        sums = torch.stack([values[:count].sum(), values[count]])
+        loss, router = self._mesh.sum_over_data(sums).tolist()
+        return StepOutcome(loss, values[:count].tolist(), router if self._scorers[0].is_routed else None)
 
-    def _counts(self, layers: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        probabilities = torch.cat([layer.softmax(-1) for layer in layers]).float()
-        chosen = F.one_hot(probabilities.topk(self.chosen, dim=-1).indices, self.experts).sum((0, 1))
-        return torch.stack([chosen.float(), probabilities.sum(0)])
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+        """As `StepRunner.evaluate`: forward passes through the stages in order, the same under every schedule."""
+        ready = [self._place(batch) for batch in batches]
+        work = Work(ready, lambda *_: self._precision.compute(self._mesh.device))
+        for scorer in self._scorers:
+            scorer.begin(work)
+        total = torch.zeros((), device=self._mesh.device)
+        sending: list[dist.Work] = []
+        for batch in ready:
+            values: tuple[torch.Tensor, ...] = ()
+            for scorer in self._scorers:
+                values = scorer(*self._receive(scorer, values, batch))
+                if scorer.stage.is_last:
+                    total -= values[0].sum()
+                else:
+                    sending = self._send(scorer, values, sending)
+        for handle in sending:
+            handle.wait()
+        for scorer in self._scorers:  # what a backward would have done
+            for module in scorer.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return self._mesh.sum_over_data(self._mesh.sum_over(total, "pp")).item()
 
-    def _loss(self, counts: torch.Tensor) -> torch.Tensor:
-        rows = (counts[0].sum() / self.chosen).clamp(min=1)
-        return self.experts * (counts[0] * counts[1]).sum() / rows.square()
+    def _receive(
+        self, scorer: StageScorer, before: tuple[torch.Tensor, ...], batch: MicroBatch
+    ) -> tuple[torch.Tensor, ...]:
+        """What enters a stage. before: the output of the stage that this rank ran last."""
+        if scorer.stage.is_first:
+            return ()
+        peer = self._rank_of(scorer.stage.index - 1)
+        if peer == dist.get_rank():
+            return before
+        shapes = scorer.border(batch.input_ids.shape[1])
+        received = tuple(torch.empty_like(shape, device=self._mesh.device) for shape in shapes)
+        for values in received:
+            dist.recv(values, peer, group=self._pipeline.group)
+        return received
+
+    def _send(self, scorer: StageScorer, values: tuple[torch.Tensor, ...], sending: list[dist.Work]) -> list[dist.Work]:
+        peer = self._rank_of(scorer.stage.index + 1)
+        if peer == dist.get_rank():
+            return sending
+        for handle in sending:
+            handle.wait()
+        return [dist.isend(value.contiguous(), peer, group=self._pipeline.group) for value in values]
+
+    def _rank_of(self, stage: int) -> int:
+        return dist.get_global_rank(self._pipeline.group, self._pipeline.plan.rank_of(stage))
+
+
+def pad_micro_batch(batch: MicroBatch, tokens: int, longest: int) -> MicroBatch:
+    """A micro-batch of `tokens` tokens: documents without labels, of at most `longest` tokens, are put behind it.
+
+    No longer than real ones, so that learnt positions exist for them and `max_document` stays true.
+    """
+    missing = tokens - batch.input_ids.shape[1]
+    lengths = [longest] * (missing // longest) + [missing % longest] * (missing % longest > 0)
+    borders = batch.cu_seqlens[-1] + torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    positions = torch.cat([batch.position_ids[0], *[torch.arange(length) for length in lengths]])
+    return replace(
+        batch,
+        input_ids=F.pad(batch.input_ids, (0, missing)),
+        position_ids=positions[None],
+        labels=F.pad(batch.labels, (0, missing), value=IGNORED),
+        cu_seqlens=torch.cat([batch.cu_seqlens, borders.to(torch.int32)]),
+        max_document=longest,
+    )

@@ -40,7 +40,6 @@ from swiftlite.training.loop import Loop, Parts, Progress, Stopped
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import describe_device
 from swiftlite.training.setup import Trainee, build_trainee, check_model
-from swiftlite.training.step import DirectStep
 
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
@@ -163,20 +162,14 @@ class Session:
         self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
         if self._leads:
             self._write_start()
-        runner = DirectStep(
-            trainee.scorer,
-            trainee.precision,
-            self._mesh,
-            config.seed,
-            sync_every_microbatch=config.sync_every_microbatch,
-        )
         parts = Parts(
             config=config,
             plan=plan,
             eval_plan=self._prepared.eval,
-            runner=runner,
-            model=trainee.model,
+            runner=trainee.divided.runner,
+            modules=[part.scorer for part in trainee.divided.parts],
             trained=[parameter for _, parameter in trainee.trained()],
+            uncounted=trainee.uncounted(),
             optimizer=self._optimizer,
             precision=trainee.precision,
             mesh=self._mesh,
@@ -196,7 +189,8 @@ class Session:
             return
         state = {"progress": asdict(progress), "data": self._prepared.fingerprint, "seed": config.seed}
         masters = not trainee.files.adapter and trainee.files.dtype != torch.float32
-        tensors = resume_tensors(trainee.trained(), self._optimizer, masters=masters)
+        counted = [(name, p) for name, p in trainee.trained() if id(p) not in trainee.uncounted()]
+        tensors = resume_tensors(counted, self._optimizer, masters=masters)
         plan = plan_resume_file(trainee.trained_shapes, masters=masters, moments=bool(self._optimizer.state))
 
         def create(folder: Path) -> None:

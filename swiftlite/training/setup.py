@@ -1,7 +1,7 @@
 """From a config to a model that is ready to train, in the one order that works in every layout.
 
-Structure on `meta` -> vocabulary, adapters, freezing -> activation checkpointing -> compile per layer -> shards over
-the data ranks -> memory -> each process reads its part of the weights.
+Structure on `meta` -> vocabulary, adapters, freezing -> cut along the mesh (`divide`) -> memory -> each process reads
+its part of the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 
 from swiftlite.checkpoint.catalog import Catalog, Entry, catalog_adapter, catalog_model, stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, plan_files
@@ -29,18 +28,17 @@ from swiftlite.models.tuners import (
     apply_tuner,
     count_parameters,
     grow_vocabulary,
-    set_activation_checkpointing,
     to_master_precision,
 )
-from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import check_context_parallel
-from swiftlite.parallel.data import DataParallel, shard_over_data
-from swiftlite.parallel.experts import apply_expert_parallel, build_expert_mesh, check_expert_parallel, shard_experts
+from swiftlite.parallel.data import DataParallel
+from swiftlite.parallel.experts import check_expert_parallel
 from swiftlite.parallel.mesh import Mesh, build_mesh
-from swiftlite.parallel.tensor import apply_tensor_parallel
+from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
 from swiftlite.planning.choose import Choice, Need, choose_data_layout
+from swiftlite.training.divide import Divided, divide
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.precision import DTYPES, Precision, resolve_precision
 
@@ -57,17 +55,17 @@ ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetens
 class Trainee:
     """What is trained, and what is known of the whole of it.
 
-    model: the base or a peft model around it, this process's part; base: the causal language model inside; scorer: the
-    module whose forward starts a step; files: how the result is laid out; trained_shapes: of every trained parameter
-    of the whole model; parameters: (trained, all).
+    model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
+    trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
+    trained parameter of the whole model; parameters: (trained, all).
     """
 
     model: nn.Module
     base: PreTrainedModel
-    scorer: TokenScorer
     mesh: Mesh
     choice: Choice
     precision: Precision
+    divided: Divided
     files: ModelFiles
     trained_shapes: dict[str, tuple[int, ...]]
     parameters: tuple[int, int]
@@ -79,12 +77,20 @@ class Trainee:
         return self.choice.layout.describe() + reason
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This process's part of everything that belongs to the model's files, by its name in the whole model."""
-        yield from stored_tensors(self.model)
+        """What this process has to save of everything that belongs to the model's files, by its name in the whole."""
+        return ((name, tensor) for part in self.divided.parts for name, tensor, counts in part.tensors() if counts)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """This process's part of every trained parameter."""
-        return [(name, p) for name, p in self.tensors() if isinstance(p, nn.Parameter) and p.requires_grad]
+        return [(name, p) for part in self.divided.parts for name, p, _ in part.tensors() if _is_trained(p)]
+
+    def uncounted(self) -> set[int]:
+        """Ids of the trained parameters here that are copies of a tied one which another stage counts and saves."""
+        return {id(p) for part in self.divided.parts for _, p, counts in part.tensors() if not counts}
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> PretrainedConfig:
@@ -97,6 +103,9 @@ def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> Pretr
         inspect_model_folder(Path(source).expanduser())
     check_tensor_parallel(model_config, layout.tp)
     check_context_parallel(model_config, layout, config.max_length)
+    if layout.pp > 1:
+        number = config.num_microbatches
+        check_pipeline(model_config, layout, config.pipeline_schedule, number, compile_layers=config.compile)
     import_architecture(model_config)
     return model_config
 
@@ -138,11 +147,11 @@ def build_trainee(
     to_master_precision(model)
     choice = _choose(config, model_config, model, base, world, layout, precision)
     trainee = _on_meta(config, model_config, model, base, choice, build_mesh(choice.layout, world.device), precision)
-    _divide(trainee, config, model_config)
-    materialize(trainee.scorer, torch.device("cpu") if choice.offload else world.device)
-    fill(trainee.tensors(), sources, fresh)
-    _start_dora(model)
-    trainee.scorer.check()
+    for part in trainee.divided.parts:
+        materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
+        fill(((name, tensor) for name, tensor, _ in part.tensors()), sources, fresh)
+        _start_dora(part.model)
+        part.scorer.check()
     return trainee
 
 
@@ -155,49 +164,23 @@ def _on_meta(
     mesh: Mesh,
     precision: Precision,
 ) -> Trainee:
-    """What is known of the whole model before it is divided."""
+    """What is known of the whole model, and then its parts."""
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else _source_dtype(model_config)
-    return Trainee(
-        model=model,
-        base=base,
-        scorer=TokenScorer(model, base),
-        mesh=mesh,
-        choice=choice,
-        precision=precision,
-        files=plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
-        trained_shapes={name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
-        parameters=count_parameters(model),
-        flops=FlopCounter(base),
-    )
-
-
-def _divide(trainee: Trainee, config: RunConfig, model_config: PretrainedConfig) -> None:
-    """Cut the model along every dimension of the mesh. Adapters are in it already: added later, they would stay whole
-    on each rank and their gradients would never meet.
-    """
-    mesh, layout, anatomy = trainee.mesh, trainee.mesh.layout, dissect(trainee.base)
-    experts: list[nn.Module] = []
-    expert_mesh = None
-    if layout.tp > 1:
-        apply_tensor_parallel(trainee.model, trainee.base, mesh.stored["tp"])
-    if layout.expert_parallel > 1:
-        expert_mesh = build_expert_mesh(layout, mesh.device)
-        experts = apply_expert_parallel(trainee.base, expert_mesh)
-    checkpointing = _choose_checkpointing(config, model_config, mesh.device, trainee.precision)
-    set_activation_checkpointing(trainee.base, anatomy, checkpointing)
-    if config.compile:
-        for layer in anatomy.layers:
-            layer.compile()
+    known = {
+        "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
+        "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
+        "parameters": count_parameters(model),
+        "flops": FlopCounter(base),
+    }
     options = DataParallel(
-        dtype=trainee.precision.dtype,
-        sharding=layout.sharding,
-        offload=trainee.choice.offload,
+        dtype=precision.dtype,
+        sharding=choice.layout.sharding,
+        offload=choice.offload,
         min_params=config.fsdp_min_params,
     )
-    if expert_mesh is not None:
-        shard_experts(experts, expert_mesh, **options.unit(mesh.device))
-    shard_over_data(trainee.scorer, anatomy.layers, mesh, options)
-    register_fsdp_forward_method(trainee.scorer, "check")
+    checkpointing = _choose_checkpointing(config, model_config, mesh.device, precision)
+    divided = divide(model, base, mesh, options, precision, checkpointing, config)
+    return Trainee(model, base, mesh, choice, precision, divided, **known)
 
 
 def _choose(

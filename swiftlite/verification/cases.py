@@ -32,7 +32,8 @@ class Subject:
 
 
 DEFAULT_ARCHITECTURES = ("llama", "qwen3", "gemma3", "mistral", "qwen3-moe", "gpt2")
-DIMENSIONS = {"tp": "tensor_parallel_size", "cp": "context_parallel_size"}
+DIMENSIONS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "cp": "context_parallel_size"}
+SCHEDULES = ("gpipe", "interleaved-1f1b", "zero-bubble")
 FULL: dict[str, Any] = {"tuner": "full"}
 LORA: dict[str, Any] = {"tuner": "lora", "lora_rank": 4}
 
@@ -75,6 +76,10 @@ def _product_cases(world: int) -> Iterator[Case]:
         yield Case(f"{name} {world}", {flag: world})
         if world > 2:
             yield Case(f"dp {world // 2} x {name} 2", {flag: 2})
+    for schedule in SCHEDULES:
+        yield Case(f"pp {world} {schedule}", {DIMENSIONS["pp"]: world, "pipeline_schedule": schedule})
+        if world > 2:
+            yield Case(f"dp {world // 2} x pp 2 {schedule}", {DIMENSIONS["pp"]: 2, "pipeline_schedule": schedule})
     yield Case(f"ep {world}", {"parallel": "fsdp", "expert_parallel_size": world}, True)
     if world > 2:
         yield Case(f"dp {world} with ep 2", {"parallel": "fsdp", "expert_parallel_size": 2}, True)

@@ -1,0 +1,123 @@
+"""Cuts a model on `meta` along every dimension of the mesh, in the one order that works.
+
+Pipeline stages -> tensor parallelism -> experts -> activation checkpointing -> compile per layer -> FSDP over the data
+ranks. Adapters are in the model already: added later, they would stay whole on each rank and their gradients would
+never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from swiftlite.checkpoint.catalog import stored_tensors
+from swiftlite.models.anatomy import dissect
+from swiftlite.models.tuners import set_activation_checkpointing
+from swiftlite.objectives.scorer import TokenScorer
+from swiftlite.parallel.data import DataParallel, shard_over_data
+from swiftlite.parallel.experts import apply_expert_parallel, build_expert_mesh, shard_experts
+from swiftlite.parallel.mesh import Mesh
+from swiftlite.parallel.pipeline import Pipeline, Stage, cut_model
+from swiftlite.parallel.stages import choose_schedule, plan_stages
+from swiftlite.parallel.tensor import apply_tensor_parallel
+from swiftlite.training.pipeline_step import PipelineStep, StageScorer
+from swiftlite.training.step import DirectStep, StepRunner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.training.precision import Precision
+
+
+@dataclass
+class Part:
+    """What one process has of the model: all of it, or a pipeline stage.
+
+    scorer: the module whose forward runs it; model: of `scorer`, with adapters or not; stage: None where it is all.
+    """
+
+    scorer: TokenScorer | StageScorer
+    model: nn.Module
+    base: PreTrainedModel
+    stage: Stage | None = None
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """(name in the whole model, tensor, whether it counts here: of two tied copies one does)."""
+        for name, tensor in stored_tensors(self.model):
+            if self.stage is None:
+                yield name, tensor, True
+            else:
+                yield self.stage.full_name(name), tensor, self.stage.counts(name)
+
+
+@dataclass
+class Divided:
+    """parts: this process's, in order; runner: how they run a step."""
+
+    parts: list[Part]
+    runner: StepRunner
+
+
+def divide(
+    model: nn.Module,
+    base: PreTrainedModel,
+    mesh: Mesh,
+    options: DataParallel,
+    precision: Precision,
+    checkpointing: str,
+    config: RunConfig,
+) -> Divided:
+    """Cut `model` (`base` or a peft model around it). Where there is a pipeline, it stays as it is and copies are cut.
+
+    Raises UserError where the architecture cannot be cut.
+    """
+    layout = mesh.layout
+    if layout.pp == 1:
+        parts = [Part(TokenScorer(model, base), model, base)]
+        runner: StepRunner = DirectStep(
+            parts[0].scorer, precision, mesh, config.seed, sync_every_microbatch=config.sync_every_microbatch
+        )
+    else:
+        schedule = choose_schedule(config.pipeline_schedule, base.config.get_text_config().num_hidden_layers, layout.pp)
+        plan = plan_stages(base, layout.pp, schedule, length=config.max_length)
+        hidden_dtype = base.get_input_embeddings().weight.dtype
+        stages = cut_model(model, base, plan, mesh.place("pp"))
+        parts = [Part(StageScorer(stage, hidden_dtype), stage.model, stage.base, stage) for stage in stages]
+        pipeline = Pipeline(stages, plan, mesh.group("pp"))
+        runner = PipelineStep(pipeline, [part.scorer for part in parts], precision, mesh, config.seed)
+        options = replace(options, resharding=not schedule.splits_backward)
+    expert_mesh = build_expert_mesh(layout, mesh.device) if layout.expert_parallel > 1 else None
+    for part in parts:
+        _divide_part(part, mesh, expert_mesh, options, checkpointing, compile_layers=config.compile)
+    return Divided(parts, runner)
+
+
+def _divide_part(
+    part: Part,
+    mesh: Mesh,
+    expert_mesh: DeviceMesh | None,
+    options: DataParallel,
+    checkpointing: str,
+    *,
+    compile_layers: bool,
+) -> None:
+    anatomy, experts = dissect(part.base), []
+    if mesh.layout.tp > 1:
+        apply_tensor_parallel(part.model, part.base, mesh.stored["tp"])
+    if expert_mesh is not None:
+        experts = apply_expert_parallel(part.base, expert_mesh)
+    set_activation_checkpointing(part.base, anatomy, checkpointing)
+    if compile_layers:
+        for layer in anatomy.layers:
+            layer.compile()
+    if experts:
+        shard_experts(experts, expert_mesh, **options.unit(mesh.device))
+    shard_over_data(part.scorer, anatomy.layers, mesh, options)
+    register_fsdp_forward_method(part.scorer, "check")
