@@ -74,6 +74,7 @@ def lay_out(documents, untrained=2):
         position_ids=torch.cat(positions)[None],
         cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
         max_document=max(lengths),
+        context=None,
     )
 
 

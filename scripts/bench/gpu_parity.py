@@ -119,10 +119,10 @@ def _plain(config, state: dict, documents: list, device) -> tuple[float, float]:
 def _swiftlite(config, state: dict, documents: list, device, precision_name: str, pieces: int) -> tuple[float, float]:
     import numpy as np
 
+    from swiftlite.config.layout import Layout
     from swiftlite.data.batches import collate
     from swiftlite.data.order import Sequence
     from swiftlite.models import attention
-    from swiftlite.config.layout import Layout
     from swiftlite.objectives.scorer import TokenScorer
     from swiftlite.parallel.mesh import Mesh
     from swiftlite.training.precision import resolve_precision
@@ -138,7 +138,7 @@ def _swiftlite(config, state: dict, documents: list, device, precision_name: str
     batches = [collate([sequences[start : start + size]]) for start in range(0, len(sequences), size)]
     scale = precision.loss_scale().value
     step = DirectStep(TokenScorer(model, model), precision, Mesh(Layout(), device), seed=0)
-    outcome = step.train(1, batches, sum(batch.trained_tokens for batch in batches), scale)
+    outcome = step.train(1, batches, sum(batch.trained_tokens for batch in batches), scale, len(batches))
     return outcome.loss, _norm(model) / scale
 
 

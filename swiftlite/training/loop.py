@@ -156,7 +156,9 @@ class Loop:
             decay_ratio=config.decay_ratio,
         )
         set_rate(parts.optimizer, rate)
-        outcome = parts.runner.train(batch.step, share.micro_batches, share.trained_tokens, self._scale.value)
+        outcome = parts.runner.train(
+            batch.step, share.micro_batches, share.trained_tokens, self._scale.value, share.count
+        )
         norm = clip_gradients(parts.trained, config.max_grad_norm, parts.mesh, self._scale.value, parts.uncounted)
         if self._may_update(batch.step, share, outcome, norm):
             parts.optimizer.step()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from swiftlite.errors import UserError
 from swiftlite.parallel.mesh import STORED, Mesh
 
 if TYPE_CHECKING:
@@ -18,15 +17,14 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(trained: list[tuple[str, nn.Parameter]], config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101), fused; vectors (norms, biases) are not decayed. Raises UserError if none is trained."""
-    if not trained:
-        raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
+    """AdamW (arXiv 1711.05101), fused; vectors (norms, biases) are not decayed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}  # one fused update takes parameters of one mesh
     for _, parameter in trained:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     return torch.optim.AdamW(
-        [{"params": group, "weight_decay": config.weight_decay * decay} for (decay, _), group in groups.items()],
+        [{"params": group, "weight_decay": config.weight_decay * decay} for (decay, _), group in groups.items()]
+        or [{"params": []}],  # a stage of a pipeline may be frozen as a whole
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,

@@ -199,7 +199,7 @@ class PipelineStep:
         self._schedule: object | None = None
         self._objective: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] | None = None
 
-    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float) -> StepOutcome:
+    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float, count: int) -> StepOutcome:
         """As `StepRunner.train`; `batches` are whole rows, which are divided over context ranks here.
 
         Every rank of the pipeline gets the same ones. Reads the device once, at the end.
@@ -207,15 +207,14 @@ class PipelineStep:
         layout, plan = self._mesh.layout, self._pipeline.plan
         number = plan.schedule.micro_batches(len(batches), plan.ranks)
         ready = self._in_one_shape(batches, number)
-        rows = len(batches) * layout.data_ranks
         losses, routers = [], []
 
         def objective(scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
             loss = supervised_loss(scores[0], max(1, tokens))
             losses.append(loss.detach())
             for router_loss in scores[1:]:  # a mean per micro-batch, not per token
-                routers.append(router_loss.detach() / rows)
-                loss = loss + router_loss / rows
+                routers.append(router_loss.detach() / count)
+                loss = loss + router_loss / count
             return loss * scale
 
         @contextlib.contextmanager

@@ -166,6 +166,8 @@ def _on_meta(
 ) -> Trainee:
     """What is known of the whole model, and then its parts."""
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else _source_dtype(model_config)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
     known = {
         "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},

@@ -14,9 +14,12 @@ from swiftlite.data.order import Pack
 
 @dataclass(frozen=True)
 class StepShare:
-    """One data rank's part of a step. trained_tokens, tokens, lengths (of the documents): of the whole step."""
+    """One data rank's part of a step. count (of micro-batches that are not empty), trained_tokens, tokens and lengths
+    (of the documents): of the whole step.
+    """
 
     micro_batches: list[MicroBatch]
+    count: int
     trained_tokens: int
     tokens: int
     lengths: list[int]
@@ -34,6 +37,7 @@ def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit:
     documents = [document for pack in packs for document in pack]
     return StepShare(
         micro_batches=mine,
+        count=sum(len(theirs) for theirs in divided),
         trained_tokens=sum(int(document.trained[1:].sum()) for document in documents),
         tokens=sum(len(document.input_ids) for document in documents),
         lengths=[len(document.input_ids) for document in documents],

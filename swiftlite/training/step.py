@@ -30,10 +30,11 @@ class StepOutcome:
 class StepRunner(Protocol):
     """The two ways to run a step: directly, or through the stages of a pipeline."""
 
-    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float) -> StepOutcome:
+    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float, count: int) -> StepOutcome:
         """Add the gradients of `scale` x the global step's loss to the parameters.
 
-        batches: this data rank's, equally many on each; tokens: N, the trained tokens of the whole step.
+        batches: this data rank's, equally many on each; tokens: N, the trained tokens of the whole step; count: its
+        micro-batches that are not empty, over all data ranks.
         """
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
@@ -49,10 +50,9 @@ class DirectStep:
         self._scorer, self._precision, self._mesh, self._seed = scorer, precision, mesh, seed
         self._sync_always = sync_every_microbatch
 
-    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float) -> StepOutcome:
+    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float, count: int) -> StepOutcome:
         """As `StepRunner.train`. Reads the device once, at the end."""
         losses, routers = [], []
-        copies = len(batches) * self._mesh.layout.data_ranks
         for index, batch in enumerate(batches):
             number = index * self._mesh.layout.data_ranks + self._mesh.data_rank
             torch.manual_seed(derive_seed(self._seed, step, number))  # dropout depends on the step, not on history
@@ -63,14 +63,15 @@ class DirectStep:
                 loss = supervised_loss(scores.logprobs, max(1, tokens))
             losses.append(loss.detach())
             if scores.router_loss is not None:  # a mean per micro-batch, not per token
-                routers.append(scores.router_loss.detach() / copies)
-                loss = loss + scores.router_loss / copies
+                part = scores.router_loss * (bool(batch.tokens) / count)
+                routers.append(part.detach())
+                loss = loss + part
             (loss * scale).backward()
         return self._outcome(losses, routers)
 
     def _mine(self, batch: MicroBatch) -> MicroBatch:
         """What of a micro-batch this process computes, on its device."""
-        return slice_for_context(batch.to(self._mesh.device), self._mesh.group("cp"))
+        return slice_for_context(batch, self._mesh.group("cp")).to(self._mesh.device)
 
     def _outcome(self, losses: list[torch.Tensor], routers: list[torch.Tensor]) -> StepOutcome:
         shares = torch.stack(losses)

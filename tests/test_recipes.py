@@ -1,0 +1,225 @@
+"""Every recipe resolves, its header tells the truth, and its layout fits the real model and the real GPU.
+
+Models are built without weights: a layer for each pipeline stage, at their real width.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from model_shapes import FROZEN_BYTES, FULL_BYTES, MODELS, peak_gib, real_config, shards, sizes, state_gib
+
+from swiftlite.cli.app import main
+from swiftlite.config.batch import GLOBAL
+from swiftlite.config.names import short_names
+from swiftlite.config.recipe import load_recipe, recipes_folder, shipped_recipes
+from swiftlite.config.resolve import Resolved, resolve
+from swiftlite.config.validate import Given
+from swiftlite.errors import UserError
+from swiftlite.models.anatomy import check_trainable_architecture
+from swiftlite.models.load import build_model, import_architecture
+from swiftlite.models.tuners import apply_tuner
+from swiftlite.parallel.context import check_context_parallel
+from swiftlite.parallel.experts import check_expert_parallel
+from swiftlite.parallel.pipeline import cut_model
+from swiftlite.parallel.stages import check_pipeline, choose_schedule, plan_stages
+from swiftlite.parallel.tensor_plan import check_tensor_parallel
+
+RECIPES = shipped_recipes()
+SLURM = "scripts/slurm/train.sbatch"
+HARDWARE = re.compile(
+    r"(?:(?P<nodes>\d+) nodes x )?(?P<gpus>\d+) GPUs? of (?P<gib>\d+) GiB|a CPU with (?P<cpu>\d+) GiB"
+)
+MOST = 0.9  # of a GPU's memory; the allocator wants the rest
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the comments at the top of a recipe say."""
+
+    title: str
+    nodes: int
+    processes: int
+    gib: int
+    memory: str
+    start: list[str]
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.processes
+
+
+@cache
+def header(name: str) -> Header:
+    lines = RECIPES[name].read_text().splitlines()
+    title, *rest = (line.removeprefix("# ") for line in lines[:4])
+    said = dict(line.split(": ", 1) for line in rest)
+    assert list(said) == ["Hardware", "Memory", "Start"]
+    found = HARDWARE.fullmatch(said["Hardware"])
+    nodes, gpus = int(found["nodes"] or 1), int(found["gpus"] or 1)
+    return Header(title, nodes, gpus, int(found["gib"] or found["cpu"]), said["Memory"], shlex.split(said["Start"]))
+
+
+@cache
+def resolved(name: str) -> Resolved:
+    """As it resolves in a process that a launcher started on the hardware of the header."""
+    said, env = header(name), {}
+    if said.world > 1:
+        env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(said.world)}
+    return resolve(None, {}, load_recipe(name), env=env)
+
+
+def in_words(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+
+
+def dry_run(words, monkeypatch, capsys) -> str:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--dry-run"])
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, err) == (0, "")
+    return " ".join(out.split()) + " "
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_table_of_shapes_gives_the_parameters_of_the_model_card(model):
+    assert sizes(model).total == int(MODELS[model]["parameters"])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_header_is_true(name):
+    said, found = header(name), resolved(name)
+    config, layout = found.config, found.layout
+    assert said.title.endswith(".") and len(said.title) < 100
+    assert layout.world == said.world
+    assert found.notes == []  # no key without effect
+    total, parts = sizes(config.model), shards(layout)
+    trained = in_words(total.total) + f" x {FULL_BYTES} bytes"
+    if config.tuner == "lora":
+        trained = f"{in_words(total.total)} x {FROZEN_BYTES} bytes + "
+        trained += f"{in_words(total.adapters(config.lora_rank))} of LoRA x {FULL_BYTES} bytes"
+        trained = f"({trained})" if parts > 1 else trained
+    among = f" / {parts} GPUs" if parts > 1 else ""
+    assert said.memory.startswith(f"{trained}{among} = {state_gib(config, layout):.1f} GiB ")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_its_hardware(name):
+    config, layout = resolved(name).config, resolved(name).layout
+    assert peak_gib(config, layout, header(name).gib) <= MOST * header(name).gib
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_of_the_header_starts_the_recipe(name, monkeypatch, capsys):
+    said = header(name)
+    words = said.start
+    if words[0] == "sbatch":
+        assert words == ["sbatch", "--nodes", str(said.nodes), SLURM, name]
+        assert {"nnodes", "nproc_per_node"} <= load_recipe(name).entries.keys()
+        words = ["swiftlite", "train", "--recipe", name]
+    elif words[0] == "torchrun":
+        assert words[1:3] == ["--nproc-per-node", str(said.processes)] and said.nodes == 1
+        monkeypatch.setenv("WORLD_SIZE", str(said.world))
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        words = words[words.index("-m") + 1 :]
+    monkeypatch.chdir(recipes_folder().parent)
+    assert f"processes {said.world} (" in dry_run(words[1:], monkeypatch, capsys)
+
+
+def check_layout(config, layout, folder, *, count=True) -> None:
+    """Everything that is refused before weights load, and the count of LoRA's parameters. Raises UserError."""
+    whole = real_config(config.model)
+    check_trainable_architecture(whole)
+    import_architecture(whole)
+    assert config.max_length <= whole.get_text_config().max_position_embeddings
+    schedule, micro_batches = config.pipeline_schedule, config.gradient_accumulation_steps
+    check_tensor_parallel(whole, layout.tp)
+    check_pipeline(whole, layout, schedule, micro_batches, compile_layers=config.compile)
+    check_context_parallel(whole, layout, config.max_length)
+    layers = 2 * layout.pp
+    base = build_model(str(folder), real_config(config.model, layers), dtype=torch.bfloat16, attention="sdpa")
+    model = apply_tuner(base, config, None)
+    if config.tuner == "lora" and count:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert trained == sizes(config.model).adapters(config.lora_rank, layers)
+    check_expert_parallel(base, layout)
+    if layout.pp > 1:
+        plan = plan_stages(base, layout.pp, choose_schedule(schedule, layers, layout.pp), length=config.max_length)
+        stages = [stage for rank in range(layout.pp) for stage in cut_model(model, base, plan, rank)]
+        assert len(stages) == layout.pp * plan.schedule.per_rank
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layout_fits_the_real_model(name, tmp_path):
+    found = resolved(name)
+    check_layout(found.config, found.layout, tmp_path)
+    assert found.config.global_batch_size % (found.config.micro_batch_size * found.layout.data_ranks) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "world", "why"),
+    [
+        ("llama3/3.3-70b-sft-full-fsdp-tp8", "tensor_parallel_size", 3, 12, "attention heads"),
+        ("llama3/3.1-70b-sft-full-tp8-pp4", "pipeline_parallel_size", 81, 81 * 8, "layers"),
+        ("qwen3/30b-a3b-sft-full-ep8", "expert_parallel_size", 3, 3, "128 experts"),
+        ("qwen3/8b-sft-full-fsdp", "expert_parallel_size", 2, 2, "no experts"),
+        ("gemma/3-4b-sft-lora", "pipeline_parallel_size", 2, 2, "cannot be cut"),
+        ("qwen3/30b-a3b-sft-lora-ep8", "target_modules", ["all-linear"], 8, "LoRA on the experts"),
+        ("llama3/3.1-8b-sft-full-fsdp", GLOBAL, 12, 8, "multiple"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(name, key, value, world, why, tmp_path):
+    """The checks above can fail."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
+    changed = {key: Given(value, key, "flag")}
+    if key != GLOBAL:
+        changed[GLOBAL] = Given(world * 8, GLOBAL, "flag")
+    with pytest.raises(UserError, match=why):
+        found = resolve(None, changed, load_recipe(name), env=env)
+        check_layout(found.config, found.layout, tmp_path, count=False)
+
+
+def test_a_gpu_that_is_too_small_shows():
+    found = resolved("llama3/3.1-8b-sft-full-fsdp")
+    assert peak_gib(found.config, found.layout, 40) > 40
+
+
+def test_short_names_are_hub_ids_and_each_model_of_a_recipe_has_one():
+    models = short_names("models")
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", hub) for hub in models.values())
+    assert all(name == name.lower() for name in models)
+    assert len(set(models.values())) >= len(models) - 1  # `qwen-7b` is a second name
+    assert {load_recipe(name).entries["model"].value for name in RECIPES} <= models.keys()
+
+
+def test_families_and_methods_are_covered():
+    """What the recipes are for: the common models, adapters and all weights, one GPU to several nodes."""
+    families = {name.split("/")[0] for name in RECIPES}
+    assert families >= {"llama3", "qwen2.5", "qwen3", "mistral", "gemma", "phi", "deepseek-r1", "smollm2"}
+    layouts = [resolved(name).layout for name in RECIPES]
+    for dimension in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "expert_parallel"):
+        assert any(getattr(layout, dimension) > 1 for layout in layouts), dimension
+    assert any(layout.tp > 1 and layout.pp > 1 and layout.data_ranks > 1 for layout in layouts)
+
+
+DOCS = recipes_folder().parent / "docs" / "parallelism.md"
+MESHES = re.findall(r"^\| `(--parallel [^`]+)` \| ([\dx ]+) \|$", DOCS.read_text(), re.M)
+COMMANDS = re.findall(r"^    (?:torchrun --nproc-per-node 8 -m )?swiftlite (sft .+)$", DOCS.read_text(), re.M)
+
+
+@pytest.mark.parametrize(("flags", "mesh"), MESHES)
+def test_the_docs_say_which_mesh_flags_give(flags, mesh, monkeypatch, capsys):
+    shared = ["sft", "--model", "m/x", "--global-batch-size", "64", "--nproc-per-node", "16"]
+    out = dry_run([*shared, *flags.split()], monkeypatch, capsys)
+    assert f"pp x dp_replicate x dp_shard x cp x tp = {mesh} " in out
+
+
+def test_the_commands_of_the_docs_parse(monkeypatch, capsys):
+    assert len(MESHES) == 8 and len(COMMANDS) == 3
+    for line in COMMANDS:
+        assert "processes" in dry_run(line.split(), monkeypatch, capsys)
