@@ -1,0 +1,107 @@
+"""The parity matrix: layouts train the curve of one process, and a broken reduction, divisor or tie is seen."""
+
+import json
+import subprocess
+
+import pytest
+from test_launch import ENV, SWIFTLITE
+
+from swiftlite.models.toys import toy_config, write_toy
+from swiftlite.parallel.start import Machines, start_processes
+from swiftlite.verification.cases import Case, Subject
+from swiftlite.verification.run import read_verdicts, verify_in_process, write_rows
+
+
+def verdicts_of(tmp_path, world: int, *words: str) -> list[dict]:
+    report = tmp_path / "verdicts.json"
+    command = [*SWIFTLITE, "verify", "--nproc-per-node", str(world), "--json", str(report), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=ENV | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    return json.loads(report.read_text())
+
+
+def equal(verdicts: list[dict]) -> set[str]:
+    return {verdict["case"] for verdict in verdicts if verdict["difference"] is not None}
+
+
+def test_two_processes_in_every_layout(tmp_path):
+    verdicts = verdicts_of(tmp_path, 2, "-a", "llama-tied", "-a", "qwen3-moe")
+    assert {"ddp 2", "fsdp full 2", "fsdp grad_op 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "pp 2 gpipe",
+            "pp 2 interleaved-1f1b", "pp 2 zero-bubble", "cp 2", "ep 2"} <= equal(verdicts)  # fmt: skip
+    assert not [verdict for verdict in verdicts if verdict["refused"]]
+
+
+def test_four_processes_in_products(tmp_path):
+    products = ["hybrid 2x2", "dp 2 x tp 2", "dp 2 x pp 2 zero-bubble", "tp 2 x pp 2", "tp 2 x cp 2", "pp 2 x cp 2"]
+    verdicts = verdicts_of(tmp_path, 4, "-a", "gemma3", *(word for name in products for word in ("-l", name)))
+    assert equal(verdicts) >= {"hybrid 2x2", "dp 2 x tp 2", "tp 2 x pp 2", "tp 2 x cp 2", "pp 2 x cp 2"}
+
+
+def without_reduction() -> None:
+    from swiftlite.training import step
+
+    step.reduce_at_last_micro_batch = lambda root, is_last: root.set_requires_gradient_sync(False)
+
+
+def with_local_divisor() -> None:
+    from swiftlite.training import step
+
+    step.supervised_loss = lambda logprobs, _tokens: -logprobs.sum() / max(1, len(logprobs))
+
+
+def without_tied_sum() -> None:
+    from swiftlite.parallel.pipeline import Pipeline
+
+    Pipeline.sum_tied_gradients = lambda self: None
+
+
+def with_tie_counted_twice() -> None:
+    from swiftlite.training.setup import Trainee
+
+    Trainee.uncounted = lambda self: set()
+
+
+FAULTS = {
+    fault.__name__: fault for fault in (without_reduction, with_local_divisor, without_tied_sum, with_tie_counted_twice)
+}
+
+
+def broken(fault: str | None, *arguments) -> int:
+    if fault is not None:
+        FAULTS[fault]()
+    return verify_in_process(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("fault", "flags"),
+    [
+        (None, {"pipeline_parallel_size": 2}),
+        ("without_reduction", {"parallel": "fsdp"}),
+        ("with_local_divisor", {"parallel": "ddp"}),
+        ("without_tied_sum", {"pipeline_parallel_size": 2}),
+        ("with_tie_counted_twice", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_a_fault_turns_the_matrix_red(tmp_path, monkeypatch, fault, flags):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    models = {"llama-tied": str(write_toy(tmp_path / "model", toy_config("llama-tied")))}
+    write_rows(tmp_path)
+    subjects, cases = [Subject("llama-tied", "tied", {"tuner": "full"})], [Case("broken", flags)]
+    with pytest.raises(SystemExit) as ended:
+        start_processes(Machines(2), broken, fault, str(tmp_path), models, subjects, cases)
+    assert ended.value.code == 0
+    (verdict,) = read_verdicts(tmp_path)
+    assert verdict.passed == (fault is None), verdict
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-a", "llamma"], "llama-tied"),
+        (["-l", "nothing"], "fsdp full 2"),
+        (["--nproc-per-node", "1"], "2, 4 or 8"),
+    ],
+)
+def test_bad_words(words, said):
+    done = subprocess.run([*SWIFTLITE, "verify", *words], capture_output=True, text=True, timeout=60, env=ENV)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
