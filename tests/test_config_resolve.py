@@ -246,6 +246,7 @@ def test_flags_decide_which_size_of_the_recipe_gives_way():
         ({"mesh": "2x4", "tensor_parallel_size": 2, "nproc_per_node": 16}, "1 x 2 x 4 x 1 x 2", "full"),
         ({"parallel": "megatron", "tensor_parallel_size": 4, "pipeline_parallel_size": 2}, "2 x 1 x 1 x 1 x 4", "none"),
         ({"parallel": "fsdp", "context_parallel_size": 2, "nproc_per_node": 8}, "1 x 1 x 4 x 2 x 1", "full"),
+        ({"sharding": "hybrid", "nproc_per_node": 8, "nnodes": 4}, "1 x 4 x 8 x 1 x 1", "full"),
         ({"nproc_per_node": 8, "nnodes": 2, "expert_parallel_size": 4}, "1 x 1 x 16 x 1 x 1", "full"),
     ],
 )
@@ -262,7 +263,6 @@ def test_flags_become_a_mesh(values, mesh, sharding):
         ({"mesh": "2x4", "nproc_per_node": 6}, "--mesh 2x3"),
         ({"mesh": "4x4", "nproc_per_node": 8}, "start 16 processes"),
         ({"sharding": "hybrid", "nproc_per_node": 8}, "--mesh 2x4"),
-        ({"sharding": "hybrid", "nproc_per_node": 8, "nnodes": 4}, "--mesh 4x8"),
         ({"parallel": "megatron", "nproc_per_node": 8}, "--tensor-parallel-size"),
         ({"parallel": "none", "nproc_per_node": 2}, "--parallel auto"),
         ({"parallel": "none", "tensor_parallel_size": 2}, "--parallel auto"),

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from test_launch import ENV, SWIFTLITE
 
+from swiftlite.cli.errors import show_error
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.verification.cases import Case, Subject
@@ -38,9 +39,10 @@ def test_four_processes_in_products(tmp_path):
 
 
 def without_reduction() -> None:
+    from swiftlite.parallel.data import reduce_at_last_micro_batch
     from swiftlite.training import step
 
-    step.reduce_at_last_micro_batch = lambda root, is_last: root.set_requires_gradient_sync(False)
+    step.reduce_at_last_micro_batch = lambda root, _is_last: reduce_at_last_micro_batch(root, False)
 
 
 def with_local_divisor() -> None:
@@ -88,7 +90,7 @@ def test_a_fault_turns_the_matrix_red(tmp_path, monkeypatch, fault, flags):
     write_rows(tmp_path)
     subjects, cases = [Subject("llama-tied", "tied", {"tuner": "full"})], [Case("broken", flags)]
     with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(2), broken, fault, str(tmp_path), models, subjects, cases)
+        start_processes(Machines(2), broken, fault, str(tmp_path), models, subjects, cases, show_error)
     assert ended.value.code == 0
     (verdict,) = read_verdicts(tmp_path)
     assert verdict.passed == (fault is None), verdict

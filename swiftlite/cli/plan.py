@@ -97,6 +97,4 @@ def _plan(resolved: Resolved) -> Table:
         f"pass x {config.gradient_accumulation_steps} accumulated x {layout.data_ranks} data ranks",
     )
     table.add_row("at most", f"{config.global_batch_size * config.max_length:,} tokens a step")
-    if layout.world > 1:
-        table.add_row("engine", "more than one process is planned, but not trained by this version yet")
     return table

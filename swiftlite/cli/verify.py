@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swiftlite.cli.errors import show_error
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases
 
     write_rows(folder)
     try:
-        start_processes(Machines(count), verify_in_process, str(folder), models, subjects, cases)
+        start_processes(Machines(count), verify_in_process, str(folder), models, subjects, cases, show_error)
     except SystemExit as stop:
         if stop.code:
             raise

@@ -80,7 +80,7 @@ def plan_layout(config: RunConfig, env: Mapping[str, str]) -> Layout:
         )
     if world % model_ranks:
         raise _indivisible(config, world, source)
-    replicate, shard = _data_mesh(config, mesh, world // model_ranks)
+    replicate, shard = _data_mesh(config, mesh, world // model_ranks, _nodes(config, env))
     if shard % config.expert_parallel_size:
         near = _nearest_divisor(shard, config.expert_parallel_size)
         raise UserError(
@@ -94,7 +94,11 @@ def plan_layout(config: RunConfig, env: Mapping[str, str]) -> Layout:
         cp=config.context_parallel_size,
         tp=config.tensor_parallel_size,
         expert_parallel=config.expert_parallel_size,
-        sharding="none" if shard == 1 else "grad_op" if config.sharding == "grad_op" else "full",
+        sharding="none"
+        if shard * config.context_parallel_size == 1 or _replicated(config)
+        else "grad_op"
+        if config.sharding == "grad_op"
+        else "full",
         world_source=source,
     )
 
@@ -149,8 +153,18 @@ def _world(config: RunConfig, env: Mapping[str, str]) -> tuple[int | None, str]:
     return processes * nodes, f"--nproc-per-node {processes}" + (f" x --nnodes {nodes}" if nodes > 1 else "")
 
 
-def _data_mesh(config: RunConfig, mesh: tuple[int, int] | None, data: int) -> tuple[int, int]:
-    """(replicas, ranks that shard) of the `data` ranks that tensor, pipeline and context parallelism leave."""
+def _nodes(config: RunConfig, env: Mapping[str, str]) -> int:
+    """Machines of the run."""
+    if under_torchrun(env) and env.get("LOCAL_WORLD_SIZE", "").isdecimal():
+        return max(1, int(env["WORLD_SIZE"]) // max(1, int(env["LOCAL_WORLD_SIZE"])))
+    return config.nnodes or 1
+
+
+def _data_mesh(config: RunConfig, mesh: tuple[int, int] | None, data: int, nodes: int) -> tuple[int, int]:
+    """(replicas, ranks that shard) of the `data` ranks that tensor, pipeline and context parallelism leave.
+
+    `hybrid` shards inside a machine and replicates across machines, unless `--mesh` says otherwise.
+    """
     if mesh is not None:
         if math.prod(mesh) != data:
             raise UserError(
@@ -160,15 +174,19 @@ def _data_mesh(config: RunConfig, mesh: tuple[int, int] | None, data: int) -> tu
             )
         return mesh
     if config.sharding == "hybrid":
-        nodes = config.nnodes or 1
-        wanted = (nodes, data // nodes) if nodes > 1 and data % nodes == 0 else (2, max(2, data // 2))
+        if nodes > 1 and data % nodes == 0:
+            return nodes, data // nodes
+        wanted = 2, max(2, data // 2)
         raise UserError(
             "--sharding hybrid needs to know how many replicas there are",
             fix=f"add --mesh {_nearest_mesh(wanted, data) if data > 1 else '2x2'} (REPLICATExSHARD), "
             "or use --sharding full",
         )
-    replicated = config.parallel == "ddp" or config.sharding == "none"
-    return (data, 1) if replicated else (1, data)
+    return (data, 1) if _replicated(config) else (1, data)
+
+
+def _replicated(config: RunConfig) -> bool:
+    return config.parallel == "ddp" or config.sharding == "none"
 
 
 def _processes(config: RunConfig, data: int) -> int:

@@ -63,12 +63,14 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
         ),
         _begin,
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _pass_on)
+    before = {number: signal.signal(number, _pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         codes = launch(os.getpid(), body, *arguments)
     except ChildFailedError as failure:
         raise _verdict(failure) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     raise SystemExit(max(codes.values()))
 
 

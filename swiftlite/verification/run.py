@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,27 @@ class Verification:
         return seconds, difference, None
 
 
-def verify_in_process(folder: str, models: dict[str, str], subjects: list[Subject], cases: list[Case]) -> int:
-    """The life of one process of `swiftlite verify`: rank 0 appends each verdict to `verdicts.jsonl` and prints it."""
+def verify_in_process(
+    folder: str,
+    models: dict[str, str],
+    subjects: list[Subject],
+    cases: list[Case],
+    report: Callable[[BaseException], int],
+) -> int:
+    """The life of one process of `swiftlite verify`: rank 0 appends each verdict to `verdicts.jsonl` and prints it.
+
+    report: tells the user of an error, in the process that fails first.
+    """
     with joined() as world:
-        for verdict in Verification(Path(folder), models, world).verdicts(subjects, cases):
-            if world.rank == 0:
-                with (Path(folder) / VERDICTS).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(verdict)) + "\n")
-                print(f"{verdict.subject}: {verdict.case}: {verdict.word}", flush=True)
+        try:
+            for verdict in Verification(Path(folder), models, world).verdicts(subjects, cases):
+                if world.rank == 0:
+                    with (Path(folder) / VERDICTS).open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(asdict(verdict)) + "\n")
+                    print(f"{verdict.subject}: {verdict.case}: {verdict.word}", flush=True)
+        except BaseException as error:
+            code = report(error) if world.fails_first() else 1
+            os._exit(code)  # at once: threads of a broken process group may never end
     return 0
 
 

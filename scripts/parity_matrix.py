@@ -1,0 +1,76 @@
+"""Puts what `swiftlite verify --json FILE` found into docs/parallelism.md, a column for each model.
+
+swiftlite verify --nproc-per-node 2 --json v2.json
+python scripts/parity_matrix.py v2.json [v4.json ...] --markdown docs/parallelism.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+PLACE = re.compile(r"(<!-- verify -->\n).*?(<!-- /verify -->)", re.DOTALL)
+
+
+def cell(verdict: dict | None) -> str:
+    """`loss / gradient norm`, or why there is none."""
+    if verdict is None:
+        return ""
+    found = verdict["difference"]
+    if found is None:
+        return "refused"
+    text = f"{found['loss']:.0e} / {found['norm']:.0e}"
+    return text if found["loss"] <= 1e-5 and found["norm"] <= 1e-4 and found["weights"] <= 1e-4 else f"**{text}**"
+
+
+def table(verdicts: list[dict]) -> list[str]:
+    """Markdown lines: layouts down, models across, in the order in which they were tried."""
+    subjects = list(dict.fromkeys(verdict["subject"] for verdict in verdicts))
+    layouts = list(dict.fromkeys(verdict["case"] for verdict in verdicts))
+    found = {(verdict["case"], verdict["subject"]): verdict for verdict in verdicts}
+    lines = ["| layout | " + " | ".join(subjects) + " |", "|---" * (len(subjects) + 1) + "|"]
+    for layout in layouts:
+        lines.append(f"| {layout} | " + " | ".join(cell(found.get((layout, subject))) for subject in subjects) + " |")
+    return lines
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        model = next(
+            (line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), model
+        )
+    return f"{os.cpu_count()} cores, {model}; torch {version('torch')}, transformers {version('transformers')}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reports", nargs="+", type=Path, help="files that `swiftlite verify --json` wrote")
+    parser.add_argument("--markdown", type=Path, required=True, help="file whose marked place takes the table")
+    options = parser.parse_args()
+    verdicts = [verdict for path in options.reports for verdict in json.loads(path.read_text())]
+    worst = [max(v["difference"][key] for v in verdicts if v["difference"]) for key in ("loss", "norm", "weights")]
+    count = sum(verdict["difference"] is not None for verdict in verdicts)
+    text = "\n".join(
+        [
+            f"Worst relative differences of loss / gradient norm over 5 steps, {machine()}. Over all {count} runs: "
+            f"loss {worst[0]:.0e}, gradient norm {worst[1]:.0e}, a tensor of final weights {worst[2]:.0e} (2-norm).",
+            "",
+            *table(verdicts),
+            "",
+        ]
+    )
+    page = options.markdown.read_text(encoding="utf-8")
+    if not PLACE.search(page):
+        parser.error(f"{options.markdown} has no place for the table")
+    options.markdown.write_text(PLACE.sub(lambda match: match[1] + text + match[2], page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
