@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,3 +147,22 @@ def test_a_signal_ends_the_step_and_saves(tmp_path, flags, number, code):
     assert check_folder(newest, deep=True) == []
     step = json.loads((newest / "trainer_state.json").read_text())["progress"]["step"]
     assert metrics(tmp_path / "out")[-1]["step"] == step
+
+
+def may_make_namespaces() -> bool:
+    name = f"swiftlite-test-{os.getpid()}"
+    made = shutil.which("ip") and subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return bool(made)
+
+
+@pytest.mark.skipif(not may_make_namespaces(), reason="needs root and iproute2")
+def test_two_network_namespaces_are_two_machines(tmp_path, flags):
+    script = Path(__file__).parents[1] / "scripts" / "two_nodes.sh"
+    model, rows, rest = flags[1], flags[3], flags[4:]
+    more = ["--max-steps", "2", "--micro-batch-size", "1", "--sharding", "hybrid"]
+    done = run("bash", script, sys.executable, model, rows, tmp_path / "out", *rest, *more)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "4 processes: 2 x full sharding, 2 x replicas" in done.stdout
+    assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2]

@@ -29,21 +29,26 @@ def verify(
     architecture: Annotated[
         list[str] | None, typer.Option("--architecture", "-a", help="Only this one; may be given again.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="A model's own shape, with few layers and random weights.", metavar="PATH"),
+    ] = None,
     layout: Annotated[
         list[str] | None, typer.Option("--layout", "-l", help="Only layouts with this in their name.")
     ] = None,
     report: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE")] = None,
 ) -> None:
     """Print the table. Exit code 1 where a layout differs. Raises UserError for names that do not exist."""
-    from swiftlite.models.toys import toy_architectures, toy_config, write_toy
+    from swiftlite.models.toys import shallow_config, toy_architectures, toy_config, write_toy
     from swiftlite.verification.cases import DEFAULT_ARCHITECTURES, cases, subjects
 
-    chosen = tuple(architecture or DEFAULT_ARCHITECTURES)
-    for name in chosen:
-        if name not in toy_architectures():
-            raise UserError(
-                f"no toy model is called {name}", where="--architecture", fix=f"use {', '.join(toy_architectures())}"
-            )
+    chosen = tuple(architecture or ([Path(model).name] if model else DEFAULT_ARCHITECTURES))
+    unknown = [name for name in chosen if name not in toy_architectures()]
+    if unknown and model is None:
+        known = ", ".join(toy_architectures())
+        raise UserError(f"no toy model is called {unknown[0]}", where="--architecture", fix=f"use {known}")
+    if model is not None and architecture:
+        raise UserError("--model and --architecture both say what to train", fix="leave one of them out")
     if nproc_per_node < 2:
         raise UserError("layouts begin with two processes", where="--nproc-per-node", fix="use 2, 4 or 8")
     picked = [case for case in cases(nproc_per_node) if not layout or any(text in case.name for text in layout)]
@@ -52,7 +57,8 @@ def verify(
         raise UserError("no layout has that in its name", where="--layout", fix=f"there are: {names}")
     layers = 2 * nproc_per_node  # two stages a rank
     with tempfile.TemporaryDirectory(prefix="swiftlite-verify-") as folder:
-        models = {name: str(write_toy(Path(folder) / name, toy_config(name, layers))) for name in chosen}
+        config = shallow_config(model, layers) if model else None
+        models = {name: str(write_toy(Path(folder) / name, config or toy_config(name, layers))) for name in chosen}
         verdicts = _run(Path(folder), nproc_per_node, models, subjects(chosen), picked)
     if report is not None:
         report.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")

@@ -72,6 +72,22 @@ def toy_config(architecture: str, layers: int = 2) -> PretrainedConfig:
     return _builders(layers)[architecture]()
 
 
+def shallow_config(model: str, layers: int) -> PretrainedConfig:
+    """The config of a model with fewer layers, everything else in its real size. Raises UserError."""
+    from swiftlite.models.anatomy import check_trainable_architecture
+    from swiftlite.models.load import load_config
+
+    config = load_config(model)
+    check_trainable_architecture(config)
+    text = config.get_text_config()
+    depth = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == depth:  # what is said layer by layer
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = min(depth, layers)
+    return config
+
+
 def toy_architectures() -> list[str]:
     return list(_builders(2))
 

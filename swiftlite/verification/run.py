@@ -116,6 +116,8 @@ def verify_in_process(
                     with (Path(folder) / VERDICTS).open("a", encoding="utf-8") as file:
                         file.write(json.dumps(asdict(verdict)) + "\n")
                     print(f"{verdict.subject}: {verdict.case}: {verdict.word}", flush=True)
+        except (SystemExit, KeyboardInterrupt):
+            raise
         except BaseException as error:
             code = report(error) if world.fails_first() else 1
             os._exit(code)  # at once: threads of a broken process group may never end
