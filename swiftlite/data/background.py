@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from swiftlite.data.prepare import LoadTokenizer
 
 
+# Held back until the new process has reached its own code: the handlers it inherits raise exceptions, which before that
+# would run up through a copy of everything its parent was doing.
+ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
 @contextmanager
 def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, when: bool = True) -> Iterator[None]:
     """Start before anything heavy is imported, so that the fork is cheap and no thread is running yet.
@@ -31,7 +36,9 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
         yield
         return
     process = multiprocessing.get_context("fork").Process(target=_fill_cache, args=(config, load_tokenizer))
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     try:
         yield
     finally:
@@ -43,6 +50,7 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
 
 
 def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     os.setpgrp()  # its worker processes belong to it, so that one signal ends them all
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # whatever is wrong is said once, by the process that the user talks to
