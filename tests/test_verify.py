@@ -33,9 +33,9 @@ def test_two_processes_in_every_layout(tmp_path):
 
 
 def test_four_processes_in_products(tmp_path):
-    products = ["hybrid 2x2", "dp 2 x tp 2", "dp 2 x pp 2 zero-bubble", "tp 2 x pp 2", "tp 2 x cp 2", "pp 2 x cp 2"]
+    products = ["hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"]
     verdicts = verdicts_of(tmp_path, 4, "-a", "gemma3", *(word for name in products for word in ("-l", name)))
-    assert equal(verdicts) >= {"hybrid 2x2", "dp 2 x tp 2", "tp 2 x pp 2", "tp 2 x cp 2", "pp 2 x cp 2"}
+    assert equal(verdicts) >= set(products)
 
 
 def without_reduction() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Report = Callable[[BaseException], int]
 BECAUSE_OF_ANOTHER = 1  # exit code of a process that fails after another one
+# Whoever starts the processes ends all of them when the first one exits: that has to be the one that tells why.
+SECONDS_FOR_THE_FIRST = 10
 STOPPED = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -76,7 +79,10 @@ def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
         except BaseException as error:
             if world.store is None:
                 raise
-            raise SystemExit(report(_reason(error)) if world.fails_first() else BECAUSE_OF_ANOTHER) from error
+            if world.fails_first():
+                raise SystemExit(report(_reason(error))) from error
+            time.sleep(SECONDS_FOR_THE_FIRST)
+            raise SystemExit(BECAUSE_OF_ANOTHER) from error
 
 
 def _reason(error: BaseException) -> BaseException:
