@@ -12,14 +12,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from t
 
 import pytest
 
-from swiftlite.models.toys import toy_config, toy_tokenizer, write_toy
-
-build_tokenizer, tiny_config = toy_tokenizer, toy_config
+from swiftlite.models.toys import toy_config, toy_rows, toy_tokenizer, write_toy
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return build_tokenizer()
+    return toy_tokenizer()
 
 
 @pytest.fixture(scope="session")
@@ -50,16 +48,4 @@ def write_rows(tmp_path):
 @pytest.fixture(scope="session")
 def chat_rows() -> list[dict]:
     """32 short conversations of unequal length, some of several turns."""
-    rows = []
-    for i in range(32):
-        messages = [
-            {"role": "user", "content": f"What is {i} plus {i + 1}? " + "Please answer. " * (i % 5)},
-            {"role": "assistant", "content": f"It is {2 * i + 1}." + " Really." * (i % 7)},
-        ]
-        if i % 3 == 0:
-            messages += [
-                {"role": "user", "content": "Who are you?"},
-                {"role": "assistant", "content": "I am a small model."},
-            ]
-        rows.append({"messages": messages})
-    return rows
+    return toy_rows(32)

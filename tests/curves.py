@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +16,7 @@ from swiftlite.data.batches import MicroBatch, collate
 from swiftlite.data.order import Sequence as Document
 from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.toys import toy_config
 from swiftlite.models.tuners import set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
@@ -75,7 +75,7 @@ def family_config(family: str):
         return hf.MixtralConfig(**common | {"num_local_experts": 2, "num_experts_per_tok": 1})
     if family == "gpt-oss":
         return hf.GptOssConfig(**common, sliding_window=8)
-    config = tiny_config(family)
+    config = toy_config(family)
     if family == "qwen3-moe":
         config.output_router_logits, config.router_aux_loss_coef = True, 0.05
     return config
@@ -155,6 +155,15 @@ def curve(case: Case, alone: bool) -> tuple[list[tuple[float, float]], list[np.n
         optimizer.zero_grad()
         results.append((total.item(), norm.item()))
     return results, [whole(p.detach()).numpy() for p in parameters]
+
+
+def curves(cases: list[Case], rank: int) -> dict[str, tuple]:
+    """What `curve` gives on this rank, by case; only rank 0 hands its weights on."""
+    found = {}
+    for case in cases:
+        points, weights = curve(case, alone=False)
+        found[str(case)] = points, weights if rank == 0 else None
+    return found
 
 
 def check_curve(case: Case, ranks: list[dict]) -> None:

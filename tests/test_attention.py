@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_config
 
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import check_trainable_architecture
+from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
 
@@ -82,7 +82,7 @@ def build(family, implementation):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=implementation).train()
+    return AutoModelForCausalLM.from_config(toy_config(family), attn_implementation=implementation).train()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,7 +127,7 @@ def test_an_unknown_output_head_is_refused():
 
 
 def test_recurrent_layers_are_refused_by_name():
-    config = tiny_config("llama")
+    config = toy_config("llama")
     config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(UserError, match="linear_attention"):
         check_trainable_architecture(config)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import tiny_config
-from curves import Case, check_curve, curve, steps
+from curves import Case, check_curve, curves, steps
 from worlds import run_world
 
 from swiftlite.config.layout import Layout
 from swiftlite.errors import UserError
 from swiftlite.models import attention
+from swiftlite.models.toys import toy_config
 from swiftlite.parallel.context import Context, check_context_parallel, divide_heads, slice_for_context
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -112,10 +112,7 @@ def body(rank: int):
         part = slice(rank * 16, (rank + 1) * 16)
         results["attention"].append(attend(heads, Context(dist.group.WORLD, 62), part, padding=2))
     results["slices"] = [replace(slice_for_context(b, dist.group.WORLD), context=None) for b in next(steps())]
-    for case in CASES:
-        points, weights = curve(case, alone=False)
-        results[str(case)] = points, weights if rank == 0 else None
-    return results
+    return results | curves(CASES, rank)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +138,7 @@ def test_the_slices_of_a_row_are_the_row(world):
 
 
 def test_what_every_rank_would_scale_otherwise_is_refused():
-    config = tiny_config("llama")
+    config = toy_config("llama")
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     check_context_parallel(config, Layout(cp=1), 4096)
     check_context_parallel(config, Layout(cp=2), 512)
@@ -149,4 +146,4 @@ def test_what_every_rank_would_scale_otherwise_is_refused():
         check_context_parallel(config, Layout(cp=2), 513)
     assert "--max-length 512" in error.value.fix
     for family in ("llama", "gemma3", "gpt2"):
-        check_context_parallel(tiny_config(family), Layout(cp=2), 4096)
+        check_context_parallel(toy_config(family), Layout(cp=2), 4096)

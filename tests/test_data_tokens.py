@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from conftest import build_tokenizer
 
 from swiftlite.data.sources import DataFile
 from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenOptions, flags_of, overlaps, runs_of
 from swiftlite.errors import UserError
+from swiftlite.models.toys import toy_tokenizer
 
 NO_END = (
     "{% for m in messages %}{{ '\n### ' + m.role + ': ' + m.content }}{% endfor %}"
@@ -36,7 +36,7 @@ def bos_tokenizer():
     """A tokenizer that puts `<s>` in front of plain text by itself, as Llama's does."""
     from tokenizers import processors
 
-    tokenizer = build_tokenizer()
+    tokenizer = toy_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     backend = tokenizer.backend_tokenizer
     backend.post_processor = processors.TemplateProcessing(
@@ -54,7 +54,7 @@ def test_the_answer_and_its_end_are_trained_and_nothing_else(tokenizer):
 
 
 def test_pad_equal_to_eos_does_not_lose_the_end_of_turn():
-    tokenizer = build_tokenizer()
+    tokenizer = toy_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     ids, trained = only(run(tokenizer, chat_row("Hi", "Hello"), "messages"))
     assert tokenizer.pad_token_id in ids[trained]
@@ -86,7 +86,7 @@ def test_text_and_completions_get_one_trained_eos(tokenizer):
 def test_the_eos_of_the_tokenizer_itself_is_trained_and_not_doubled():
     from tokenizers import processors
 
-    tokenizer = build_tokenizer()
+    tokenizer = toy_tokenizer()
     eos = tokenizer.eos_token_id
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <|im_end|>", pair="$A $B", special_tokens=[("<|im_end|>", eos)]
@@ -97,7 +97,7 @@ def test_the_eos_of_the_tokenizer_itself_is_trained_and_not_doubled():
 
 
 def test_a_tokenizer_without_eos_is_refused(tokenizer):
-    bare = build_tokenizer()
+    bare = toy_tokenizer()
     bare.eos_token = None
     with pytest.raises(UserError, match="no end-of-text token"):
         run(bare, {"text": "Once"}, "text")
@@ -110,13 +110,13 @@ def test_no_double_bos():
         ids, trained = only(run(tokenizer, {"text": text}, "text"))
         assert ids[:2].tolist().count(bos) == 1
         assert not trained[0]
-    tokenizer.chat_template = "{{ bos_token }}" + build_tokenizer().chat_template
+    tokenizer.chat_template = "{{ bos_token }}" + toy_tokenizer().chat_template
     ids, _ = only(run(tokenizer, chat_row("Hi", "Hello"), "messages"))
     assert ids.tolist().count(bos) == 1
 
 
 def test_a_template_without_end_token_gets_eos_at_the_last_answer():
-    tokenizer = build_tokenizer()
+    tokenizer = toy_tokenizer()
     tokenizer.chat_template = NO_END
     ids, trained = only(run(tokenizer, chat_row("a", "One.", "b", "Two."), "messages"))
     assert ids[-1] == tokenizer.eos_token_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from curves import Case, build, check_curve, curve, divide, family_config
+from curves import Case, build, check_curve, curves, divide, family_config
 from worlds import run_world
 
 from swiftlite.checkpoint.boxes import holdings, whole
@@ -69,10 +69,7 @@ def boxes(case: Case) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
 
 def body(rank: int):
     results = {"alone": experts_alone(rank, 4, divided=True), "boxes": [boxes(case) for case in BOXES]}
-    for case in CASES:
-        points, weights = curve(case, alone=False)
-        results[str(case)] = points, weights if rank == 0 else None
-    return results
+    return results | curves(CASES, rank)
 
 
 @pytest.fixture(scope="module")

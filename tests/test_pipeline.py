@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from worlds import run_world
 
-from swiftlite.checkpoint.boxes import holdings
+from swiftlite.checkpoint.boxes import holdings, whole
 from swiftlite.checkpoint.weights import materialize
 from swiftlite.config.layout import Layout
 from swiftlite.data.batches import collate
@@ -39,6 +39,7 @@ from swiftlite.parallel.stages import (
     plan_stages,
 )
 from swiftlite.parallel.tensor import apply_tensor_parallel
+from swiftlite.training.divide import Part
 from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.pipeline_step import PipelineStep, StageScorer, Work, pad_micro_batch
 from swiftlite.training.precision import Precision
@@ -177,18 +178,15 @@ def piped(case: Case, number: int, layout: Layout, sharding: str = "full") -> di
         set_activation_checkpointing(stage.base, anatomy, case.checkpointing)
         shard_over_data(scorer, anatomy.layers, mesh, options)
         materialize(scorer, CPU)
-    pipeline = Pipeline(stages, plan, mesh.group("pp"))
+    parts = [Part(scorer, stage.model, stage.base, stage) for stage, scorer in zip(stages, scorers, strict=True)]
+    tensors = [entry for part in parts for entry in part.tensors()]
     with torch.no_grad():
-        for stage, name, tensor in pipeline.tensors():
+        for name, tensor, _ in tensors:
             for holding in holdings(tensor):
-                whole = values[stage.full_name(name)]
-                holding.tensor.copy_(
-                    whole[tuple(slice(a, a + n) for a, n in zip(holding.box.start, holding.box.shape, strict=True))]
-                )
-    runner = PipelineStep(pipeline, scorers, FP32, mesh, seed=0)
-    trained = [p for _, _, p in pipeline.tensors() if isinstance(p, torch.nn.Parameter) and p.requires_grad]
-    uncounted = {id(p) for p in pipeline.uncounted()}
-    counted = [p for p in trained if id(p) not in uncounted]
+                holding.tensor.copy_(values[name][holding.box.slices_of(whole(values[name].shape))])
+    runner = PipelineStep(Pipeline(stages, plan, mesh.group("pp")), scorers, FP32, mesh, seed=0)
+    trained = [p for _, p, _ in tensors if isinstance(p, torch.nn.Parameter) and p.requires_grad]
+    counted = [p for _, p, counts in tensors if isinstance(p, torch.nn.Parameter) and p.requires_grad and counts]
     optimizer, result = adamw(trained), {"loss": [], "norm": [], "micro": [], "router": []}
     steps = [batches[mesh.data_rank :: layout.data_ranks] for batches in steps_of(base.config.vocab_size, number)]
     everything = steps_of(base.config.vocab_size, number)
@@ -204,8 +202,8 @@ def piped(case: Case, number: int, layout: Layout, sharding: str = "full") -> di
         if step == 1:  # between two steps
             runner.evaluate(steps[2])
     result["weights"] = [
-        (stage.full_name(name), (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy().copy())
-        for stage, name, p in pipeline.tensors()
+        (name, (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy().copy())
+        for name, p, _ in tensors
         if isinstance(p, torch.nn.Parameter)
     ]
     result["data_rank"] = mesh.data_rank

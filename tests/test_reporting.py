@@ -8,43 +8,21 @@ import sys
 import threading
 
 import pytest
+from metric_rows import FACTS, row, steps
 from rich.console import Console
 
 from swiftlite.errors import RunError
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import Curve, series, smoothed
 from swiftlite.reporting.files import without_secrets, write_whole
-from swiftlite.reporting.metrics import MetricsFile, read_metrics
+from swiftlite.reporting.metrics import MetricsFile
 from swiftlite.reporting.words import braille, duration, short, sparkline, spent
-
-FACTS = {"model": "org/some-[bold]model[/]", "data": "3 rows", "output": "runs/x"}
-
-
-def row(step, **changes):
-    return {
-        "step": step,
-        "epoch": step / 10,
-        "loss": 3.0 - step / 10,
-        "learning_rate": 1e-4,
-        "grad_norm": 1.5,
-        "trained_tokens": 50,
-        "tokens": 100,
-        "tokens_per_second": 200.0,
-        "step_seconds": 0.5,
-        "data_seconds": 0.0002,
-        "peak_memory_gib": 1.25,
-        "mfu": None,
-    } | changes
 
 
 def drawn(board, width=100, height=40):
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     console.print(board)
     return console.file.getvalue()
-
-
-def steps(output):
-    return [found["step"] for found in read_metrics(output)]
 
 
 # --- metrics.jsonl

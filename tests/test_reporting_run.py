@@ -9,40 +9,17 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from metric_rows import FACTS, row, steps
 
 from swiftlite.errors import RunError, UserError
 from swiftlite.reporting.display import PlainDisplay, open_display
 from swiftlite.reporting.files import read_run_state
-from swiftlite.reporting.metrics import read_metrics
 from swiftlite.reporting.run import RunReporter
-
-FACTS = {"model": "org/some-[bold]model[/]", "data": "3 rows", "output": "runs/x"}
 
 
 def config(**changes):
     values = {"report_to": [], "run_name": None} | changes
     return SimpleNamespace(**values, model_dump=lambda mode: {"model": "m", "learning_rate": 1e-4})
-
-
-def row(step, **changes):
-    return {
-        "step": step,
-        "epoch": step / 10,
-        "loss": 3.0 - step / 10,
-        "learning_rate": 1e-4,
-        "grad_norm": 1.5,
-        "trained_tokens": 50,
-        "tokens": 100,
-        "tokens_per_second": 200.0,
-        "step_seconds": 0.5,
-        "data_seconds": 0.0002,
-        "peak_memory_gib": 1.25,
-        "mfu": None,
-    } | changes
-
-
-def steps(output):
-    return [found["step"] for found in read_metrics(output)]
 
 
 def test_a_run_without_a_terminal_is_plain_lines(tmp_path):

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from conftest import build_tokenizer
 
 from swiftlite.data.rows import FORMATS, BadRow, read_row
 from swiftlite.data.template import ChatRenderer
 from swiftlite.data.tokenize import overlaps
 from swiftlite.errors import UserError
+from swiftlite.models.toys import toy_tokenizer
 
 CHATML_MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -79,7 +79,7 @@ def make_tokenizer():
     """A factory: template and special tokens -> tokenizer."""
 
     def make(template, special=(), bos=None):
-        tokenizer = build_tokenizer()
+        tokenizer = toy_tokenizer()
         if special:
             tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
         if bos:
@@ -118,13 +118,13 @@ TWO_TURNS = ["Who are you?", "I am small.", "And now?", "Now I answer."]
 
 @pytest.mark.parametrize("template", [None, CHATML_MARKED, CHATML_MARKED_WIDE], ids=["prefix", "marked", "marked-wide"])
 def test_answers_and_their_end_tokens_are_trained(make_tokenizer, template):
-    tokenizer = make_tokenizer(template or build_tokenizer().chat_template)
+    tokenizer = make_tokenizer(template or toy_tokenizer().chat_template)
     assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["I am small.<|im_end|>", "Now I answer.<|im_end|>"]]
 
 
 @pytest.mark.parametrize("template", [None, CHATML_MARKED], ids=["prefix", "marked"])
 def test_train_false_leaves_one_answer_out(make_tokenizer, template):
-    tokenizer = make_tokenizer(template or build_tokenizer().chat_template)
+    tokenizer = make_tokenizer(template or toy_tokenizer().chat_template)
     conversation = chat(
         [
             {"role": "user", "content": "Who are you?"},
@@ -188,7 +188,7 @@ def test_a_dropped_tool_call_is_a_bad_row(make_tokenizer):
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "I add.", "tool_calls": [call]}]
     with pytest.raises(BadRow) as failure:
-        ChatRenderer(make_tokenizer(build_tokenizer().chat_template), "2025-03-09").render(chat(messages))
+        ChatRenderer(make_tokenizer(toy_tokenizer().chat_template), "2025-03-09").render(chat(messages))
     assert failure.value.reason == "template_drops_content"
 
 
@@ -254,7 +254,7 @@ def test_a_template_without_end_token_asks_for_eos(make_tokenizer):
 
 @pytest.mark.parametrize("template", [None, QWEN3, CHATML_MARKED], ids=["chatml", "qwen3", "marked"])
 def test_an_answer_that_comes_first(make_tokenizer, template):
-    tokenizer = make_tokenizer(template or build_tokenizer().chat_template)
+    tokenizer = make_tokenizer(template or toy_tokenizer().chat_template)
     texts = trained_texts(tokenizer, chat([{"role": "assistant", "content": "Hello, ask me."}]))
     assert len(texts) == 1
     assert texts[0][0].endswith("Hello, ask me.<|im_end|>")
@@ -263,7 +263,7 @@ def test_an_answer_that_comes_first(make_tokenizer, template):
 
 def test_consecutive_answers(make_tokenizer):
     messages = [{"role": "user", "content": "a"}, *({"role": "assistant", "content": c} for c in ("One.", "Two."))]
-    texts = trained_texts(make_tokenizer(build_tokenizer().chat_template), chat(messages))
+    texts = trained_texts(make_tokenizer(toy_tokenizer().chat_template), chat(messages))
     assert texts == [["One.<|im_end|>", "Two.<|im_end|>"]]
 
 

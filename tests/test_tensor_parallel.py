@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import tiny_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -21,6 +20,7 @@ from swiftlite.data.batches import collate, empty_micro_batch
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.toys import toy_config
 from swiftlite.objectives.logprobs import token_logprobs
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
@@ -72,7 +72,7 @@ def config_of(family: str):
     """The tiny families of conftest, and some whose plans have parts that those lack."""
     import transformers as hf
 
-    common = tiny_config("llama").to_dict()
+    common = toy_config("llama").to_dict()
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -92,7 +92,7 @@ def config_of(family: str):
         "glm4-moe": lambda: hf.Glm4MoeConfig(**common, **mixture, head_dim=16, use_qk_norm=True),
         "deepseek-v2": lambda: hf.DeepseekV2Config(**common | mixture | latent),
     }
-    return builders[family]() if family in builders else tiny_config(family)
+    return builders[family]() if family in builders else toy_config(family)
 
 
 def build(case: Case):
@@ -278,7 +278,7 @@ def divide_on_meta() -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(tiny_config("llama-tied"))
+        base = AutoModelForCausalLM.from_config(toy_config("llama-tied"))
     apply_tensor_parallel(base, base, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
     attention_block = base.model.layers[0].self_attn
     return {
@@ -331,7 +331,7 @@ def test_a_model_is_divided_before_it_has_memory(world):
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_does(family, changes, size, problem, nearest):
-    config = tiny_config(family)
+    config = toy_config(family)
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(UserError, match=problem) as refusal:
@@ -343,17 +343,17 @@ def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_does(family, ch
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3-moe"])
 def test_sizes_that_fit_are_not_refused(family):
     for size in (1, 2, 4):
-        check_tensor_parallel(tiny_config(family), size)
+        check_tensor_parallel(toy_config(family), size)
 
 
 def test_an_architecture_without_a_plan_is_refused_by_name():
-    check_tensor_parallel(tiny_config("gpt2"), 1)
+    check_tensor_parallel(toy_config("gpt2"), 1)
     with pytest.raises(UserError, match="gpt2 has no tensor-parallel plan"):
-        check_tensor_parallel(tiny_config("gpt2"), 2)
+        check_tensor_parallel(toy_config("gpt2"), 2)
 
 
 def test_a_plan_with_unknown_parts_is_refused_by_name():
-    config = tiny_config("llama")
+    config = toy_config("llama")
     config.base_model_tp_plan = {"layers.*.mlp.up_proj": "sideways"}
     with pytest.raises(UserError, match="sideways"):
         tensor_plan(config)

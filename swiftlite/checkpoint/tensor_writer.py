@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 from swiftlite.checkpoint.boxes import Box, Holding
-from swiftlite.checkpoint.catalog import Catalog, Entry
-from swiftlite.checkpoint.safetensors_files import INDEX, SINGLE
+from swiftlite.checkpoint.catalog import Entry
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -100,14 +99,6 @@ class FilePlan:
         finally:
             for handle in handles.values():
                 os.close(handle)
-
-
-def plan_model_files(catalog: Catalog, dtypes: dict[str, torch.dtype], max_shard_size: str) -> FilePlan:
-    """`model.safetensors`, or shards of at most `max_shard_size` (such as 5GB) with an index."""
-    plan = FilePlan(((entry, dtypes[entry.owner]) for entry in catalog), "model", parse_size(max_shard_size))
-    assert SINGLE == "model.safetensors"
-    assert INDEX == "model.safetensors.index.json"
-    return plan
 
 
 def parse_size(text: str) -> int:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-MODEL, ANSWER, FILES = "Model", "Answers", "Files"
+MODEL = "Model folder, adapter folder, run folder, checkpoint, hub id or short name."
+PRECISION = "auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs."
+TEMPLATE = "`chatml`, a Jinja file, or `none` for plain text. [default: the model's]"
+ROWS = "jsonl rows: messages, prompt, Alpaca, ..."
+
+
+def _model(*names: str, **details: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Model", **details)
+
+
+def _answer(*names: str, **details: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Answers", **details)
+
+
+def _file(*names: str, **details: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Files", **details)
 
 
 def register(app: typer.Typer) -> None:
@@ -16,64 +31,26 @@ def register(app: typer.Typer) -> None:
 
 
 def infer(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="Model folder, adapter folder, run folder, checkpoint, hub id or short name.",
-            rich_help_panel=MODEL,
-            metavar="NAME|PATH",
-        ),
-    ] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(help="LoRA adapter to put on the model.", rich_help_panel=MODEL, metavar="PATH"),
-    ] = None,
+    model: Annotated[str | None, _model("--model", "-m", help=MODEL, metavar="NAME|PATH")] = None,
+    adapter: Annotated[str | None, _model(help="LoRA adapter to put on the model.", metavar="PATH")] = None,
     prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", help="Answer this and leave; may be given again.", rich_help_panel=ANSWER),
+        list[str] | None, _answer("--prompt", "-p", help="Answer this and leave; may be given again.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message.", rich_help_panel=ANSWER)] = None,
-    input: Annotated[
-        Path | None,
-        typer.Option(help="jsonl rows: messages, prompt, Alpaca, ...", rich_help_panel=FILES, metavar="FILE"),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="jsonl: the rows with their `response`.", rich_help_panel=FILES, metavar="FILE"),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows of the file at once.", rich_help_panel=FILES)] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", rich_help_panel=ANSWER)] = 256,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token, more is livelier.", rich_help_panel=ANSWER)
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens of this mass.", rich_help_panel=ANSWER)
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the K likeliest; 0: all.", rich_help_panel=ANSWER)] = 0,
-    stream: Annotated[
-        bool, typer.Option("--stream/--no-stream", help="Print answers as they grow.", rich_help_panel=ANSWER)
-    ] = True,
-    seed: Annotated[int, typer.Option(help="Decides what is sampled.", rich_help_panel=ANSWER)] = 42,
-    precision: Annotated[
-        str,
-        typer.Option(help="auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs.", rich_help_panel=MODEL),
-    ] = "auto",
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help="`chatml`, a Jinja file, or `none` for plain text. [default: the model's]",
-            rich_help_panel=MODEL,
-            metavar="NAME|FILE",
-        ),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit on the hub.", rich_help_panel=MODEL)
-    ] = None,
+    system: Annotated[str | None, _answer(help="System message.")] = None,
+    input: Annotated[Path | None, _file(help=ROWS, metavar="FILE")] = None,
+    output: Annotated[Path | None, _file(help="jsonl: the rows with their `response`.", metavar="FILE")] = None,
+    batch_size: Annotated[int, _file(help="Rows of the file at once.")] = 8,
+    max_new_tokens: Annotated[int, _answer(help="Longest answer in tokens.")] = 256,
+    temperature: Annotated[float, _answer(help="0 takes the likeliest token, more is livelier.")] = 0.0,
+    top_p: Annotated[float, _answer(help="Sample from the likeliest tokens of this mass.")] = 1.0,
+    top_k: Annotated[int, _answer(help="Sample from the K likeliest; 0: all.")] = 0,
+    stream: Annotated[bool, _answer("--stream/--no-stream", help="Print answers as they grow.")] = True,
+    seed: Annotated[int, _answer(help="Decides what is sampled.")] = 42,
+    precision: Annotated[str, _model(help=PRECISION)] = "auto",
+    chat_template: Annotated[str | None, _model(help=TEMPLATE, metavar="NAME|FILE")] = None,
+    revision: Annotated[str | None, _model(help="Branch, tag or commit on the hub.")] = None,
     trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODEL),
+        bool, _model("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
 ) -> None:
     """Hands the flags over to `swiftlite.serving.infer`."""

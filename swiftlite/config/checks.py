@@ -12,6 +12,7 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
+Rule = tuple[bool, str, tuple[str, ...], str]  # broken, what is wrong, the settings, what to do
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
 
 
@@ -22,25 +23,17 @@ def check_together(config: RunConfig, where: Mapping[str, str]) -> None:
 
 
 def _contradictions(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]:
-    evaluates = bool(config.eval_dataset) or config.eval_fraction > 0
-    rules = [
+    rules = [*_data_rules(config), *_training_rules(config)]
+    return [(what, names, fix) for broken, what, names, fix in rules if broken]
+
+
+def _data_rules(config: RunConfig) -> list[Rule]:
+    return [
         (
             bool(config.eval_dataset) and config.eval_fraction > 0,
             "--eval-dataset and --eval-fraction both say what to evaluate on",
             ("eval_dataset", "eval_fraction"),
             "keep one of them",
-        ),
-        (
-            config.early_stopping_patience is not None and not evaluates,
-            "--early-stopping-patience needs an evaluation loss",
-            ("early_stopping_patience",),
-            "add --eval-fraction 0.05 or --eval-dataset",
-        ),
-        (
-            config.adapter is not None and config.tuner != "lora",
-            f"--adapter goes on with a LoRA adapter, but the tuner is {config.tuner}",
-            ("adapter", "tuner"),
-            "use --tuner lora, or leave --adapter out",
         ),
         (
             config.streaming and config.method != "pretrain",
@@ -61,6 +54,30 @@ def _contradictions(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]
             "give --eval-dataset instead",
         ),
         (
+            not _is_date(config.template_date),
+            f"{config.template_date!r} is not a date",
+            ("template_date",),
+            "write it as YYYY-MM-DD",
+        ),
+    ]
+
+
+def _training_rules(config: RunConfig) -> list[Rule]:
+    evaluates = bool(config.eval_dataset) or config.eval_fraction > 0
+    return [
+        (
+            config.early_stopping_patience is not None and not evaluates,
+            "--early-stopping-patience needs an evaluation loss",
+            ("early_stopping_patience",),
+            "add --eval-fraction 0.05 or --eval-dataset",
+        ),
+        (
+            config.adapter is not None and config.tuner != "lora",
+            f"--adapter goes on with a LoRA adapter, but the tuner is {config.tuner}",
+            ("adapter", "tuner"),
+            "use --tuner lora, or leave --adapter out",
+        ),
+        (
             config.tuner == "freeze" and config.trainable_layers == 0 and not config.trainable_modules,
             "--tuner freeze with --trainable-layers 0 trains nothing",
             ("trainable_layers",),
@@ -74,14 +91,7 @@ def _contradictions(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]
             ("warmup_ratio", "decay_ratio"),
             "lower --warmup-ratio or --decay-ratio",
         ),
-        (
-            not _is_date(config.template_date),
-            f"{config.template_date!r} is not a date",
-            ("template_date",),
-            "write it as YYYY-MM-DD",
-        ),
     ]
-    return [(what, names, fix) for broken, what, names, fix in rules if broken]
 
 
 def unused(config: RunConfig, by: Mapping[str, str]) -> list[str]:

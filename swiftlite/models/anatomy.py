@@ -64,6 +64,15 @@ def _find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
     )
 
 
+def keep_layers(config: PretrainedConfig, layers: range) -> None:
+    """Let a config speak of a range of its layers only: their number, and what it says layer by layer."""
+    depth = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(config, name, value[layers.start : layers.stop])
+    config.num_hidden_layers = len(layers)
+
+
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
     """Read the logit transform off a config: Gemma's soft cap, Cohere's, Granite's and Falcon-H1's scale."""
     values = config.to_dict()

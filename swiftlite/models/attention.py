@@ -29,17 +29,12 @@ Attend = Callable[..., torch.Tensor]
 
 
 class ContextOfRow(Protocol):
-    """How a row that several processes hold in slices is attended to: `swiftlite.parallel.context.Context`."""
+    """How a row that several processes hold in slices is attended to: `swiftlite.parallel.context.Context`.
 
-    def attend(
-        self,
-        attend: Attend,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        borders: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor: ...
+    tensors: query, key, value, borders of the whole row, sinks.
+    """
+
+    def attend(self, attend: Attend, *tensors: torch.Tensor | None) -> torch.Tensor: ...
 
 
 def register() -> str:

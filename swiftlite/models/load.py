@@ -1,8 +1,4 @@
-"""Hugging Face configs and models from a local folder or the hub.
-
-`from_pretrained` builds the model on `meta` and fills it straight from the memory-mapped safetensors, converting names
-where hub and memory differ (experts of mixture models). What it would leave random or mismatched is an error here.
-"""
+"""Hugging Face configs and the structure of models, from a local folder or the hub."""
 
 from __future__ import annotations
 
@@ -84,12 +80,12 @@ def build_model(
 ) -> PreTrainedModel:
     """The causal language model with every parameter on `meta`: its structure, without memory for weights.
 
-    Buffers that no file holds (the frequencies of rotary embeddings) are real. source: where the generation config is;
-    the rest as in `load_model`.
+    Buffers that no file holds (the frequencies of rotary embeddings) are real. source: where the generation config is,
+    a folder or hub id; attention: a name known to transformers' attention interface. Raises UserError.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    with hub_errors(source, "model"), _quiet(), _parameters_on_meta():
+    with hub_errors(source, "model"), quiet(), _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
@@ -128,54 +124,8 @@ def model_folder(source: str, *, revision: str | None = None) -> Path:
         return Path(snapshot_download(source, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
 
 
-def load_model(
-    source: str,
-    model_config: PretrainedConfig,
-    *,
-    dtype: torch.dtype,
-    attention: str,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """The causal language model with every weight read from safetensors.
-
-    source: folder or hub id; dtype: of all parameters; attention: a name known to transformers' attention interface.
-    Raises UserError where the architecture does not fit or a tensor is missing, foreign or of another shape.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with hub_errors(source, "model"), _quiet():
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=model_config,
-            dtype=dtype,
-            attn_implementation=attention,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # collected below into one message instead of the first of many
-        )
-    _check_report(source, report)
-    return model
-
-
-def _check_report(source: str, report: dict) -> None:
-    missing, foreign = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
-    mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in report["mismatched_keys"]]
-    for names, problem in ((mismatched, "have another shape than config.json says"), (missing, "are missing")):
-        if names:
-            shown = ", ".join(map(str, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            strange = f"; the files hold names it does not know, such as {foreign[0]}" if foreign else ""
-            raise UserError(
-                f"{len(names)} tensors of the model {problem}: {shown}{strange}",
-                where=source,
-                fix="check that config.json and the safetensors files belong to the same model",
-            )
-
-
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence transformers' loading table: the same facts come as one error, or not at all. Its bars stay off."""
     from transformers.utils import logging as hf_logging
 

@@ -74,17 +74,13 @@ def toy_config(architecture: str, layers: int = 2) -> PretrainedConfig:
 
 def shallow_config(model: str, layers: int) -> PretrainedConfig:
     """The config of a model with fewer layers, everything else in its real size. Raises UserError."""
-    from swiftlite.models.anatomy import check_trainable_architecture
+    from swiftlite.models.anatomy import check_trainable_architecture, keep_layers
     from swiftlite.models.load import load_config
 
     config = load_config(model)
     check_trainable_architecture(config)
     text = config.get_text_config()
-    depth = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == depth:  # what is said layer by layer
-            setattr(text, name, value[:layers])
-    text.num_hidden_layers = min(depth, layers)
+    keep_layers(text, range(min(text.num_hidden_layers, layers)))
     return config
 
 
@@ -112,6 +108,23 @@ def toy_tokenizer() -> PreTrainedTokenizerBase:
     )
     tokenizer.chat_template = CHATML
     return tokenizer
+
+
+def toy_rows(count: int) -> list[dict[str, Any]]:
+    """Short conversations of unequal length, some of several turns, to train them on."""
+    rows = []
+    for i in range(count):
+        messages = [
+            {"role": "user", "content": f"What is {i} plus {i + 1}? " + "Please answer. " * (i % 5)},
+            {"role": "assistant", "content": f"It is {2 * i + 1}." + " Really." * (i % 7)},
+        ]
+        if i % 3 == 0:
+            messages += [
+                {"role": "user", "content": "Who are you?"},
+                {"role": "assistant", "content": "I am a small model."},
+            ]
+        rows.append({"messages": messages})
+    return rows
 
 
 def write_toy(folder: Path, config: PretrainedConfig, seed: int = 0) -> Path:

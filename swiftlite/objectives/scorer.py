@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from swiftlite.data.batches import MicroBatch
 
+NO_LABEL = -100
 HEAD_TOLERANCE = 2e-2  # of the largest logit; a forgotten scale or soft cap is off by far more than bf16 rounding
 
 
@@ -48,32 +50,25 @@ class TokenScorer(nn.Module):
     def forward(self, batch: MicroBatch) -> Scores:
         """Score one micro-batch. Raises UserError where the model ignores the document borders."""
         outputs = self._decode(batch)
-        trained = batch.labels[0] != -100
-        hidden = outputs.last_hidden_state[0][trained]
+        logprobs = self._score(outputs.last_hidden_state, batch)
+        return Scores(logprobs, self._router_loss(outputs, batch) if self._routed else None)
+
+    def _decode(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None):  # noqa: ANN202 - its own class
+        """The decoder's outputs. hidden: `[1, T, hidden]`, what enters its layers instead of the tokens' embeddings."""
+        options = {"output_router_logits": True} if self._routed else {}
+        return self._anatomy.decoder(**_inputs(batch, hidden), **options)
+
+    def _score(self, hidden: torch.Tensor, batch: MicroBatch | _Probe) -> torch.Tensor:
+        """log p of the trained tokens from the decoder's last hidden states `[1, T, hidden]`."""
+        trained = batch.labels[0] != NO_LABEL
         head, transform = self._anatomy.head, self._anatomy.transform
-        logprobs = token_logprobs(
-            hidden,
+        return token_logprobs(
+            hidden[0][trained],
             head.weight,
             head.bias,
             batch.labels[0][trained],
             scale=transform.scale,
             softcap=transform.softcap,
-        )
-        return Scores(logprobs, self._router_loss(outputs, batch) if self._routed else None)
-
-    def _decode(self, batch: MicroBatch):  # noqa: ANN202 - the output class is the architecture's own
-        options = {"output_router_logits": True} if self._routed else {}
-        return self._anatomy.decoder(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=None,
-            use_cache=False,
-            cu_seq_lens_q=batch.cu_seqlens,
-            cu_seq_lens_k=batch.cu_seqlens,
-            max_length_q=batch.max_document,
-            max_length_k=batch.max_document,
-            context=batch.context,
-            **options,
         )
 
     def _router_loss(self, outputs, batch: MicroBatch) -> torch.Tensor:  # noqa: ANN001
@@ -92,55 +87,82 @@ class TokenScorer(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare with the model's own logits on a few tokens. Raises UserError where they differ.
+        """Run a few tokens in two documents before a step is trained.
 
-        This is what finds an architecture whose output head does more than swiftlite knows of, and one whose
-        attention does not keep documents apart, before a step is trained.
+        Raises UserError for an architecture whose attention does not keep documents apart, and for one whose output
+        head does more than swiftlite knows of, by comparison with the model's own logits.
         """
         was_training = self.training
         self.eval()
-        device = self._anatomy.head.weight.device
-        ids = (torch.arange(8, device=device) * 7 + 3).remainder(self._anatomy.head.weight.shape[0])[None]
-        probe = _Probe(ids, torch.tensor([0, 3, 8], dtype=torch.int32, device=device))
-        hidden = self._decode(probe).last_hidden_state[0]
-        own = self._own_logits(hidden, probe)
-        head, transform = self._anatomy.head, self._anatomy.transform
-        rows = torch.arange(8, device=device)
-        targets = own.argmax(-1)
-        ours = token_logprobs(hidden, head.weight, head.bias, targets, scale=transform.scale, softcap=transform.softcap)
-        theirs = own.log_softmax(-1)[rows, targets]
-        alone = self._decode(_Probe(ids[:, 3:], torch.tensor([0, 5], dtype=torch.int32, device=device)))
+        device = next(self.parameters()).device
+        probe, entering = _probe(self.base.config.get_text_config().vocab_size, device), self._probe_hidden(device)
+        hidden = self._decode(probe, entering).last_hidden_state
+        alone = self._decode(probe.second(), None if entering is None else entering[:, 3:]).last_hidden_state
+        self._check_documents(hidden, alone)
+        if self._has_head:
+            own = self.base(**_inputs(probe, entering)).logits[0].float().to(hidden.device)
+            self._check_head(hidden, own, probe)
         self.train(was_training)
-        name = type(self.base).__name__
-        if not torch.allclose(ours, theirs, rtol=HEAD_TOLERANCE, atol=HEAD_TOLERANCE):
+
+    @property
+    def _has_head(self) -> bool:
+        return True
+
+    def _probe_hidden(self, device: torch.device) -> torch.Tensor | None:
+        """Hidden states for `check`, `[1, 8, hidden]`, where no tokens enter."""
+        return None
+
+    def _check_documents(self, hidden: torch.Tensor, alone: torch.Tensor) -> None:
+        if (alone - hidden[:, 3:]).abs().max() > HEAD_TOLERANCE * hidden.abs().max():
             raise UserError(
-                f"{name} turns hidden states into logits in a way swiftlite does not know",
+                f"{type(self.base).__name__} lets one packed document see another",
                 fix="use another model, or report the architecture",
             )
-        scale = hidden.abs().max()
-        if (alone.last_hidden_state[0] - hidden[3:]).abs().max() > HEAD_TOLERANCE * scale:
+
+    def _check_head(self, hidden: torch.Tensor, own: torch.Tensor, probe: _Probe) -> None:
+        targets = own.argmax(-1)
+        theirs = own.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        ours = self._score(hidden, replace(probe, labels=targets[None]))
+        if not torch.allclose(ours, theirs, rtol=HEAD_TOLERANCE, atol=HEAD_TOLERANCE):
             raise UserError(
-                f"{name} lets one packed document see another", fix="use another model, or report the architecture"
+                f"{type(self.base).__name__} turns hidden states into logits in a way swiftlite does not know",
+                fix="use another model, or report the architecture",
             )
 
-    def _own_logits(self, hidden: torch.Tensor, probe: _Probe) -> torch.Tensor:
-        logits = self.base(
-            input_ids=probe.input_ids,
-            position_ids=probe.position_ids,
-            use_cache=False,
-            cu_seq_lens_q=probe.cu_seqlens,
-            max_length_q=probe.max_document,
-        ).logits
-        return logits[0].float().to(hidden.device)
+
+def _inputs(batch: MicroBatch | _Probe, hidden: torch.Tensor | None) -> dict[str, object]:
+    """What decoder and model are called with; attention finds the documents' borders among it."""
+    entering = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
+    return entering | {
+        "position_ids": batch.position_ids,
+        "attention_mask": None,
+        "use_cache": False,
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_document,
+        "max_length_k": batch.max_document,
+        "context": batch.context,
+    }
 
 
+@dataclass(frozen=True)
 class _Probe:
-    """The part of a micro-batch that a decoder reads."""
+    """The part of a micro-batch that is read here, of two documents of 3 and 5 tokens."""
 
-    context = None
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_document: int = 5
+    context: None = None
 
-    def __init__(self, ids: torch.Tensor, borders: torch.Tensor) -> None:
-        self.input_ids, self.cu_seqlens = ids, borders
-        lengths = torch.diff(borders).tolist()
-        self.position_ids = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
-        self.max_document = max(lengths)
+    def second(self) -> _Probe:
+        """The second document alone."""
+        parts = {name: getattr(self, name)[:, 3:] for name in ("input_ids", "position_ids", "labels")}
+        return replace(self, **parts, cu_seqlens=self.cu_seqlens[1:] - 3)
+
+
+def _probe(vocabulary: int, device: torch.device) -> _Probe:
+    ids = (torch.arange(8, device=device) * 7 + 3).remainder(vocabulary)[None]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=device)
+    return _Probe(ids, positions, ids, torch.tensor([0, 3, 8], dtype=torch.int32, device=device))

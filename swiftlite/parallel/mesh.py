@@ -48,23 +48,17 @@ class Mesh:
 
     def place(self, dimension: str) -> int:
         """This process's coordinate along a dimension of either mesh."""
-        if self.stored is None:
-            return 0
-        mesh = self.split if dimension in SPLIT else self.stored
-        return mesh.get_local_rank(dimension)
+        return 0 if self.stored is None else self._mesh_with(dimension).get_local_rank(dimension)
 
     def size(self, dimension: str) -> int:
-        if self.stored is None:
-            return 1
-        mesh = self.split if dimension in SPLIT else self.stored
-        return mesh[dimension].size()
+        return 1 if self.stored is None else self._mesh_with(dimension)[dimension].size()
+
+    def _mesh_with(self, dimension: str) -> DeviceMesh:
+        return self.split if dimension in SPLIT else self.stored
 
     def group(self, dimension: str) -> dist.ProcessGroup | None:
         """The processes along a dimension, None where this one is alone there."""
-        if self.size(dimension) == 1:
-            return None
-        mesh = self.split if dimension in SPLIT else self.stored
-        return mesh.get_group(dimension)
+        return None if self.size(dimension) == 1 else self._mesh_with(dimension).get_group(dimension)
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum in place over everyone who sees other tokens: dp_replicate, dp_shard and cp. Returns `values`."""

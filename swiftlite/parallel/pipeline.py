@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import dissect
+from swiftlite.models.anatomy import dissect, keep_layers
 from swiftlite.parallel.stages import StagePlan
 
 if TYPE_CHECKING:
@@ -124,22 +123,13 @@ def _prune(base: PreTrainedModel, layers: range, before: set[str], *, first: boo
                 setattr(decoder, name, 1.0)
     if not last:
         base.set_output_embeddings(Absent())
-    _cut_config(base, layers)
+    for config in {id(c): c for c in (base.config.get_text_config(), base.get_decoder().config)}.values():
+        keep_layers(config, layers)  # layers themselves read theirs when they were built
 
 
 def _is_placed(part: nn.Module) -> bool:
     """Whether a part of a decoder belongs to one stage; rotary embeddings and the like are wanted by all."""
     return isinstance(part, nn.Dropout) or any(True for _ in part.parameters())
-
-
-def _cut_config(base: PreTrainedModel, layers: range) -> None:
-    """What the config says layer by layer, for these layers; layers themselves read it when they were built."""
-    for config in {id(c): c for c in (base.config.get_text_config(), base.get_decoder().config)}.values():
-        count = config.num_hidden_layers
-        for name, value in list(vars(config).items()):
-            if isinstance(value, list) and len(value) == count:
-                setattr(config, name, value[layers.start : layers.stop])
-        config.num_hidden_layers = len(layers)
 
 
 class _AtFirstLayer(Exception):  # noqa: N818 - not an error
@@ -218,18 +208,6 @@ class Pipeline:
         """stages: what `cut_model` gave; group: the ranks of this pipeline, in the order of `plan`."""
         self.stages, self.plan, self.group = stages, plan, group
 
-    def tensors(self) -> Iterator[tuple[Stage, str, torch.Tensor]]:
-        """(stage, name in the stage's model, tensor) of every parameter and every buffer that files hold."""
-        for stage in self.stages:
-            stored = set(stage.model.state_dict(keep_vars=True))
-            for name, tensor in _tensors(stage.model):
-                if isinstance(tensor, nn.Parameter) or name in stored:
-                    yield stage, name, tensor
-
-    def uncounted(self) -> list[nn.Parameter]:
-        """Parameters here whose gradient another stage counts for the norm, and which another stage saves."""
-        return [p for stage, name, p in self.tensors() if isinstance(p, nn.Parameter) and not stage.counts(name)]
-
     def sum_tied_gradients(self) -> None:
         """Give the two copies of a tied weight the sum of their gradients: once a step, after the last backward."""
         copies = [tied for stage in self.stages if (tied := _tied_gradients(stage))]
@@ -258,11 +236,6 @@ def _add_from(peer: int, values: torch.Tensor, group: dist.ProcessGroup) -> None
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
     values += received
-
-
-def is_routed(base: PreTrainedModel) -> bool:
-    """Whether a mixture model's router loss is part of its loss."""
-    return bool(base.config.get_text_config().to_dict().get("output_router_logits"))
 
 
 class Routing:

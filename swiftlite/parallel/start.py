@@ -21,6 +21,7 @@ from swiftlite.errors import RunError, UserError
 
 PR_SET_PDEATHSIG = 1
 DEFAULT_PORT = 29500
+ENDED_WELL = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,20 @@ def _check_devices(count: int) -> None:
 
 
 def _begin(parent: int, body: Callable[..., int], *arguments: Any) -> int:
-    """First thing in a new process: see to it that it does not outlive the one that started it."""
+    """First thing in a new process: see to it that it does not outlive the one that started it.
+
+    Returns the exit code of a run that ended or was asked to, exits with that of an error.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-    return body(*arguments)
+    try:
+        return body(*arguments)
+    except SystemExit as stop:
+        if stop.code in ENDED_WELL:
+            return stop.code or 0
+        os._exit(stop.code)  # at once: threads of a broken process group may never end
 
 
 def _verdict(failure: Any) -> BaseException:

@@ -6,8 +6,9 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html#initialization
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,6 +21,9 @@ from swiftlite.errors import RunError, UserError
 from swiftlite.parallel.mesh import pick_device
 
 FAILED = "failed"
+BECAUSE_OF_ANOTHER = 1  # exit code of a process that fails after another one
+# Whoever starts the processes ends all of them when the first one exits: that has to be the one that tells why.
+SECONDS_FOR_THE_FIRST = 10
 PATIENCE = timedelta(minutes=10)  # of a collective; no rank prepares data or reads weights inside one
 
 
@@ -33,14 +37,15 @@ class World:
     store: dist.Store | None = None
 
     def meet(self, place: str) -> None:
-        """Wait for all processes, however long they take: unlike a collective it has no time-out.
-
-        place: a name that is used once. Raises RunError where one of them has failed meanwhile.
-        """
+        """Wait for all processes. place: a name that is used once. Raises RunError where one of them fails."""
         if self.store is None:
             return
         self.store.add(f"arrived/{place}", 1)
-        while self.store.add(f"arrived/{place}", 0) < self.size:
+        self._wait(lambda: self.store.add(f"arrived/{place}", 0) == self.size)
+
+    def _wait(self, arrived: Callable[[], bool]) -> None:
+        """However long it takes: unlike a collective it has no time-out."""
+        while not arrived():
             if self.store.add(FAILED, 0):
                 raise RunError("another process failed")
             time.sleep(0.05)
@@ -50,12 +55,32 @@ class World:
         return self.store is None or self.store.add(FAILED, 1) == 1
 
     def same(self, name: str, text: str) -> str:
-        """What rank 0 says. name: used once."""
+        """What rank 0 says. name: used once. Raises RunError where another process fails before."""
         if self.store is None:
             return text
+        key = f"same/{name}"
         if self.rank == 0:
-            self.store.set(f"same/{name}", text)
-        return self.store.get(f"same/{name}").decode()
+            self.store.set(key, text)
+        self._wait(lambda: self.store.check([key]))
+        return self.store.get(key).decode()
+
+    @contextmanager
+    def told_once(self, report: Callable[[BaseException], int]) -> Iterator[None]:
+        """Of several processes the first that fails reports why, and each ends with SystemExit and its exit code.
+
+        report: tells the user of an error and returns the exit code. A process on its own raises what it meets.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.store is None or isinstance(error, SystemExit):
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                raise SystemExit(128 + signal.SIGINT) from None
+            if self.fails_first():
+                raise SystemExit(report(error)) from error
+            time.sleep(SECONDS_FOR_THE_FIRST)
+            raise SystemExit(BECAUSE_OF_ANOTHER) from error
 
     def within(self, name: str) -> World:
         """The same processes with notes of their own."""

@@ -10,7 +10,8 @@ import torch
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.errors import UserError
-from swiftlite.models.load import load_config, load_model
+from swiftlite.models.dtypes import DTYPES, fast_at_bf16
+from swiftlite.models.load import hub_errors, load_config, quiet
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import grow_vocabulary
 from swiftlite.serving.source import ModelSource
@@ -18,7 +19,6 @@ from swiftlite.serving.source import ModelSource
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TEMPLATE = "none"
 
 
@@ -48,18 +48,51 @@ def load_for_answers(
     if plain:
         tokenizer.chat_template = None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(
-        source.base,
-        config,
-        dtype=answer_dtype(precision, device, config),
-        attention=None,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    dtype = answer_dtype(precision, device, config)
+    model = _load_whole(source.base, config, dtype, revision, trust_remote_code)
     if source.adapter is not None:
         grow_vocabulary(model, len(tokenizer))  # the adapter may have brought new tokens
         model = _add_adapter(model, source.adapter)
     return model.to(device).eval(), tokenizer
+
+
+def _load_whole(
+    source: str, config: PretrainedConfig, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The model with every weight read from safetensors by transformers.
+
+    What that would leave random or mismatched is an error here: raises UserError where a tensor is missing, foreign or
+    of another shape.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with hub_errors(source, "model"), quiet():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # collected below into one message instead of the first of many
+        )
+    _check_report(source, report)
+    return model
+
+
+def _check_report(source: str, report: dict) -> None:
+    missing, foreign = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in report["mismatched_keys"]]
+    for names, problem in ((mismatched, "have another shape than config.json says"), (missing, "are missing")):
+        if names:
+            shown = ", ".join(map(str, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            strange = f"; the files hold names it does not know, such as {foreign[0]}" if foreign else ""
+            raise UserError(
+                f"{len(names)} tensors of the model {problem}: {shown}{strange}",
+                where=source,
+                fix="check that config.json and the safetensors files belong to the same model",
+            )
 
 
 def answer_dtype(precision: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
@@ -72,8 +105,7 @@ def answer_dtype(precision: str, device: torch.device, config: PretrainedConfig)
         return DTYPES[precision]
     if device.type == "cuda":
         return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    info = Path("/proc/cpuinfo")
-    return torch.bfloat16 if info.is_file() and "amx_bf16" in info.read_text() else torch.float32
+    return torch.bfloat16 if fast_at_bf16(device) else torch.float32
 
 
 def _add_adapter(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:

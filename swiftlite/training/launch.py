@@ -7,8 +7,6 @@ through `train_here`.
 from __future__ import annotations
 
 import os
-import signal
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,10 +20,6 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 Report = Callable[[BaseException], int]
-BECAUSE_OF_ANOTHER = 1  # exit code of a process that fails after another one
-# Whoever starts the processes ends all of them when the first one exits: that has to be the one that tells why.
-SECONDS_FOR_THE_FIRST = 10
-STOPPED = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def launch(config: RunConfig, layout: Layout, report: Report) -> None:
@@ -52,15 +46,10 @@ def launch(config: RunConfig, layout: Layout, report: Report) -> None:
 
 
 def train_in_process(values: dict[str, object], layout: Layout, report: Report) -> int:
-    """The whole life of a started process. Returns the exit code of a run that ended, exits with that of an error."""
+    """The whole life of a started process. Returns the exit code of a run that ended."""
     from swiftlite.config.schema import RunConfig
 
-    try:
-        train_here(RunConfig.model_validate(values), layout, report)
-    except SystemExit as stop:
-        if stop.code in STOPPED:
-            return stop.code or 0
-        os._exit(stop.code)  # at once: threads of a broken process group may never end
+    train_here(RunConfig.model_validate(values), layout, report)
     return 0
 
 
@@ -70,19 +59,9 @@ def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
         from swiftlite.parallel.world import joined
         from swiftlite.training.run import run_training
 
-    with joined() as world:
-        try:
-            config = config.model_copy(update={"output_dir": world.same("output", config.output_dir)})
-            run_training(config, world, layout)
-        except SystemExit:
-            raise
-        except BaseException as error:
-            if world.store is None:
-                raise
-            if world.fails_first():
-                raise SystemExit(report(_reason(error))) from error
-            time.sleep(SECONDS_FOR_THE_FIRST)
-            raise SystemExit(BECAUSE_OF_ANOTHER) from error
+    with joined() as world, world.told_once(lambda error: report(_reason(error))):
+        config = config.model_copy(update={"output_dir": world.same("output", config.output_dir)})
+        run_training(config, world, layout)
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -50,8 +50,9 @@ def clip_gradients(
     The norm is over the whole model, whichever process holds which part: squares of local shards are summed over all
     processes, a tensor that several hold counting once. uncounted: ids of parameters that another process counts.
     """
-    norm = _norm([p.grad for p in parameters if p.grad is not None and id(p) not in uncounted], mesh) / scale
-    local = [_local(p.grad) for p in parameters if p.grad is not None]
+    trained = [p for p in parameters if p.grad is not None]
+    norm = _norm([p.grad for p in trained if id(p) not in uncounted], mesh) / scale
+    local = [_local(p.grad) for p in trained]
     factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 and math.isfinite(norm) else 1.0
     if local and factor / scale != 1.0:
         torch._foreach_mul_(local, factor / scale)

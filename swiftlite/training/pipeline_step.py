@@ -22,18 +22,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from swiftlite.data.batches import IGNORED, MicroBatch, empty_micro_batch
-from swiftlite.errors import SwiftliteError, UserError
-from swiftlite.models.anatomy import dissect
-from swiftlite.objectives.logprobs import token_logprobs
-from swiftlite.objectives.scorer import HEAD_TOLERANCE
+from swiftlite.errors import SwiftliteError
+from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.context import Context, slice_for_context
 from swiftlite.parallel.mesh import Mesh
-from swiftlite.parallel.pipeline import Pipeline, Routing, Stage, is_routed
+from swiftlite.parallel.pipeline import Pipeline, Routing, Stage
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import StepOutcome, derive_seed
 
@@ -48,7 +45,7 @@ class Work:
     around: Callable[[int, int], AbstractContextManager[None]]
 
 
-class StageScorer(nn.Module):
+class StageScorer(TokenScorer):
     """A stage as a schedule sees it: hidden states in, hidden states out; log-probabilities out of the last.
 
     The first takes nothing, since it makes its hidden states from the micro-batch's tokens. With a mixture model the
@@ -57,19 +54,17 @@ class StageScorer(nn.Module):
 
     def __init__(self, stage: Stage, hidden_dtype: torch.dtype) -> None:
         """hidden_dtype: of hidden states between layers, the type of the embedding's output."""
-        super().__init__()
-        self.model = stage.model
+        super().__init__(stage.model, stage.base)
         self.stage = stage
-        self._anatomy = dissect(stage.base)
         self._dtype = hidden_dtype
-        self._routing = Routing(stage.base) if is_routed(stage.base) else None
+        self._routing = Routing(stage.base) if self._routed else None
         self._work: Work | None = None
         self._next = 0
 
     @property
     def is_routed(self) -> bool:
         """Whether a router loss is part of the loss."""
-        return self._routing is not None
+        return self._routed
 
     def begin(self, work: Work) -> None:
         """Take on the micro-batches that the following calls are about."""
@@ -77,7 +72,7 @@ class StageScorer(nn.Module):
 
     def border(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """Examples of what crosses a border between stages, without memory: of `tokens` tokens."""
-        width = self.stage.base.config.get_text_config().hidden_size
+        width = self.base.config.get_text_config().hidden_size
         hidden = torch.empty(1, tokens, width, dtype=self._dtype, device="meta", requires_grad=True)
         return (hidden,) if self._routing is None else (hidden, self._routing.start(torch.device("meta")))
 
@@ -89,7 +84,7 @@ class StageScorer(nn.Module):
         index, self._next = self._next, self._next + 1
         batch = self._work.batches[index]
         with self._work.around(self.stage.index, index):
-            outputs = self._decode(batch, received)
+            outputs = self._decode(batch, None if self.stage.is_first else received[0])
             hidden = outputs.last_hidden_state
             routed: tuple[torch.Tensor, ...] = ()
             if self._routing is not None:
@@ -100,79 +95,16 @@ class StageScorer(nn.Module):
                 return (self._score(hidden, batch), *loss)
             return tuple(_handed_on(x) for x in (hidden.to(self._dtype), *routed))
 
-    @torch.no_grad()
-    def check(self) -> None:
-        """What `TokenScorer.check` does, for one stage: a look at some tokens before a step is trained.
+    @property
+    def _has_head(self) -> bool:
+        return self.stage.is_last
 
-        Raises UserError where the layers let documents see each other, or where the last stage's head does more than
-        swiftlite knows of.
-        """
-        was_training, name = self.training, type(self.stage.base).__name__
-        self.eval()
-        probe, received = self._probe()
-        hidden = self._decode(probe, received).last_hidden_state
-        second = replace(
-            probe,
-            input_ids=probe.input_ids[:, 3:],
-            position_ids=probe.position_ids[:, 3:],
-            cu_seqlens=probe.cu_seqlens[1:] - 3,
-        )
-        alone = self._decode(second, tuple(values[:, 3:] for values in received)).last_hidden_state
-        if (alone - hidden[:, 3:]).abs().max() > HEAD_TOLERANCE * hidden.abs().max():
-            raise UserError(
-                f"{name} lets one packed document see another", fix="use another model, or report the architecture"
-            )
-        if self.stage.is_last:
-            own = self.stage.base(**self._inputs(probe, received)).logits[0].float()
-            targets = own.argmax(-1)
-            theirs = own.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-            ours = self._score(hidden, replace(probe, labels=targets[None]))
-            if not torch.allclose(ours, theirs, rtol=HEAD_TOLERANCE, atol=HEAD_TOLERANCE):
-                raise UserError(
-                    f"{name} turns hidden states into logits in a way swiftlite does not know",
-                    fix="use another model, or report the architecture",
-                )
-        self.train(was_training)
-
-    def _probe(self) -> tuple[MicroBatch, tuple[torch.Tensor, ...]]:
-        """Two documents of 3 and 5 tokens, and hidden states that could have come from the stage before."""
-        config = self.stage.base.config.get_text_config()
-        device = next(self.parameters()).device
-        ids = (torch.arange(8) * 7 + 3).remainder(config.vocab_size)[None]
-        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-        borders = torch.tensor([0, 3, 8], dtype=torch.int32)
-        batch = MicroBatch(ids, positions, ids, borders, 5, tokens=8, trained_tokens=8, where=[]).to(device)
-        hidden = torch.randn(1, 8, config.hidden_size, generator=torch.Generator().manual_seed(0))
-        return batch, () if self.stage.is_first else (hidden.to(device, self._dtype),)
-
-    def _decode(self, batch: MicroBatch, received: tuple[torch.Tensor, ...]):  # noqa: ANN202 - the architecture's class
-        options = {} if self._routing is None else {"output_router_logits": True}
-        return self._anatomy.decoder(**self._inputs(batch, received), **options)
-
-    def _inputs(self, batch: MicroBatch, received: tuple[torch.Tensor, ...]) -> dict[str, object]:
-        entering = {"input_ids": batch.input_ids} if self.stage.is_first else {"inputs_embeds": received[0]}
-        return entering | {
-            "position_ids": batch.position_ids,
-            "attention_mask": None,
-            "use_cache": False,
-            "cu_seq_lens_q": batch.cu_seqlens,
-            "cu_seq_lens_k": batch.cu_seqlens,
-            "max_length_q": batch.max_document,
-            "max_length_k": batch.max_document,
-            "context": batch.context,
-        }
-
-    def _score(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        trained = batch.labels[0] != IGNORED
-        head, transform = self._anatomy.head, self._anatomy.transform
-        return token_logprobs(
-            hidden[0][trained],
-            head.weight,
-            head.bias,
-            batch.labels[0][trained],
-            scale=transform.scale,
-            softcap=transform.softcap,
-        )
+    def _probe_hidden(self, device: torch.device) -> torch.Tensor | None:
+        """Hidden states that could have come from the stage before."""
+        if self.stage.is_first:
+            return None
+        width = self.base.config.get_text_config().hidden_size
+        return torch.randn(1, 8, width, generator=torch.Generator().manual_seed(0)).to(device, self._dtype)
 
 
 def _handed_on(x: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from swiftlite.models.dtypes import DTYPES, fast_at_bf16
 
 FP16_FIRST_SCALE = 2.0**16
 STEPS_TO_GROW = 2000
@@ -65,18 +66,8 @@ class Precision:
         return LossScale(FP16_FIRST_SCALE) if self.name == "fp16" else LossScale(1.0, dynamic=False)
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def resolve_precision(name: str, device: torch.device) -> Precision:
     """`auto` is bf16 where the device is fast at it, else fp32."""
     if name == "auto":
         name = "bf16" if fast_at_bf16(device) else "fp32"
     return Precision(name, DTYPES[name])
-
-
-def fast_at_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    info = Path("/proc/cpuinfo")
-    return info.is_file() and "amx_bf16" in info.read_text()

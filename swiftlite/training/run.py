@@ -57,7 +57,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
     output = Path(config.output_dir)
     reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
     with reporter:
-        resume = find_resume(config, output, reporter.message)
+        resume = find_resume(config, output, world, reporter.message)
         load = tokenizer_loader(config)
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, resume)
@@ -75,11 +75,17 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
             raise SystemExit(128 + stopped.signal) from None
 
 
-def find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
+def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to go on from, or None for a fresh run. Raises UserError where neither is possible.
 
-    say: is told which newer checkpoints were passed over, and why.
+    say: is told which newer checkpoints were passed over, and why. Rank 0 reads and hashes them for all.
     """
+    found = _find_resume(config, output, say) if world.rank == 0 else None
+    text = world.same("resume", str(found or ""))
+    return Path(text) if text else None
+
+
+def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
     used = output.exists() and any(output.iterdir())
     if config.resume == "never":
         if used:
@@ -189,7 +195,8 @@ class Session:
             return
         state = {"progress": asdict(progress), "data": self._prepared.fingerprint, "seed": config.seed}
         masters = not trainee.files.adapter and trainee.files.dtype != torch.float32
-        counted = [(name, p) for name, p in trainee.trained() if id(p) not in trainee.uncounted()]
+        uncounted = trainee.uncounted()
+        counted = [(name, p) for name, p in trainee.trained() if id(p) not in uncounted]
         tensors = resume_tensors(counted, self._optimizer, masters=masters)
         plan = plan_resume_file(trainee.trained_shapes, masters=masters, moments=bool(self._optimizer.state))
 

@@ -6,7 +6,6 @@ its part of the weights.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,13 @@ from torch import nn
 
 from swiftlite.checkpoint.catalog import Catalog, Entry, catalog_adapter, catalog_model, stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, plan_files
-from swiftlite.checkpoint.safetensors_files import inspect_model_folder
+from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import check_trainable_architecture, dissect
+from swiftlite.models.dtypes import DTYPES
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
 from swiftlite.models.tuners import (
     apply_tuner,
@@ -38,9 +38,10 @@ from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
 from swiftlite.planning.choose import Choice, Need, choose_data_layout
+from swiftlite.planning.memory import activation_bytes_per_token, free_bytes
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.flops import FlopCounter
-from swiftlite.training.precision import DTYPES, Precision, resolve_precision
+from swiftlite.training.precision import Precision, resolve_precision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
 
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass
@@ -140,7 +141,7 @@ def build_trainee(
     model = apply_tuner(base, config, adapter)
     sources = [(weights, _in_wrapped_names(on_disk, plain_names, model))]
     if adapter is not None:
-        saved = TensorFolder(adapter / ADAPTER_TENSORS)
+        saved = TensorFolder(adapter / ADAPTER)
         sources.append((saved, saved.match(catalog_adapter(model), "base_model.model")))
     fresh = FreshValues(config.seed, _new_rows(on_disk, weights, model))
     check_expert_parallel(base, layout)
@@ -200,7 +201,7 @@ def _choose(
     if not free_to_choose or layout.data_ranks == 1 or layout.expert_parallel > 1:
         return Choice(layout, offload, "")
     trained, total = count_parameters(model)
-    per_token = activation_bytes_per_token(model_config, precision)
+    per_token = activation_bytes_per_token(model_config, precision.dtype)
     need = Need(
         trained=trained,
         frozen=total - trained,
@@ -208,7 +209,7 @@ def _choose(
         largest_unit=precision.dtype.itemsize * max(_unit_sizes(base)),
         activations=per_token * config.micro_batch_size * config.max_length // layout.cp,
     )
-    free = int(world.same("free memory", str(_free_bytes(world.device))))
+    free = int(world.same("free memory", str(free_bytes(world.device))))
     return choose_data_layout(layout, need, free)
 
 
@@ -216,13 +217,6 @@ def _unit_sizes(base: PreTrainedModel) -> list[int]:
     """Parameters of each decoder layer, and of the rest."""
     layers = [sum(p.numel() for p in layer.parameters()) for layer in dissect(base).layers]
     return [*layers, count_parameters(base)[1] - sum(layers)]
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Of one process: the processes of a machine share its memory where they compute on its CPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return _free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _in_wrapped_names(catalog: Catalog, plain: dict[int, str], model: nn.Module) -> Catalog:
@@ -298,31 +292,7 @@ def _choose_checkpointing(
     """`auto`: none where the activations of a micro-batch take less than half of the free memory, else full."""
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
-    free = _free_bytes(device)
+    free = free_bytes(device)
     packs = config.micro_batch_size if device.type == "cuda" else 1
-    needed = activation_bytes_per_token(model_config, precision) * packs * config.max_length
+    needed = activation_bytes_per_token(model_config, precision.dtype) * packs * config.max_length
     return "none" if needed < free / 2 else "full"
-
-
-def activation_bytes_per_token(model_config: PretrainedConfig, precision: Precision) -> int:
-    """Bytes that the layers keep for the backward, per token, without checkpointing.
-
-    `16 h + 4 a d + 4 k d + 8 f + 4 a + 8` a layer in bf16 for a Llama-like layer (h hidden, a heads, k KV heads, d
-    head size, f feed-forward; counted with `torch.autograd.graph.saved_tensors_hooks`), twice that in fp32.
-    """
-    shape = model_config.get_text_config()
-    values = shape.to_dict()
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
-    size = values.get("head_dim") or hidden // heads
-    kv_heads = values.get("num_key_value_heads") or heads
-    feed_forward = values.get("intermediate_size") or values.get("n_inner") or 4 * hidden
-    layer = 16 * hidden + 4 * heads * size + 4 * kv_heads * size + 8 * feed_forward + 4 * heads + 8
-    return layer * shape.num_hidden_layers * (2 if precision.dtype == torch.float32 else 1)
-
-
-def _free_host_bytes() -> int:
-    info = Path("/proc/meminfo")
-    if not info.is_file():
-        return 8 << 30
-    line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(line.split()[1]) * 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
+from swiftlite.models.toys import toy_rows
 from swiftlite.parallel.world import World, joined
 from swiftlite.reporting.run import QuietReporter
 from swiftlite.training.run import run_training
@@ -109,18 +109,12 @@ def verify_in_process(
 
     report: tells the user of an error, in the process that fails first.
     """
-    with joined() as world:
-        try:
-            for verdict in Verification(Path(folder), models, world).verdicts(subjects, cases):
-                if world.rank == 0:
-                    with (Path(folder) / VERDICTS).open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(asdict(verdict)) + "\n")
-                    print(f"{verdict.subject}: {verdict.case}: {verdict.word}", flush=True)
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            code = report(error) if world.fails_first() else 1
-            os._exit(code)  # at once: threads of a broken process group may never end
+    with joined() as world, world.told_once(report):
+        for verdict in Verification(Path(folder), models, world).verdicts(subjects, cases):
+            if world.rank == 0:
+                with (Path(folder) / VERDICTS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(verdict)) + "\n")
+                print(f"{verdict.subject}: {verdict.case}: {verdict.word}", flush=True)
     return 0
 
 
@@ -153,14 +147,5 @@ def write_rows(folder: Path) -> Path:
     """Forty short conversations of unequal length."""
     path = folder / "rows.jsonl"
     if not path.is_file():
-        lines = []
-        for i in range(40):
-            messages = [
-                {"role": "user", "content": f"What is {i} plus {i + 1}? " + "Please answer. " * (i % 5)},
-                {"role": "assistant", "content": f"It is {2 * i + 1}." + " Really." * (i % 7)},
-            ]
-            if i % 3 == 0:
-                messages += [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes, quite sure."}]
-            lines.append(json.dumps({"messages": messages}) + "\n")
-        path.write_text("".join(lines), encoding="utf-8")
+        path.write_text("".join(json.dumps(row) + "\n" for row in toy_rows(40)), encoding="utf-8")
     return path

@@ -1,0 +1,43 @@
+"""What training takes of a device's memory, and what is free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes that the layers keep for the backward, per token, without checkpointing.
+
+    `16 h + 4 a d + 4 k d + 8 f + 4 a + 8` a layer in bf16 for a Llama-like layer (h hidden, a heads, k KV heads, d
+    head size, f feed-forward; counted with `torch.autograd.graph.saved_tensors_hooks`), twice that in fp32.
+    """
+    shape = model_config.get_text_config()
+    values = shape.to_dict()
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    size = values.get("head_dim") or hidden // heads
+    kv_heads = values.get("num_key_value_heads") or heads
+    feed_forward = values.get("intermediate_size") or values.get("n_inner") or 4 * hidden
+    layer = 16 * hidden + 4 * heads * size + 4 * kv_heads * size + 8 * feed_forward + 4 * heads + 8
+    return layer * shape.num_hidden_layers * (2 if dtype == torch.float32 else 1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of one process: the processes of a machine share its memory where they compute on its CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return _free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _free_host_bytes() -> int:
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return 8 << 30
+    line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
