@@ -40,6 +40,27 @@ def test_value_and_gradients_equal_the_full_softmax(options, with_bias, chunk):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"softcap": 3.0}, {"scale": 2.0, "softcap": 5.0}])
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_gradients_of_a_sum_are_taken_on_the_way(options, chunk):
+    hidden, weight, bias, targets = inputs()
+    ours = token_logprobs(hidden, weight, bias, targets, chunk=chunk, summed=True, **options)
+    torch.testing.assert_close(ours.double(), plain(hidden, weight, bias, targets, **options), rtol=1e-5, atol=1e-5)
+    got = torch.autograd.grad(ours.sum() * -0.02, (hidden, weight, bias))
+    expected = torch.autograd.grad(
+        plain(hidden, weight, bias, targets, **options).sum() * -0.02, (hidden, weight, bias)
+    )
+    for left, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-7)
+
+
+def test_a_loss_that_is_no_sum_is_not_taken_for_one():
+    hidden, weight, bias, targets = inputs()
+    ours = token_logprobs(hidden, weight, bias, targets, summed=True)
+    with pytest.raises(RuntimeError, match="no multiple of the sum"):
+        ours.square().sum().backward()
+
+
 def test_frozen_head_gets_no_gradient():
     hidden, weight, _, targets = inputs()
     token_logprobs(hidden, weight.detach(), None, targets).sum().backward()

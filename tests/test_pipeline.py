@@ -438,8 +438,9 @@ def test_what_a_decoder_does_beside_its_layers_is_found(monkeypatch):
         in_one_process(random_model(architectures()["granite"]), 2)
 
 
-def test_unknown_heads_and_leaking_documents_are_found():
+def test_unknown_heads_and_leaking_documents_are_found(monkeypatch):
     from swiftlite.models.anatomy import LogitTransform
+    from swiftlite.objectives import scorer as scoring
 
     scorer = in_one_process(random_model(toy_config("llama")), 2)[1]
     scorer._anatomy = replace(scorer._anatomy, transform=LogitTransform(scale=3.0))
@@ -448,10 +449,7 @@ def test_unknown_heads_and_leaking_documents_are_found():
     leaking = random_model(toy_config("llama"))
     leaking.set_attn_implementation("sdpa")  # knows nothing of borders where nothing restarts
     scorer = in_one_process(leaking, 2)[0]
-    scorer._probe = lambda probe=scorer._probe: forget_positions(*probe())
+    probe = scoring._probe
+    monkeypatch.setattr(scoring, "_probe", lambda *a: replace(probe(*a), position_ids=torch.arange(8)[None]))
     with pytest.raises(UserError, match="lets one packed document see another"):
         scorer.check()
-
-
-def forget_positions(batch, received):
-    return replace(batch, position_ids=torch.arange(8)[None]), received

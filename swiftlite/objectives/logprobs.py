@@ -2,7 +2,8 @@
 
 Every objective starts here. Only trained positions enter; each chunk's logits are made, reduced to one number a token
 and dropped, and made again in the backward pass. The peak memory of the head is one chunk, whatever the number of
-tokens and whatever the objective does with the log-probabilities afterwards.
+tokens and whatever the objective does with the log-probabilities afterwards. Where a loss is known to be a plain sum
+over tokens, the gradients are taken while the logits are there, and nothing is made twice.
 
 Under tensor parallelism each rank has some rows of the head and makes the logits of its tokens of the vocabulary only.
 What the ranks exchange is two numbers a token in the forward pass and the gradient of the hidden states in the backward
@@ -11,6 +12,7 @@ pass, once for all chunks (arXiv 1909.08053, section 3).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,7 @@ def token_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
     chunk: int | None = None,
+    summed: bool = False,
 ) -> torch.Tensor:
     """log p(target) at each position, in fp32.
 
@@ -54,7 +57,8 @@ def token_logprobs(
     Weight and bias may be DTensors on a 1-D mesh that divides the vocabulary, evenly or not; hidden states, targets and
     the result are the same on all its ranks, and so are the gradients of the hidden states.
     Logits are `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`. Under autocast the product runs in the
-    autocast type; the logsumexp is always fp32. Returns `[n]`.
+    autocast type; the logsumexp is always fp32. summed: promises that the loss is a multiple of their sum (each has the
+    same gradient), which saves the second making of the logits where the vocabulary is whole. Returns `[n]`.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -63,7 +67,10 @@ def token_logprobs(
         share = _share_of(weight)
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()
     chunk = chunk or chunk_tokens(weight.shape[0], hidden.device)
-    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, scale, softcap, chunk, dtype, share)
+    options = _Options(scale, softcap, chunk, dtype)
+    if summed and share is None and torch.is_grad_enabled():
+        return _SummedLogProbs.apply(hidden, weight, bias, targets, options)
+    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)
 
 
 def _share_of(weight: DTensor) -> _Share:
@@ -73,74 +80,144 @@ def _share_of(weight: DTensor) -> _Share:
     return _Share(mesh.get_local_rank() * rows, mesh.get_group())
 
 
-def _chunk_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
-) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    if scale != 1.0:
-        logits *= scale
-    if softcap is not None:
-        logits = logits.div_(softcap).tanh_().mul_(softcap)
-    return logits
+@dataclass(frozen=True)
+class _Options:
+    """dtype: of the products; the rest as in `token_logprobs`."""
+
+    scale: float
+    softcap: float | None
+    chunk: int
+    dtype: torch.dtype
+
+    def parts(self, tokens: int) -> list[slice]:
+        return [slice(start, start + self.chunk) for start in range(0, tokens, self.chunk)]
+
+
+class _Head:
+    """The output head in the type of the products, and what a backward pass wants to know of it."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: _Options,
+        needed: tuple[bool, ...] = (False, False, False),
+    ) -> None:
+        """needed: whether hidden, weight and bias want a gradient."""
+        self.hidden, self.options = hidden, options
+        self.types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        self._weight, self._bias = weight.to(options.dtype), None if bias is None else bias.to(options.dtype)
+        self.grad_hidden = torch.empty_like(hidden) if needed[0] else None
+        self.grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+        self.grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+
+    def logits(self, part: slice) -> torch.Tensor:
+        """fp32 `[chunk, vocabulary]`, transformed as the architecture does."""
+        logits = torch.nn.functional.linear(self._inputs(part), self._weight, self._bias).float()
+        if self.options.scale != 1.0:
+            logits *= self.options.scale
+        if self.options.softcap is not None:
+            logits = logits.div_(self.options.softcap).tanh_().mul_(self.options.softcap)
+        return logits
+
+    def _inputs(self, part: slice) -> torch.Tensor:
+        return self.hidden[part].to(self.options.dtype)
+
+    def take_gradients(
+        self,
+        part: slice,
+        logits: torch.Tensor,
+        normalizers: torch.Tensor,
+        rows: torch.Tensor,
+        upstream: torch.Tensor | float,
+        found: torch.Tensor,
+    ) -> None:
+        """Add a chunk's gradients. d log p(y) / d logits = onehot(y) - softmax(logits); `logits` are used up.
+
+        normalizers, rows, found: of the chunk's tokens; found: what the gradient of the target's own logit is
+        multiplied by, upstream where it is one of these rows.
+        """
+        softcap = self.options.softcap
+        slope = None if softcap is None else 1 - (logits / softcap).square_()  # d softcapped / d raw
+        grad = logits.sub_(normalizers[:, None]).exp_().mul_(-upstream)
+        grad.scatter_add_(-1, rows[:, None], found[:, None].to(grad.dtype))
+        if slope is not None:
+            grad *= slope
+        if self.options.scale != 1.0:
+            grad *= self.options.scale
+        grad = grad.to(self.options.dtype)
+        if self.grad_hidden is not None:
+            self.grad_hidden[part] = (grad @ self._weight).to(self.hidden.dtype)
+        if self.grad_weight is not None:
+            _add_product(self.grad_weight, grad, self._inputs(part))
+        if self.grad_bias is not None:
+            self.grad_bias += grad.sum(0)
+
+
+def _cast(gradients: Sequence[torch.Tensor | None], types: tuple[torch.dtype | None, ...]) -> list:
+    return [None if grad is None else grad.to(dtype) for grad, dtype in zip(gradients, types, strict=True)]
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """d log p(y) / d logits = onehot(y) - softmax(logits), taken chunk by chunk."""
+    """Takes the gradients in the backward pass, when what the loss makes of each token is known."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk, dtype, share):  # noqa: ANN001, ANN205
-        cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    def forward(ctx, hidden, weight, bias, targets, options, share):  # noqa: ANN001, ANN205
+        head = _Head(hidden, weight, bias, options)
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         normalizers = torch.empty_like(logprobs)
         here, rows = (None, targets) if share is None else share.locate(targets, weight.shape[0])
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logits = _chunk_logits(hidden[part].to(dtype), cast_weight, cast_bias, scale, softcap)
+        for part in options.parts(hidden.shape[0]):
+            logits = head.logits(part)
             normalizers[part] = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, rows[part, None])[:, 0]
         if share is not None:
             _complete(logprobs, normalizers, here, share.group)
         logprobs -= normalizers
         ctx.save_for_backward(hidden, weight, bias, rows, here, normalizers)
-        ctx.options = scale, softcap, chunk, dtype, share
+        ctx.options, ctx.share = options, share
         return logprobs
 
     @staticmethod
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         hidden, weight, bias, rows, here, normalizers = ctx.saved_tensors
-        scale, softcap, chunk, dtype, share = ctx.options
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            inputs = hidden[part].to(dtype)
-            logits = _chunk_logits(inputs, cast_weight, cast_bias, scale, softcap)
-            slope = None if softcap is None else 1 - (logits / softcap).square_()  # d softcapped / d raw
-            grad = logits.sub_(normalizers[part, None]).exp_().mul_(-upstream[part, None])
-            found = upstream if here is None else upstream * here
-            grad.scatter_add_(-1, rows[part, None], found[part, None].to(grad.dtype))
-            if slope is not None:
-                grad *= slope
-            if scale != 1.0:
-                grad *= scale
-            grad = grad.to(dtype)
-            if needs_hidden:
-                grad_hidden[part] = (grad @ cast_weight).to(hidden.dtype)
-            if needs_weight:
-                _add_product(grad_weight, grad, inputs)
-            if needs_bias:
-                grad_bias += grad.sum(0)
-        if needs_hidden and share is not None:
-            dist.all_reduce(grad_hidden, group=share.group)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 6,
-        )
+        head = _Head(hidden, weight, bias, ctx.options, ctx.needs_input_grad)
+        found = upstream if here is None else upstream * here
+        for part in ctx.options.parts(hidden.shape[0]):
+            head.take_gradients(
+                part, head.logits(part), normalizers[part], rows[part], upstream[part, None], found[part]
+            )
+        if head.grad_hidden is not None and ctx.share is not None:
+            dist.all_reduce(head.grad_hidden, group=ctx.share.group)
+        return *_cast((head.grad_hidden, head.grad_weight, head.grad_bias), head.types), None, None, None
+
+
+class _SummedLogProbs(torch.autograd.Function):
+    """Takes the gradients of the sum in the forward pass; the backward pass only scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, options):  # noqa: ANN001, ANN205
+        head = _Head(hidden, weight, bias, options, ctx.needs_input_grad)
+        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        ones = torch.ones_like(logprobs)
+        for part in options.parts(hidden.shape[0]):
+            logits = head.logits(part)
+            normalizers = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizers
+            if any(ctx.needs_input_grad):
+                head.take_gradients(part, logits, normalizers, targets[part], 1.0, ones[part])
+        ctx.gradients = head.grad_hidden, head.grad_weight, head.grad_bias
+        ctx.types = head.types
+        return logprobs
+
+    @staticmethod
+    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so there is no second time
+        if upstream.numel():
+            torch._assert_async((upstream == upstream[0]).all(), "the loss is no multiple of the sum")
+            gradients = [None if grad is None else grad.mul_(upstream[0]) for grad in gradients]
+        return *_cast(gradients, ctx.types), None, None
 
 
 def _complete(logits: torch.Tensor, normalizers: torch.Tensor, here: torch.Tensor, group: dist.ProcessGroup) -> None:

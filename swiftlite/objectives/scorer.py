@@ -35,9 +35,13 @@ class Scores(NamedTuple):
 class TokenScorer(nn.Module):
     """Runs the model's own decoder, then the chunked head at the trained positions only."""
 
-    def __init__(self, model: nn.Module, base: PreTrainedModel) -> None:
-        """model: what is trained and saved (with adapters or not); base: the causal language model inside it."""
+    def __init__(self, model: nn.Module, base: PreTrainedModel, *, summed: bool = False) -> None:
+        """model: what is trained and saved (with adapters or not); base: the causal language model inside it.
+
+        summed: the loss is a multiple of the sum of all log-probabilities, see `token_logprobs`.
+        """
         super().__init__()
+        self._summed = summed
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
         self._anatomy = dissect(base)
@@ -69,6 +73,7 @@ class TokenScorer(nn.Module):
             batch.labels[0][trained],
             scale=transform.scale,
             softcap=transform.softcap,
+            summed=self._summed,
         )
 
     def _router_loss(self, outputs, batch: MicroBatch) -> torch.Tensor:  # noqa: ANN001

@@ -80,7 +80,7 @@ def divide(
     """
     layout = mesh.layout
     if layout.pp == 1:
-        parts = [Part(TokenScorer(model, base), model, base)]
+        parts = [Part(TokenScorer(model, base, summed=True), model, base)]
         runner: StepRunner = DirectStep(
             parts[0].scorer, precision, mesh, config.seed, sync_every_microbatch=config.sync_every_microbatch
         )

@@ -54,7 +54,7 @@ class StageScorer(TokenScorer):
 
     def __init__(self, stage: Stage, hidden_dtype: torch.dtype) -> None:
         """hidden_dtype: of hidden states between layers, the type of the embedding's output."""
-        super().__init__(stage.model, stage.base)
+        super().__init__(stage.model, stage.base, summed=True)
         self.stage = stage
         self._dtype = hidden_dtype
         self._routing = Routing(stage.base) if self._routed else None
