@@ -6,7 +6,7 @@ Of a pair (x, y_w, y_l), chosen and rejected: log pi(y | x) is the *sum* of the 
     h = D_w - D_l                                       b: beta, s(): the sigmoid function
     a = log pi(y) / |y|                                 the mean over the completion's tokens
 
-Losses are made in fp64 from fp32 sums: differences of sums of several hundreds cancel, and `[pairs]` numbers cost nothing.
+Losses are made in fp64 from fp32 sums: differences of sums of several hundreds cancel, and a few numbers cost nothing.
 The mean over the pairs of the global step is the caller's.
 """
 
@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from swiftlite.errors import UserError
+from swiftlite.objectives.reward import reward_metrics
 
 DISCOPOP_TEMPERATURE = 0.05  # tau of arXiv 2406.08414, Eq. 5, as its authors set it
 SIMPO_GAMMA = 0.5  # where none is given
@@ -92,8 +93,10 @@ class _Terms:
 
 
 def sigmoid(t: _Terms) -> torch.Tensor:
-    """DPO: -log s(b h), arXiv 2305.18290, Eq. 7. With label smoothing e it is cDPO, Mitchell's note on it, Eq. 3:
-    -(1 - e) log s(b h) - e log s(-b h)."""
+    """-log s(b h), DPO, arXiv 2305.18290, Eq. 7.
+
+    With label smoothing -(1 - e) log s(b h) - e log s(-b h), cDPO, ericmitchell.ai/cdpo.pdf, Eq. 3.
+    """
     e = t.options.label_smoothing
     return -(1 - e) * logsigmoid(t.logit) - e * logsigmoid(-t.logit)
 
@@ -110,7 +113,9 @@ def ipo(t: _Terms) -> torch.Tensor:
 
 
 def robust(t: _Terms) -> torch.Tensor:
-    """[-(1 - e) log s(b h) + e log s(-b h)] / (1 - 2 e), arXiv 2403.00409: unbiased where a share e of labels is wrong."""
+    """[-(1 - e) log s(b h) + e log s(-b h)] / (1 - 2 e), arXiv 2403.00409: DPO's mean where a share e of labels is
+    wrong.
+    """
     e = t.options.label_smoothing
     return (-(1 - e) * logsigmoid(t.logit) + e * logsigmoid(-t.logit)) / (1 - 2 * e)
 
@@ -135,7 +140,9 @@ def bco_pair(t: _Terms) -> torch.Tensor:
 
 
 def sppo_hard(t: _Terms) -> torch.Tensor:
-    """(D_w - 1 / (2 b))^2 + (D_l + 1 / (2 b))^2, arXiv 2405.00675, Eq. 4.7 with winning probabilities 1 and 0; its eta is 1 / b."""
+    """(D_w - 1 / (2 b))^2 + (D_l + 1 / (2 b))^2, arXiv 2405.00675, Eq. 4.7 with winning probabilities of 1 and 0; 1 / b
+    is its eta.
+    """
     half = 1 / (2 * t.options.beta)
     return (t.chosen_logratio - half).square() + (t.rejected_logratio + half).square()
 
@@ -166,13 +173,15 @@ def simpo(t: _Terms) -> torch.Tensor:
 
 
 def cpo(t: _Terms) -> torch.Tensor:
-    """-log s(b (log pi(y_w) - log pi(y_l))) + NLL(y_w), arXiv 2401.08417; NLL per token, as its authors' code has it."""
+    """-log s(b (log pi(y_w) - log pi(y_l))) + NLL(y_w), arXiv 2401.08417; NLL per token, as in its authors' code."""
     return sft(t) - logsigmoid(t.options.beta * (t.scores.chosen - t.scores.rejected))
 
 
 def orpo(t: _Terms) -> torch.Tensor:
-    """NLL(y_w) - b log s(log odds_w - log odds_l), arXiv 2403.07691, Eq. 6 and 7; odds = p / (1 - p), p = e^a, b its
-    lambda, NLL per token."""
+    """NLL(y_w) - b log s(log odds_w - log odds_l), arXiv 2403.07691, Eq. 6 and 7.
+
+    odds = p / (1 - p), p = e^a; b is its lambda; NLL per token of the completion.
+    """
     return sft(t) - t.options.beta * logsigmoid(_log_odds(t.chosen_mean) - _log_odds(t.rejected_mean))
 
 
@@ -182,8 +191,7 @@ def _log_odds(logprob: torch.Tensor) -> torch.Tensor:
 
 
 def sft(t: _Terms) -> torch.Tensor:
-    """-a_w: the negative log-likelihood of the chosen completion per token. The RPO term, arXiv 2404.19733, is alpha
-    times it."""
+    """NLL(y_w) = -a_w, per token; also the RPO term of arXiv 2404.19733, which adds alpha times it."""
     return -t.chosen_mean
 
 
@@ -260,7 +268,7 @@ class Preference:
         return any(LOSSES[name].needs_reference for name in self.names)
 
     def per_pair(self, scores: PairScores, running_reward: float = 0.0) -> torch.Tensor:
-        """The weighted sum of the losses of each pair, fp32 `[pairs]`. running_reward: d of bco_pair, see RunningReward."""
+        """The weighted sum of the losses of each pair, fp32 `[pairs]`. running_reward: d of bco_pair."""
         terms = _Terms(scores.double(), self, running_reward)
         total = sum(weight * LOSSES[name].per_pair(terms) for name, weight in self.losses)
         if self.rpo_alpha:
@@ -289,21 +297,10 @@ class Preference:
         return chosen.detach(), rejected.detach()
 
     def metrics(self, scores: PairScores) -> dict[str, torch.Tensor]:
-        """Sums over these pairs, fp32 scalars: to be added over micro-batches and ranks and divided by the step's pairs.
-
-        `rewards/accuracy` counts pairs whose chosen reward is the larger (equal ones do not count). `logps/*` are whole
-        completions' log-probabilities, for every loss.
-        """
-        chosen, rejected = self.rewards(scores)
-        sums = {
-            "rewards/chosen": chosen.sum(),
-            "rewards/rejected": rejected.sum(),
-            "rewards/accuracy": (chosen > rejected).sum(),
-            "rewards/margin": (chosen - rejected).sum(),
-            "logps/chosen": scores.chosen.detach().double().sum(),
-            "logps/rejected": scores.rejected.detach().double().sum(),
-        }
-        return {name: value.float() for name, value in sums.items()}
+        """`reward_metrics` of `rewards`, and `logps/*`, whole completions' log-probabilities: sums over these pairs."""
+        policy = {"logps/chosen": scores.chosen, "logps/rejected": scores.rejected}
+        sums = {name: value.detach().double().sum().float() for name, value in policy.items()}
+        return reward_metrics(*self.rewards(scores)) | sums
 
 
 def check_losses(preference: Preference) -> None:

@@ -42,9 +42,10 @@ class RewardModel:
 
 
 def reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over these pairs, fp32 scalars: to be added over micro-batches and ranks and divided by the step's pairs.
+    """Sums over these pairs, fp32 scalars: to be added over micro-batches and ranks, then divided by the step's pairs.
 
-    chosen, rejected: scores `[pairs]`. `rewards/accuracy` counts pairs whose chosen score is the larger.
+    chosen, rejected: rewards `[pairs]`. `rewards/accuracy` counts pairs whose chosen reward is the larger; equal ones
+    do not count.
     """
     chosen, rejected = chosen.detach().double(), rejected.detach().double()
     sums = {

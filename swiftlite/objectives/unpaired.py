@@ -18,7 +18,9 @@ RATIO = (1.0, 4 / 3)  # of n_D lam_D to n_U lam_U, arXiv 2402.01306, Eq. 8
 
 @dataclass(frozen=True)
 class RowScores:
-    """policy: fp32 sums of log p over each completion, `[rows]`; reference: the same without gradient; desirable: bool."""
+    """`[rows]` each. policy: fp32 sums of log p over the completion's tokens; reference: the same sums under the
+    reference, without gradient; desirable: bool.
+    """
 
     policy: torch.Tensor
     reference: torch.Tensor
@@ -56,13 +58,13 @@ class Unpaired:
     def per_row(self, scores: RowScores, z0: torch.Tensor | float = 0.0) -> torch.Tensor:
         """Weighted loss of each row, fp32 `[rows]`, of desirable and undesirable rows in any mixture.
 
-        kto, arXiv 2402.01306, Eq. 7: lam_D (1 - s(b (r - z0))) and lam_U (1 - s(b (z0 - r))), z0 from `reference_point`.
+        kto, arXiv 2402.01306, Eq. 7: lam_D (1 - s(b (r - z0))) or lam_U (1 - s(b (z0 - r))), z0 from `reference_point`.
         apo_zero_unpaired, arXiv 2408.06266, Eq. 7 row by row: the same with z0 = 0, whatever is given.
         """
         shifted = self.beta * (_logratio(scores) - self._point(z0))
-        sign = torch.where(scores.desirable, 1.0, -1.0).double()
-        weight = torch.where(scores.desirable, self.desirable_weight, self.undesirable_weight).double()
-        return (weight * torch.sigmoid(-sign * shifted)).float()
+        desirable = scores.desirable.double()
+        weight = desirable * self.desirable_weight + (1 - desirable) * self.undesirable_weight
+        return (weight * torch.sigmoid((1 - 2 * desirable) * shifted)).float()
 
     def _point(self, z0: torch.Tensor | float) -> torch.Tensor | float:
         return z0 if self.needs_mismatched else 0.0
