@@ -133,9 +133,9 @@ def suggested_weights(
     if not desirable or not undesirable:
         return None
     low, high = RATIO
-    if low <= desirable * desirable_weight / (undesirable * undesirable_weight) <= high:
+    rounding, ratio = 1e-9, desirable / undesirable
+    if low - rounding <= ratio * desirable_weight / undesirable_weight <= high + rounding:
         return None
-    ratio = desirable / undesirable
     return (_up(low / ratio), 1.0) if ratio < low else (1.0, max(1.0, _up(ratio / high)))
 
 
