@@ -1,0 +1,74 @@
+"""The names of the preference losses, and `--loss sigmoid:0.8 sft:1.0` as names with weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from swiftlite.config.flags import nearest
+from swiftlite.errors import UserError
+
+PAIR_LOSSES = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "simpo",
+    "cpo",
+    "orpo",
+    "sft",
+)
+UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired")
+
+METHODS = {"dpo": "sigmoid", "cdpo": "sigmoid", "slic": "hinge"}  # papers' names that no spelling leads from
+
+
+def parse_losses(
+    words: Iterable[str], known: Sequence[str] = PAIR_LOSSES, where: str = "--loss"
+) -> list[tuple[str, float]]:
+    """`NAME[:WEIGHT]`, parted by spaces or commas, as (name, weight) in the order given; a weight left out is 1.
+
+    where: the flag or recipe key, for errors. Raises UserError for an unknown name (naming the nearest known one), a
+    name given twice, a weight that is not a number above 0, and no name at all.
+
+    >>> parse_losses(["sigmoid:0.8", "sft"])
+    [('sigmoid', 0.8), ('sft', 1.0)]
+    """
+    losses: dict[str, float] = {}
+    for word in " ".join(words).replace(",", " ").split():
+        spelled, colon, weight = word.partition(":")
+        name = _known(spelled, known, where)
+        if name in losses:
+            raise UserError(f"the loss `{name}` is given twice", where=where, fix="add the weights up and keep one")
+        losses[name] = _weight(weight, word, where) if colon else 1.0
+    if not losses:
+        raise UserError("no loss is named", where=where, fix=f"name one of {', '.join(known)}")
+    return list(losses.items())
+
+
+def _known(spelled: str, known: Sequence[str], where: str) -> str:
+    name = spelled.lower().replace("-", "_")
+    if name in known:
+        return name
+    meant = METHODS.get(name, name)
+    longer = [other for other in known if other.startswith(meant)] if meant else []
+    near = longer[0] if longer else nearest(meant, known)
+    fix = (f"did you mean `{near}`? " if near else "") + f"the losses are {', '.join(known)}"
+    raise UserError(f"unknown loss `{spelled}`", where=where, fix=fix)
+
+
+def _weight(text: str, word: str, where: str) -> float:
+    number = float(text) if re.fullmatch(r"\d*\.?\d+([eE][+-]?\d+)?|\d+\.", text) else math.nan
+    if not 0 < number < math.inf:
+        raise UserError(
+            f"`{word}`: a weight is a number above 0", where=where, fix="write NAME:WEIGHT, such as sigmoid:0.8"
+        )
+    return number
