@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from swiftlite.data.rows import FORMATS, BadRow, read_row
+from swiftlite.data.forms import BadRow
+from swiftlite.data.rows import FORMATS, read_row
 from swiftlite.data.template import ChatRenderer
 from swiftlite.data.tokenize import overlaps
 from swiftlite.errors import UserError
