@@ -23,9 +23,9 @@ def build_audit(
 
     `rows` counts rows of the files; tokens, packs and fill describe the first epoch, after weights and the held-out
     part; of methods that compare answers also `pairs`, or `desirable` and `undesirable` answers. A row of which nothing
-    is kept is under `dropped` with its reason; one that is kept in part is under `truncated`, `split` (several sequences
-    by length) or `split_by_template` (several because the chat template writes history differently). `held_out` rows
-    went to the evaluation set.
+    is kept is under `dropped` with its reason; one that is kept in part is under `truncated`, `split` (several
+    sequences by length) or `split_by_template` (several because the chat template writes history differently).
+    `held_out` rows went to the evaluation set.
     """
     parts = plan.describe_parts()
     datasets = {
@@ -69,7 +69,7 @@ def imbalance_warning(audit: dict[str, Any], desirable_weight: float, undesirabl
         name, weights = "desirable", [undesirable_weight * refused * bound / wanted for bound in (low, high)]
     else:
         name, weights = "undesirable", [desirable_weight * wanted / (refused * bound) for bound in (high, low)]
-    return f"{said}: for balance use a {name} weight from {weights[0]:.3g} to {weights[1]:.3g}"
+    return f"{said}: for balance give {name} ones a weight from {weights[0]:.3g} to {weights[1]:.3g}"
 
 
 def _rows(entries: list[Entry]) -> dict[str, Any]:
