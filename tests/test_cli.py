@@ -156,6 +156,17 @@ def test_inspect_shows_trained_tokens_and_the_audit(run, tmp_path, tiny_model, w
     assert "⟦" in out and "used" in out
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto", "rm"])
+def test_a_method_that_is_not_built_is_refused_by_name(run, tmp_path, method):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"method: {method}\nmodel: org/model\ndataset: org/rows\n")
+    code, _, err = run("train", "--recipe", recipe)
+    assert code == 2
+    assert f"swiftlite cannot train {method} yet" in err
+    code, out, _ = run("--help")
+    assert f" {method} " not in out
+
+
 def test_rows_that_are_wrong_name_file_and_line(run, tmp_path, tiny_model):
     data = tmp_path / "rows.jsonl"
     good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from swiftlite.cli.inspect import audit_table, bracketed, coloured, histogram, i
 from swiftlite.config.resolve import resolve
 from swiftlite.config.validate import Given
 from swiftlite.data.order import Sequence
+from swiftlite.data.preference_tokens import Preference
 
 
 @pytest.fixture
@@ -43,6 +45,45 @@ def test_trained_tokens_are_coloured_in_a_terminal(tokenizer, sequence):
     green = "".join(text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style))
     assert green == "Hällo ☃<|im_end|>"
     assert "\x1b[1;32m" in shown(tokenizer, sequence, terminal=True)
+
+
+@pytest.fixture
+def pair(tokenizer):
+    """(with a shared prompt, without)"""
+    prompt, chosen, rejected = (tokenizer(text)["input_ids"] for text in ("Who are you?", " Paris", " a fox"))
+    shared, n = [*prompt, *chosen, prompt[-1], *rejected], len(prompt)
+    apart = [*prompt, *chosen, *prompt, *rejected]
+    layouts = Preference(n - 1, 1 + len(chosen)), Preference(0, n + len(chosen))
+    flags = [0] * n + [1] * len(chosen)
+    trained = [*flags, 0, *[1] * len(rejected)], [*flags, *[0] * n, *[1] * len(rejected)]
+    return [
+        Sequence(np.asarray(ids, dtype=np.int32), np.asarray(flags, dtype=np.bool_), "a.jsonl:3", layout)
+        for ids, flags, layout in zip((shared, apart), trained, layouts, strict=True)
+    ]
+
+
+def test_a_pair_shows_its_prompt_once_and_both_answers(tokenizer, pair):
+    page = shown(tokenizer, pair[0], terminal=False)
+    assert "prompt:\nWho are you?\nchosen:\n⟦ Paris⟧\nrejected:\n⟦ a fox⟧\n" in page
+    page = shown(tokenizer, pair[1], terminal=False)
+    assert "chosen:\nWho are you?⟦ Paris⟧\nrejected:\nWho are you?⟦ a fox⟧\n" in page
+
+
+def test_chosen_and_rejected_have_their_colours(tokenizer, pair):
+    page = shown(tokenizer, pair[0], terminal=True)
+    chosen, rejected = page.split("chosen:")[1].split("rejected:")
+    assert "\x1b[1;32m" in chosen
+    assert "\x1b[1;31m" not in chosen
+    assert "\x1b[1;31m" in rejected
+    assert "\x1b[1;32m" not in rejected
+    assert "rejected or undesirable" in page
+
+
+@pytest.mark.parametrize("desirable", [True, False])
+def test_a_single_answer_shows_its_label(tokenizer, sequence, desirable):
+    judged = replace(sequence, preference=Preference(8, desirable=desirable))
+    assert f"\n{'desirable' if desirable else 'undesirable'}:\n" in shown(tokenizer, judged, terminal=False)
+    assert ("\x1b[1;31m" in shown(tokenizer, judged, terminal=True).split("desirable:")[1]) == (not desirable)
 
 
 def test_a_character_in_several_tokens_is_shown_whole(tokenizer, sequence):
@@ -85,3 +126,28 @@ def test_the_command(tmp_path, tokenizer, write_rows, chat_rows, capsys):
         assert expected in page
     for expected in ("no_assistant_turn", "tokens of a row", "packs:", "% full", "steps in all"):
         assert expected in page
+
+
+def test_the_command_on_pairs_and_labels(tmp_path, tokenizer, write_rows, capsys):
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    pairs = [{"prompt": f"{i} + 1 =", "chosen": f" {i + 1}", "rejected": " a fox"} for i in range(9)]
+    labels = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}", "label": i < 7} for i in range(9)]
+    pages = {}
+    for method, rows in (("dpo", pairs), ("rm", pairs), ("kto", labels)):
+        values = {
+            "method": method, "model": str(tmp_path / "model"), "dataset": [str(write_rows("a.jsonl", rows))],
+            "max_length": 128, "cache_dir": str(tmp_path / "cache"),
+        }  # fmt: skip
+        inspect(resolve(None, {name: Given(value, name, "flag") for name, value in values.items()}), rows=2)
+        pages[method] = capsys.readouterr().out
+    for method in ("dpo", "rm"):
+        assert "chosen:\n⟦ 1<|im_end|>⟧\nrejected:\n⟦ a fox<|im_end|>⟧" in pages[method]
+        assert "packs: 1 of up to 256 tokens" in pages[method]
+        assert "warning" not in pages[method]
+    assert "desirable:\n0 + 1 =⟦ 1<|im_end|>⟧" in pages["kto"]
+    assert "warning: 7 answers are desirable, 2 undesirable" in pages["kto"]
+    for page, words in ((pages["dpo"], ["pairs", "9"]), (pages["kto"], ["undesirable", "2"])):
+        assert any(
+            [cell.strip(" │┃") for cell in line.split("│") if cell.strip()] == words for line in page.splitlines()
+        )

@@ -4,16 +4,8 @@ import json
 
 import pytest
 
-from swiftlite.data.rows import (
-    BadRow,
-    Chat,
-    Completion,
-    Text,
-    check_columns,
-    detect_format,
-    read_row,
-    rename_columns,
-)
+from swiftlite.data.forms import BadRow, Chat, Completion, Text
+from swiftlite.data.rows import check_columns, detect_format, read_row, rename_columns
 from swiftlite.errors import UserError
 
 CALL = {"name": "add", "arguments": {"a": 1}}

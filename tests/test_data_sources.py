@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from swiftlite.data.forms import BadRow
 from swiftlite.data.readers import MAX_LINE, parse_payload, read_rows
-from swiftlite.data.rows import BadRow
 from swiftlite.data.sources import as_data_file, content_hash, parse_spec, resolve
 from swiftlite.errors import UserError
 

@@ -57,6 +57,8 @@ def test_packs_are_full_and_quickly_found():
 class FakeStore:
     """Sequences of given lengths; row i of the store is named `name:i`."""
 
+    preferences = None
+
     def __init__(self, name, lengths, rows=None):
         self.lengths = np.asarray(lengths, dtype=np.int32)
         self.trained = self.lengths - 1
@@ -70,10 +72,13 @@ class FakeStore:
         ids = np.full(self.lengths[index], index, dtype=np.int32)
         return ids, np.arange(len(ids)) > 0, f"{self._name}:{index}"
 
+    def preference(self, index):
+        return None
+
 
 def plan(lengths=None, *, weight=1.0, rows=None, **options):
     store = FakeStore("a", log_normal_lengths(200, 256) if lengths is None else lengths, rows)
-    chosen = dict(seed=1, max_length=256, packing=True, shuffle=True, global_batch_size=4) | options
+    chosen = dict(seed=1, capacity=256, packing=True, shuffle=True, global_batch_size=4) | options
     return BatchPlan([Part("a", store, np.unique(store.rows), weight)], PlanOptions(**chosen))
 
 

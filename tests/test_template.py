@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from swiftlite.data.rows import FORMATS, BadRow, read_row
+from swiftlite.data.forms import BadRow
+from swiftlite.data.rows import detect_format, read_row
 from swiftlite.data.template import ChatRenderer
 from swiftlite.data.tokenize import overlaps
 from swiftlite.errors import UserError
@@ -94,7 +95,8 @@ def chat(messages, **row):
     if messages and isinstance(messages[0], str):
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
-    return read_row({"messages": messages, **row}, FORMATS[0])
+    row = {"messages": messages, **row}
+    return read_row(row, detect_format(row, "sft"))
 
 
 def trained_texts(tokenizer, conversation, date="2025-03-09"):

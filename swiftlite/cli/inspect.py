@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.cli.options import RunCommand, own_flag
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 TRAINED, CONTEXT = ("bold green", "bold bright_green"), ("dim", "")  # two shades each, so that tokens can be told apart
 OPEN, CLOSE = "⟦", "⟧"
 SHOWN_TOKENS = 600  # of a row
+REFUSED = ("bold red", "bold bright_red")
 BINS = 10
 BAR = 40
 
@@ -30,7 +32,8 @@ def inspect(resolved: Resolved, rows: int) -> None:
     """Show `rows` rows of each data set, and the numbers of all. Raises UserError where the data are bad."""
     from rich.console import Console
 
-    from swiftlite.data.prepare import prepare_data
+    from swiftlite.data.audit import imbalance_warning
+    from swiftlite.data.prepare import pack_capacity, prepare_data
     from swiftlite.models.tokenizer import tokenizer_loader
 
     if rows < 0:
@@ -42,11 +45,13 @@ def inspect(resolved: Resolved, rows: int) -> None:
     if rows:
         show_rows(console, load(), prepared.train.head(rows))
     console.print(audit_table(prepared.audit))
+    if warning := imbalance_warning(prepared.audit, 1.0, 1.0):
+        console.print(f"warning: {warning}")
     if resolved.config.streaming:
         console.print("a stream: the numbers are those of its first window")
         return
     console.print(histogram("tokens of a row", prepared.train.lengths()))
-    console.print(packs_line(prepared, resolved.config.max_length))
+    console.print(packs_line(prepared, pack_capacity(resolved.config)))
 
 
 INSPECT = RunCommand(
@@ -59,30 +64,54 @@ INSPECT = RunCommand(
 
 
 def show_rows(console: Console, tokenizer: PreTrainedTokenizerBase, rows: list[Sequence]) -> None:
-    """Print rows token by token, with a legend."""
+    """Print rows token by token, with a legend. Of a pair the prompt is shown once, then both answers."""
     from rich.text import Text
 
+    compared = any(sequence.preference for sequence in rows)
     if console.is_terminal:
-        legend = Text.assemble(
-            ("trained", TRAINED[0]), "  ", ("context only", CONTEXT[0]), "  shades alternate by token"
-        )
+        wanted = ("chosen or desirable", TRAINED[0]) if compared else ("trained", TRAINED[0])
+        refused = ("  ", ("rejected or undesirable", REFUSED[0])) if compared else ()
+        legend = Text.assemble(wanted, *refused, "  ", ("context only", CONTEXT[0]), "  shades alternate by token")
     else:
         legend = Text(f"{OPEN}trained{CLOSE}, the rest is context only")
     console.print(legend)
     for sequence in rows:
         trained = int(sequence.trained.sum())
         console.rule(f"{sequence.where}: {len(sequence.input_ids):,} tokens, {trained:,} trained", align="left")
-        console.print(coloured(tokenizer, sequence) if console.is_terminal else bracketed(tokenizer, sequence))
+        for title, part, shades in parts_of(sequence):
+            if title:
+                console.print(f"{title}:")
+            show = coloured(tokenizer, part, shades) if console.is_terminal else bracketed(tokenizer, part)
+            console.print(show)
     console.rule()
 
 
-def coloured(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Text:
-    """The row in colour, one shade a token."""
+def parts_of(sequence: Sequence) -> list[tuple[str, Sequence, tuple[str, str]]]:
+    """(title, tokens, colours of what is trained) of each part of a sequence that is shown by itself."""
+    layout = sequence.preference
+    if layout is None:
+        return [("", sequence, TRAINED)]
+    if not layout.is_pair:
+        return [("desirable", sequence, TRAINED) if layout.desirable else ("undesirable", sequence, REFUSED)]
+    first, second = layout.prompt, layout.prompt + layout.chosen
+    answers = [("chosen", _part(sequence, first, second), TRAINED), ("rejected", _part(sequence, second), REFUSED)]
+    if not first:  # each answer has the whole prompt in front
+        return answers
+    prompt = ("prompt", _part(sequence, 0, first + 1), TRAINED)  # its last token opens both answers
+    return [prompt, *((title, _part(answer, 1), shades) for title, answer, shades in answers)]
+
+
+def _part(sequence: Sequence, start: int, stop: int | None = None) -> Sequence:
+    return replace(sequence, input_ids=sequence.input_ids[start:stop], trained=sequence.trained[start:stop])
+
+
+def coloured(tokenizer: PreTrainedTokenizerBase, sequence: Sequence, shades: tuple[str, str] = TRAINED) -> Text:
+    """The row in colour, one shade a token. shades: of what is trained."""
     from rich.text import Text
 
     text = Text()
     for place, (piece, trained) in enumerate(pieces(tokenizer, sequence)):
-        text.append(piece.replace("\n", "↵\n"), style=(TRAINED if trained else CONTEXT)[place % 2])
+        text.append(piece.replace("\n", "↵\n"), style=(shades if trained else CONTEXT)[place % 2])
     return text
 
 
@@ -141,8 +170,9 @@ def audit_table(audit: dict[str, Any]) -> Table:
     for reason in reasons:
         counts = (section["rows"]["dropped"].get(reason, 0) for section in sections.values())
         table.add_row(f"rows dropped: {reason}", *(f"{count:,}" for count in counts))
-    for key in ("tokens", "trained_tokens", "packs"):
-        table.add_row(key.replace("_", " "), *(f"{section[key]:,}" for section in sections.values()))
+    for key in ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs"):
+        if key in audit:
+            table.add_row(key.replace("_", " "), *(f"{section[key]:,}" for section in sections.values()))
     table.add_row("packs filled", *(f"{section['fill']:.1%}" for section in sections.values()))
     return table
 

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING
 
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.options import RunCommand
+from swiftlite.config.methods import PREFERENCE
+from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from swiftlite.config.resolve import Resolved
 
 
 def train(resolved: Resolved) -> None:
-    """Train. Raises what the run itself raises."""
+    """Train. Raises what the run itself raises, and UserError for a method that is not built yet."""
+    if resolved.config.method in PREFERENCE:
+        raise UserError(
+            f"swiftlite cannot train {resolved.config.method} yet",
+            fix="train sft or pretrain; `swiftlite inspect` shows what the rows become",
+        )
     if os.environ.get("RANK", "0") == "0":
         for note in resolved.notes:
             print(f"note: {note}", flush=True)

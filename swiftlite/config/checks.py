@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from swiftlite.config.flags import all_flags
+from swiftlite.config.methods import PAIRED, PREFERENCE
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ def _data_rules(config: RunConfig) -> list[Rule]:
             "--eval-fraction cannot hold out rows of a stream",
             ("streaming", "eval_fraction"),
             "give --eval-dataset instead",
+        ),
+        (
+            config.overlong == "split" and config.method in PREFERENCE,
+            f"--overlong split would tear answers apart that {config.method} compares",
+            ("overlong",),
+            "use truncate, drop or error",
         ),
         (
             not _is_date(config.template_date),
@@ -111,6 +118,8 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, f"with --tuner {config.tuner}") for name in ("trainable_layers", "trainable_modules"))
     if config.adapter is not None:
         yield from ((name, "beside --adapter, which brings its own") for name in LORA_SHAPE)
+    if config.method not in PAIRED:
+        yield "share_prompt", f"with {config.method}, which compares no pairs"
     if config.lr_scheduler != "wsd":
         yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"
     if config.max_steps is not None:

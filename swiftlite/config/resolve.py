@@ -21,6 +21,7 @@ from swiftlite.config.schema import RunConfig
 from swiftlite.config.validate import Given, build_config
 from swiftlite.errors import UserError
 
+PREFERENCE_RATES = {"lora": 1e-5, "full": 1e-6, "freeze": 1e-6}  # losses against a reference bear less than SFT
 LEARNING_RATES = {  # (method, tuner): adapters bear ten times the rate of whole weights
     ("sft", "lora"): 1e-4,
     ("sft", "full"): 1e-5,
@@ -28,6 +29,10 @@ LEARNING_RATES = {  # (method, tuner): adapters bear ten times the rate of whole
     ("pretrain", "lora"): 1e-4,
     ("pretrain", "full"): 2e-5,
     ("pretrain", "freeze"): 2e-5,
+    **{(method, tuner): rate for method in ("dpo", "kto") for tuner, rate in PREFERENCE_RATES.items()},
+    ("rm", "lora"): 1e-4,
+    ("rm", "full"): 1e-5,
+    ("rm", "freeze"): 1e-5,
 }
 
 

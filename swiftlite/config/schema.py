@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from swiftlite.config import types
+from swiftlite.config.methods import Method
 from swiftlite.config.types import (
     BelowOne,
     Columns,
@@ -28,8 +29,6 @@ from swiftlite.config.types import (
     ToList,
     Whole,
 )
-
-Method = Literal["sft", "pretrain"]
 
 MODEL, DATA, TUNER, OPTIMIZATION = "Model", "Data", "Tuner", "Optimization"
 PARALLELISM, MEMORY, CHECKPOINTS, LOGGING, RUN = "Parallelism", "Memory and speed", "Checkpoints", "Logging", "Run"
@@ -57,7 +56,10 @@ class RunConfig(BaseModel):
     )
 
     method: Annotated[Method, Spelling({"pt": "pretrain"})] = flag(
-        "sft", RUN, "What to train: `sft` on answers, `pretrain` on whole texts.", shown="by the command"
+        "sft",
+        RUN,
+        "What to train: `sft` on answers, `pretrain` on texts, the others on preferences.",
+        shown="by the command",
     )
 
     model: str = flag(
@@ -142,6 +144,7 @@ class RunConfig(BaseModel):
         "model_max_length",
     )
     packing: bool = flag(True, DATA, "Fill sequences with several rows, isolated from one another.")
+    share_prompt: bool = flag(True, DATA, "Compute the prompt of a preference pair once for both answers.")
     overlong: Annotated[Literal["truncate", "drop", "split", "error"] | None, Spelling(types.OVERLONG), NullWord] = (
         flag(
             None,
@@ -301,10 +304,7 @@ class RunConfig(BaseModel):
     parallel: Annotated[Literal["auto", "none", "ddp", "fsdp", "megatron"], Spelling({"fsdp2": "fsdp"})] = flag(
         "auto", PARALLELISM, "How ranks share the work; `megatron` is tensor x pipeline parallel.", "parallel_method"
     )
-    sharding: Annotated[
-        Literal["full", "grad_op", "none", "hybrid"] | None,
-        Spelling(types.SHARDING),
-    ] = flag(
+    sharding: Annotated[Literal["full", "grad_op", "none", "hybrid"] | None, Spelling(types.SHARDING)] = flag(
         None,
         PARALLELISM,
         "What data ranks shard. Takes PyTorch's FULL_SHARD, SHARD_GRAD_OP, ... too.",
@@ -380,10 +380,9 @@ class RunConfig(BaseModel):
         bare="auto",
     )
     max_shard_size: Size = flag("5GB", CHECKPOINTS, "Largest safetensors file of the result.", metavar="SIZE")
-    save_dtype: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"],
-        Spelling(types.DTYPE),
-    ] = flag("auto", CHECKPOINTS, "Type of the saved weights; `auto` is the source model's.")
+    save_dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Spelling(types.DTYPE)] = flag(
+        "auto", CHECKPOINTS, "Type of the saved weights; `auto` is the source model's."
+    )
 
     log_steps: Count = flag(1, LOGGING, "Steps between rows of metrics.jsonl.", "logging_steps", "log_interval")
     eval_steps: OptionalCount = flag(

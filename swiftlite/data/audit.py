@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from swiftlite.data.order import BatchPlan
     from swiftlite.data.prepare import Entry
 
+NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs", "fill")
+IN_BALANCE = (1.0, 4 / 3)
 OUTCOMES = ("read", "used", "truncated", "split", "split_by_template")
 
 
@@ -20,9 +22,10 @@ def build_audit(
     """audit.json: the training data in all, then per data set, then the evaluation data in the same form.
 
     `rows` counts rows of the files; tokens, packs and fill describe the first epoch, after weights and the held-out
-    part. A row of which nothing is kept is under `dropped` with its reason; one that is kept in part is under
-    `truncated`, `split` (several sequences by length) or `split_by_template` (several because the chat template writes
-    history differently). `held_out` rows went to the evaluation set.
+    part; of methods that compare answers also `pairs`, or `desirable` and `undesirable` answers. A row of which nothing
+    is kept is under `dropped` with its reason; one that is kept in part is under `truncated`, `split` (several
+    sequences by length) or `split_by_template` (several because the chat template writes history differently).
+    `held_out` rows went to the evaluation set.
     """
     parts = plan.describe_parts()
     datasets = {
@@ -44,7 +47,29 @@ def build_audit(
 
 
 def _numbers(described: dict[str, Any]) -> dict[str, Any]:
-    return {key: described[key] for key in ("tokens", "trained_tokens", "packs", "fill")}
+    return {key: described[key] for key in NUMBERS if key in described}
+
+
+def imbalance_warning(audit: dict[str, Any], desirable_weight: float, undesirable_weight: float) -> str | None:
+    """What to say where wanted and refused answers weigh unequally; None where they do not, or have no labels.
+
+    KTO wants (weight x number of the wanted) : (weight x number of the refused) between 1 and 4/3
+    (arXiv 2402.01306, section 4.2).
+    """
+    wanted, refused = audit.get("desirable"), audit.get("undesirable")
+    if wanted is None:
+        return None
+    said = f"{wanted:,} answers are desirable, {refused:,} undesirable"
+    if not wanted or not refused:
+        return f"{said}: KTO cannot learn a difference from one kind alone"
+    low, high = IN_BALANCE
+    if low <= desirable_weight * wanted / (undesirable_weight * refused) <= high:
+        return None
+    if wanted < refused:
+        name, weights = "desirable", [undesirable_weight * refused * bound / wanted for bound in (low, high)]
+    else:
+        name, weights = "undesirable", [desirable_weight * wanted / (refused * bound) for bound in (high, low)]
+    return f"{said}: for balance give {name} ones a weight from {weights[0]:.3g} to {weights[1]:.3g}"
 
 
 def _rows(entries: list[Entry]) -> dict[str, Any]:

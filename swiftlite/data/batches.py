@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from swiftlite.data.order import Pack
+from swiftlite.data.order import Sequence as Document
 
 IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The C answers of a micro-batch that are compared, in the order of its tokens; of a pair the chosen one is first.
+
+    pair: int64 `[C]`, which pair (or, of single answers, which row) it belongs to, counted from 0 in the micro-batch.
+    chosen: bool `[C]`, whether it is the chosen one of its pair, or a single answer that is wanted.
+    tokens: int64 `[C]`, its trained tokens. last: int64 `[C]`, the place of its last token in the row.
+    margin: fp32 `[C]`, of its pair. identity: int64 `[C, 2]`, data set and sequence; -1 where there is none.
+    """
+
+    pair: torch.Tensor
+    chosen: torch.Tensor
+    tokens: torch.Tensor
+    last: torch.Tensor
+    margin: torch.Tensor
+    identity: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.pair)
+
+    def to(self, device: torch.device) -> Completions:
+        """The same with its tensors on a device."""
+        return replace(self, **_on(device, self))
 
 
 @dataclass(frozen=True)
@@ -21,6 +49,13 @@ class MicroBatch:
     labels: int64 `[1, T]`, already shifted: the token to predict at this place, -100 where there is none to learn.
     cu_seqlens: int32 `[D + 1]`, document borders; max_document: tokens of the longest; where: the rows, `file:line`.
     context: None, or `parallel.context.Context` where the tokens are one rank's slice of the row.
+
+    Two answers that share their prompt are three documents here, `P | C | R` (see `preference_tokens`), of which C and
+    R go on from P: their positions do, and their keys begin with those of P.
+    key_index: int64 `[K]`, the places in the row of the keys, document by document; key_cu_seqlens: int32 `[D + 1]`,
+    their borders; both None where each document's keys are its own tokens. max_document counts the prompt in.
+    completions: the answers that are compared, None for methods without; owner: int64 `[trained tokens]`, the answer
+    of each label in the order of the labels.
     """
 
     input_ids: torch.Tensor
@@ -32,50 +67,137 @@ class MicroBatch:
     trained_tokens: int
     where: list[str]
     context: object | None = None
+    key_index: torch.Tensor | None = None
+    key_cu_seqlens: torch.Tensor | None = None
+    owner: torch.Tensor | None = None
+    completions: Completions | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on a device."""
-        if device == self.input_ids.device:
+        return self if device == self.input_ids.device else replace(self, **_on(device, self))
+
+    def padded(self, lengths: Sequence[int]) -> MicroBatch:
+        """With further documents behind the others, of which nothing is learnt and which count as no tokens."""
+        if not lengths:
             return self
-        moved = {
-            name: tensor.to(device, non_blocking=True)
-            for name, tensor in (
-                ("input_ids", self.input_ids),
-                ("position_ids", self.position_ids),
-                ("labels", self.labels),
-                ("cu_seqlens", self.cu_seqlens),
-            )
-        }
-        return replace(self, **moved)
+        end, more = self.input_ids.shape[1], sum(lengths)
+        steps = self.cu_seqlens.new_tensor(lengths).cumsum(0, dtype=torch.int32)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(self.position_ids)
+        keys = {}
+        if self.key_index is not None:
+            own = torch.arange(end, end + more).to(self.key_index)
+            borders = torch.cat([self.key_cu_seqlens, self.key_cu_seqlens[-1] + steps])
+            keys = {"key_index": torch.cat([self.key_index, own]), "key_cu_seqlens": borders}
+        return replace(
+            self,
+            input_ids=F.pad(self.input_ids, (0, more)),
+            position_ids=torch.cat([self.position_ids, positions[None]], dim=1),
+            labels=F.pad(self.labels, (0, more), value=IGNORED),
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1] + steps]),
+            max_document=max(self.max_document, *lengths),
+            **keys,
+        )
+
+
+def _on(device: torch.device, holder: MicroBatch | Completions) -> dict[str, torch.Tensor | Completions]:
+    values = {field.name: getattr(holder, field.name) for field in fields(holder)}
+    moved = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, torch.Tensor)}
+    return moved | {name: x.to(device) for name, x in values.items() if isinstance(x, Completions)}
+
+
+class _Segment(NamedTuple):
+    """A stretch of the row whose tokens attend to one another. start: its place; prompt: tokens of the segment right
+    before those of its pair, which it goes on from; answer: whether it is, or ends with, an answer to compare."""
+
+    start: int
+    tokens: int
+    prompt: range
+    answer: bool
 
 
 def collate(packs: Sequence[Pack]) -> MicroBatch:
     """Lay the documents of the packs end to end, with shifted labels that never cross a document."""
     documents = [document for pack in packs for document in pack]
-    lengths = [len(document.input_ids) for document in documents]
-    borders = np.zeros(len(documents) + 1, dtype=np.int32)
+    segments = _segments(documents)
+    lengths = [segment.tokens for segment in segments]
+    borders = np.zeros(len(segments) + 1, dtype=np.int32)
     np.cumsum(lengths, out=borders[1:])
     ids = np.concatenate([document.input_ids for document in documents]).astype(np.int64)
     trained = np.concatenate([document.trained for document in documents])
     trained[borders[:-1]] = False  # the first token of a document has nothing before it that could predict it
     labels = np.full(len(ids), IGNORED, dtype=np.int64)
     labels[:-1] = np.where(trained[1:], ids[1:], IGNORED)
-    positions = np.arange(len(ids)) - np.repeat(borders[:-1], lengths)
-    return MicroBatch(
+    before = np.asarray([len(segment.prompt) for segment in segments], dtype=np.int64)
+    positions = np.arange(len(ids)) + np.repeat(before - borders[:-1], lengths)
+    batch = MicroBatch(
         input_ids=torch.from_numpy(ids)[None],
         position_ids=torch.from_numpy(positions)[None],
         labels=torch.from_numpy(labels)[None],
         cu_seqlens=torch.from_numpy(borders),
-        max_document=max(lengths),
+        max_document=int((before + lengths).max()),
         tokens=len(ids),
         trained_tokens=int(trained.sum()),
         where=[document.where for document in documents],
     )
+    if before.any():
+        batch = replace(batch, **_key_side(segments))
+    if documents[0].preference is not None:
+        batch = replace(batch, **_answers(documents, [segment for segment in segments if segment.answer], trained))
+    return batch
+
+
+def _segments(documents: list[Document]) -> list[_Segment]:
+    found, start = [], 0
+    for document in documents:
+        tokens, layout, nothing = len(document.input_ids), document.preference, range(0)
+        if layout is None or not layout.is_pair:
+            found.append(_Segment(start, tokens, nothing, layout is not None))
+        else:
+            prompt = range(start, start + layout.prompt)
+            if prompt:
+                found.append(_Segment(start, len(prompt), nothing, answer=False))
+            found.append(_Segment(prompt.stop, layout.chosen, prompt, answer=True))
+            rest = tokens - layout.prompt - layout.chosen
+            found.append(_Segment(prompt.stop + layout.chosen, rest, prompt, answer=True))
+        start += tokens
+    return found
+
+
+def _key_side(segments: list[_Segment]) -> dict[str, torch.Tensor]:
+    parts = [np.r_[segment.prompt, segment.start : segment.start + segment.tokens] for segment in segments]
+    borders = np.zeros(len(parts) + 1, dtype=np.int32)
+    np.cumsum([len(part) for part in parts], out=borders[1:])
+    index = np.concatenate(parts).astype(np.int64)
+    return {"key_index": torch.from_numpy(index), "key_cu_seqlens": torch.from_numpy(borders)}
+
+
+def _answers(
+    documents: list[Document], segments: list[_Segment], trained: np.ndarray
+) -> dict[str, torch.Tensor | Completions]:
+    """segments: those of the answers; trained: bool `[T]`."""
+    layouts = [document.preference for document in documents]
+    pair = np.repeat(np.arange(len(documents)), [1 + layout.is_pair for layout in layouts])
+    chosen = [flag for layout in layouts for flag in ((True, False) if layout.is_pair else (layout.desirable,))]
+    identity = np.asarray([document.identity or (-1, -1) for document in documents], dtype=np.int64)
+    ends = [segment.start + segment.tokens for segment in segments]
+    tokens = torch.tensor([int(trained[part.start : part.start + part.tokens].sum()) for part in segments])
+    completions = Completions(
+        pair=torch.from_numpy(pair),
+        chosen=torch.tensor(chosen),
+        tokens=tokens,
+        last=torch.tensor(ends) - 1,
+        margin=torch.tensor([layouts[place].margin for place in pair], dtype=torch.float32),
+        identity=torch.from_numpy(identity[pair]),
+    )
+    return {"completions": completions, "owner": torch.arange(len(segments)).repeat_interleave(tokens)}
 
 
 def empty_micro_batch() -> MicroBatch:
-    """One token that is not learnt and counts for nothing: for a rank that has to take part without rows of its own."""
-    zero = torch.zeros(1, 1, dtype=torch.int64)
+    """One token that is not learnt and counts for nothing: for a rank that has to take part without rows of its own.
+
+    It holds no answer either, so that it serves the methods that compare them.
+    """
+    zero, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         input_ids=zero,
         position_ids=zero,
@@ -85,4 +207,6 @@ def empty_micro_batch() -> MicroBatch:
         tokens=0,
         trained_tokens=0,
         where=[],
+        owner=none,
+        completions=Completions(none, none.bool(), none, none, none.float(), none.view(0, 2)),
     )

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from swiftlite.config.methods import PREFERENCE
+from swiftlite.data.forms import BadRow
 from swiftlite.data.order import permutation
 from swiftlite.data.readers import parse_payload, read_rows
-from swiftlite.data.rows import BadRow, detect_format, rename_columns
+from swiftlite.data.rows import detect_format, rename_columns
 from swiftlite.data.sources import DataFile, Source
 from swiftlite.data.store import SequenceWriter
 from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
@@ -57,7 +59,11 @@ def build_entry(
     rows = raw_rows(source, options, sample_by, seed)
     run = RowTokenizer(tokenizer, options, source.files)
     processes = _processes(workers) if expected_rows > POOL_FROM_ROWS else 1
-    with SequenceWriter(folder) as writer, closing(_map_in_order(run, _chunks(rows), processes)) as batches:
+    preferences = options.method in PREFERENCE
+    with (
+        SequenceWriter(folder, preferences=preferences) as writer,
+        closing(_map_in_order(run, _chunks(rows), processes)) as batches,
+    ):
         for batch in batches:
             if batch.rejected and stop_at_bad_row:
                 raise bad_row_error(batch.rejected[0])

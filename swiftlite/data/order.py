@@ -15,16 +15,24 @@ from typing import Any
 import numpy as np
 
 from swiftlite.data.packing import best_fit_decreasing
+from swiftlite.data.preference_tokens import Preference
 from swiftlite.data.store import SequenceStore
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One document: input_ids int32 `[n]`, trained bool `[n]` (is this token learnt), where `file:line`."""
+    """One document, or a pair of answers: input_ids int32 `[n]`, trained bool `[n]` (is this token learnt), where
+    `file:line`.
+
+    preference: of the methods that compare answers; identity: the data set's number in the plan and the sequence's
+    number in the data set, None of sequences that are made while training.
+    """
 
     input_ids: np.ndarray
     trained: np.ndarray
     where: str
+    preference: Preference | None = None
+    identity: tuple[int, int] | None = None
 
 
 Pack = list[Sequence]
@@ -51,10 +59,11 @@ class Part:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What besides the rows decides the steps. epochs may be a fraction; max_steps wins over it."""
+    """What besides the rows decides the steps. capacity: tokens of a pack at most; epochs may be a fraction; max_steps
+    wins over it."""
 
     seed: int
-    max_length: int
+    capacity: int
     packing: bool
     shuffle: bool
     global_batch_size: int
@@ -81,6 +90,9 @@ class BatchPlan:
         self._lengths = np.concatenate([part.store.lengths for part in parts])
         self._trained = np.concatenate([part.store.trained for part in parts])
         self._opens_row = np.concatenate([np.diff(part.store.rows, prepend=-1) != 0 for part in parts])
+        found = [part.store.preferences for part in parts]
+        self._pairs = None if None in found else np.concatenate([columns["chosen"] > 0 for columns in found])
+        self._desirable = None if None in found else np.concatenate([columns["desirable"] for columns in found])
         self._index = [_RowIndex(part) for part in parts]
         self._packs_of: tuple[int, list[list[int]]] = (-1, [])
         self._steps_of: dict[int, int] = {}
@@ -119,7 +131,7 @@ class BatchPlan:
     def describe(self) -> dict[str, Any]:
         """Rows, tokens, trained tokens, packs and their fill in the first epoch, and its steps.
 
-        fill: tokens over packs times max_length; without packing a row is a pack.
+        fill: tokens over packs times their capacity; without packing a row is a pack.
         """
         members, packs = self._first_epoch()
         return self._summary(members, packs, self._pack_tokens()) | {"steps_per_epoch": self._epoch_steps(0)}
@@ -153,17 +165,28 @@ class BatchPlan:
         used = np.unique(packs)
         return {
             "rows": int(self._opens_row[members].sum()),
+            **self._answers(members),
             "tokens": int(self._lengths[members].sum()),
             "trained_tokens": int(self._trained[members].sum()),
             "packs": len(used),
-            "fill": round(float(held[used].sum()) / (len(used) * self._options.max_length), 4) if len(used) else 0.0,
+            "fill": round(float(held[used].sum()) / (len(used) * self._options.capacity), 4) if len(used) else 0.0,
         }
+
+    def _answers(self, members: np.ndarray) -> dict[str, int]:
+        """How many pairs, or answers of either label, some sequences hold; nothing where answers are not compared."""
+        if self._pairs is None:
+            return {}
+        if self._pairs[members].any():
+            return {"pairs": len(members)}
+        wanted = int(self._desirable[members].sum())
+        return {"desirable": wanted, "undesirable": len(members) - wanted}
 
     def _read_pack(self, pack: list[int]) -> Pack:
         read = []
         for index in pack:
             which = int(np.searchsorted(self._offsets, index, side="right")) - 1
-            read.append(Sequence(*self._parts[which].store.read(index - int(self._offsets[which]))))
+            store, place = self._parts[which].store, index - int(self._offsets[which])
+            read.append(Sequence(*store.read(place), preference=store.preference(place), identity=(which, place)))
         return read
 
     def _epoch_steps(self, epoch: int) -> int:
@@ -197,7 +220,7 @@ class BatchPlan:
             order = order[permutation(len(order), options.seed, epoch, "rows")]
         if not options.packing:
             return order[:, None].tolist()
-        packs = best_fit_decreasing(self._lengths[order], options.max_length)
+        packs = best_fit_decreasing(self._lengths[order], options.capacity)
         if options.shuffle:
             packs = [packs[i] for i in permutation(len(packs), options.seed, epoch, "packs").tolist()]
         else:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from swiftlite.config.methods import PAIRED
 from swiftlite.data.audit import build_audit, check_anything_left
 from swiftlite.data.build import bad_row_error, build_entry
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
@@ -98,10 +99,15 @@ def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Pro
     )
 
 
+def pack_capacity(config: RunConfig) -> int:
+    """Tokens that a pack may hold: of the methods that compare two answers, as many as a pair may have."""
+    return config.max_length * (2 if config.method in PAIRED else 1)
+
+
 def _plan_options(config: RunConfig) -> PlanOptions:
     return PlanOptions(
         seed=config.seed,
-        max_length=config.max_length,
+        capacity=pack_capacity(config),
         packing=config.packing,
         shuffle=config.shuffle,
         global_batch_size=config.global_batch_size,
@@ -157,7 +163,7 @@ def _check(config: RunConfig) -> None:
         raise UserError("the data set is named twice", where=f"--dataset {twice}", fix=f"weight it: {twice}*2")
     if config.streaming and config.method != "pretrain":
         raise UserError(
-            "--streaming is for pretraining text; sft packs and shuffles whole data sets",
+            f"--streaming is for pretraining text; {config.method} packs and shuffles whole data sets",
             where="--streaming",
             fix="leave it out: rows are tokenised to disk, so the data set may be larger than memory",
         )
@@ -177,10 +183,11 @@ def _prepare_one(
     options = token_options(config)
     content, lines = content_hash(source.files)
     count = source.spec.count
+    layout = (options.share_prompt,) if options.method in PAIRED else ()
     key = _digest(
         FORMAT_VERSION, version("transformers"), version("tokenizers"), identity, content, options.method,
         options.max_length, options.overlong, sorted(options.columns.items()), config.sample_by,
-        (count, config.seed) if count else None,
+        (count, config.seed) if count else None, *layout,
     )  # fmt: skip
 
     def build(folder: Path) -> dict[str, Any]:
@@ -213,6 +220,7 @@ def token_options(config: RunConfig) -> TokenOptions:
         overlong=config.overlong,
         template_date=config.template_date,
         columns=dict(config.columns),
+        share_prompt=config.share_prompt,
     )
 
 

@@ -15,7 +15,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from swiftlite.data.rows import BadRow, json_type
+from swiftlite.data.forms import BadRow
+from swiftlite.data.messages import json_type
 from swiftlite.data.sources import DataFile
 from swiftlite.errors import UserError
 

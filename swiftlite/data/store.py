@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
+from swiftlite.data.preference_tokens import Preference
 from swiftlite.data.tokenize import TokenBatch, flags_of
 from swiftlite.errors import UserError
 
@@ -38,14 +39,19 @@ SCHEMA = pa.schema(
         ("trained", pa.int32()),
     ]
 )
+PREFERENCE_SCHEMA = pa.schema(
+    [*SCHEMA, ("prompt", pa.int32()), ("chosen", pa.int32()), ("desirable", pa.bool_()), ("margin", pa.float32())]
+)
 SEQUENCES, REJECTED, META = "sequences.arrow", "rejected.jsonl", "meta.json"
 
 
 class SequenceWriter:
     """Appends TokenBatches to an Arrow file; a context manager."""
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = pa.ipc.new_file(str(folder / SEQUENCES), SCHEMA)
+    def __init__(self, folder: Path, *, preferences: bool) -> None:
+        """preferences: whether the sequences have one each."""
+        self._schema = PREFERENCE_SCHEMA if preferences else SCHEMA
+        self._writer = pa.ipc.new_file(str(folder / SEQUENCES), self._schema)
         self._rejected = (folder / REJECTED).open("w", encoding="utf-8")
 
     def __enter__(self) -> SequenceWriter:
@@ -71,7 +77,9 @@ class SequenceWriter:
             pa.array(lines, pa.int64()),
             pa.array(trained),
         ]
-        self._writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+        for field in list(self._schema)[len(columns) :]:
+            columns.append(pa.array([getattr(preference, field.name) for preference in batch.preferences], field.type))
+        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
 
 
 def _list_array(parts: list[np.ndarray]) -> pa.ListArray:
@@ -95,7 +103,8 @@ class _Columns:
 class SequenceStore:
     """Reads the sequences of one prepared data set by index, zero-copy.
 
-    lengths, trained: tokens and trained tokens of each sequence, int32; rows: the row each came from, int64.
+    lengths, trained: tokens and trained tokens of each sequence, int32; rows: the row each came from, int64;
+    preferences: column -> values, of the methods that compare answers, else None.
     """
 
     def __init__(self, folder: Path, labels: list[str]) -> None:
@@ -111,6 +120,12 @@ class SequenceStore:
         self.trained = np.concatenate([empty, *(batch.column("trained").to_numpy() for batch in batches)])
         self.rows = np.concatenate([empty.astype(np.int64), *(batch.column("row").to_numpy() for batch in batches)])
 
+        self.preferences = None
+        if "prompt" in reader.schema.names:
+            names = [field.name for field in list(PREFERENCE_SCHEMA)[len(SCHEMA) :]]
+            table = pa.Table.from_batches(batches, PREFERENCE_SCHEMA)
+            self.preferences = {name: table.column(name).to_numpy() for name in names}
+
     def __len__(self) -> int:
         return int(self._starts[-1])
 
@@ -121,6 +136,12 @@ class SequenceStore:
         ids = columns.ids[columns.id_offsets[place] : columns.id_offsets[place + 1]]
         runs = columns.runs[columns.run_offsets[place] : columns.run_offsets[place + 1]]
         return ids, flags_of(runs, len(ids)), f"{self._labels[columns.file[place]]}:{columns.line[place]}"
+
+    def preference(self, index: int) -> Preference | None:
+        """How the answers of a sequence are laid out, None where it holds none to compare."""
+        if self.preferences is None:
+            return None
+        return Preference(**{name: values[index].item() for name, values in self.preferences.items()})
 
 
 def _numpy_columns(batch: pa.RecordBatch) -> _Columns:

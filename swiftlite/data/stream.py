@@ -125,7 +125,7 @@ class StreamPlan:
 
     def describe(self) -> dict[str, Any]:
         """What has been read so far; the whole is never known before it was read."""
-        packs, room = self._totals["packs"], self._totals["packs"] * self._options.max_length
+        packs, room = self._totals["packs"], self._totals["packs"] * self._options.capacity
         return {
             "rows": self._totals["used"],
             "tokens": self._totals["tokens"],
@@ -207,7 +207,7 @@ class StreamPlan:
         packs = [[sequence] for sequence in sequences]
         if self._options.packing:
             lengths = np.asarray([len(sequence.input_ids) for sequence in sequences], dtype=np.int32)
-            packs = [[sequences[i] for i in pack] for pack in best_fit_decreasing(lengths, self._options.max_length)]
+            packs = [[sequences[i] for i in pack] for pack in best_fit_decreasing(lengths, self._options.capacity)]
             if self._options.shuffle:
                 packs = [packs[i] for i in permutation(len(packs), *key, "packs").tolist()]
         self._account(place.window, batch, packs)

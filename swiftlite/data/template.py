@@ -14,7 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swiftlite.data.rows import REASONING_KEYS, BadRow, Chat
+from swiftlite.data.forms import BadRow, Chat
+from swiftlite.data.messages import REASONING_KEYS
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from swiftlite.config.methods import PAIRED
+from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row
+from swiftlite.data.preference_tokens import Preference, Tokens, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
-from swiftlite.data.rows import FORMATS, BadRow, Chat, Completion, read_row, rename_columns
+from swiftlite.data.rows import FORMATS, read_row, rename_columns
 from swiftlite.data.sources import DataFile
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
@@ -22,18 +25,18 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tokens = tuple[np.ndarray, np.ndarray]  # ids int32 `[tokens]`, trained bool `[tokens]`
-
 
 @dataclass(frozen=True)
 class TokenOptions:
-    """Everything besides tokenizer and rows that decides the tokens. overlong: truncate, drop, split or error."""
+    """Everything besides tokenizer and rows that decides the tokens. overlong: truncate, drop, split or error;
+    share_prompt: whether the prompt of a pair comes once."""
 
     method: str
     max_length: int
     overlong: str
     template_date: str
     columns: dict[str, str]
+    share_prompt: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,13 @@ class RawRow:
 
 @dataclass
 class TokenBatch:
-    """Sequences of some rows, laid end to end. runs: trained `[start, end)` pairs of each sequence, flat."""
+    """Sequences of some rows, laid end to end. runs: trained `[start, end)` pairs of each sequence, flat; preferences:
+    of each sequence, for the methods that compare answers."""
 
     ids: list[np.ndarray] = field(default_factory=list)
     runs: list[np.ndarray] = field(default_factory=list)
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # (row number, file, line) per sequence
+    preferences: list[Preference] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     rejected: list[dict[str, Any]] = field(default_factory=list)
@@ -91,32 +96,52 @@ class RowTokenizer:
         """
         batch = TokenBatch()
         batch.counts["read"] = len(rows)
-        sound: list[tuple[RawRow, list[_Text]]] = []
-        for row in rows:
+        sound: list[tuple[RawRow, Row, list[_Text]]] = []
+        for raw in rows:
             try:
-                sound.append((row, self._texts(row)))
+                row = self._read(raw)
+                sound.append((raw, row, self._texts(row)))
             except BadRow as bad:
-                _reject(batch, row, self._files, bad)
-        encoded = iter(self._encode([text for _, texts in sound for text in texts]))
-        for row, texts in sound:
-            self._finish(row, [next(encoded) for _ in texts], batch)
+                _reject(batch, raw, self._files, bad)
+        encoded = iter(self._encode([text for _, _, texts in sound for text in texts]))
+        for raw, row, texts in sound:
+            sequences = [next(encoded) for _ in texts]
+            if isinstance(row, Pair | Judged):
+                self._finish_answers(raw, row, sequences, batch)
+            else:
+                self._finish(raw, sequences, batch)
         return batch
 
-    def _texts(self, raw: RawRow) -> list[_Text]:
+    def _read(self, raw: RawRow) -> Row:
         row = parse_payload(raw.payload)
         if raw.format is None:
             raise BadRow("unknown_format", f"no row format has these keys: {', '.join(list(row)[:12]) or 'none'}")
         known = next(known for known in FORMATS if known.name == raw.format)
-        parsed = read_row(rename_columns(row, self._options.columns), known)
-        if isinstance(parsed, Chat):
+        return read_row(rename_columns(row, self._options.columns), known)
+
+    def _texts(self, row: Row) -> list[_Text]:
+        """The texts of a row; of one that holds answers to compare, one an answer."""
+        if isinstance(row, Pair):
+            return [*self._answer(row.chosen), *self._answer(row.rejected)]
+        if isinstance(row, Judged):
+            return self._answer(row.answer)
+        if isinstance(row, Chat):
             if self._renderer is None:
                 self._renderer = ChatRenderer(self._tokenizer, self._options.template_date)
-            parts = self._renderer.render(parsed)
+            parts = self._renderer.render(row)
             return [_Text(part.text, part.spans, plain=False, add_eos=part.add_eos) for part in parts]
-        if isinstance(parsed, Completion):
-            text = parsed.prompt + parsed.completion
-            return [_Text(text, [(len(parsed.prompt), len(text))], plain=True, add_eos=True)]
-        return [_Text(parsed.text, None, plain=True, add_eos=True)]
+        if isinstance(row, Completion):
+            text = row.prompt + row.completion
+            return [_Text(text, [(len(row.prompt), len(text))], plain=True, add_eos=True)]
+        return [_Text(row.text, None, plain=True, add_eos=True)]
+
+    def _answer(self, answer: Chat | Completion) -> list[_Text]:
+        texts = self._texts(answer)
+        if len(texts) > 1:
+            raise BadRow(
+                "template_splits_answer", "the chat template writes the turns of one answer as several sequences"
+            )
+        return texts
 
     def _encode(self, texts: list[_Text]) -> list[Tokens]:
         """Tokens of all texts in order: one call of the tokenizer for those of one kind, which uses every core."""
@@ -164,14 +189,7 @@ class RowTokenizer:
         """Apply the policy for over-long rows, then keep what has a token to learn. Every loss is counted."""
         limit, policy = self._options.max_length, self._options.overlong
         longest = max(len(ids) for ids, _ in sequences)
-        if longest > limit and policy == "error":
-            raise UserError(
-                f"the row has {longest:,} tokens, --max-length is {limit:,}",
-                where=self._files[row.file].where(row.line),
-                fix="raise --max-length, or choose --overlong truncate, drop or split",
-            )
-        if longest > limit and policy == "drop":
-            batch.dropped["over_long"] += 1
+        if self._is_left_out(row, longest, batch):
             return
         cut = (lambda ids, trained: [(ids[:limit], trained[:limit])]) if policy == "truncate" else self._windows
         parts = [part for tokens in sequences for part in (cut(*tokens) if len(tokens[0]) > limit else [tokens])]
@@ -183,10 +201,45 @@ class RowTokenizer:
         batch.counts["truncated"] += longest > limit and policy == "truncate"
         batch.counts["split"] += longest > limit and policy == "split"
         batch.counts["split_by_template"] += len(sequences) > 1
-        for ids, trained in kept:
-            batch.ids.append(ids)
-            batch.runs.append(runs_of(trained))
-            batch.rows.append((row.number, row.file, row.line))
+        for tokens in kept:
+            _keep(batch, row, tokens)
+
+    def _finish_answers(self, raw: RawRow, row: Pair | Judged, answers: list[Tokens], batch: TokenBatch) -> None:
+        """The same for answers that are compared: a pair is one sequence, or for kto two, each with its label."""
+        longest = max(len(ids) for ids, _ in answers)
+        if self._is_left_out(raw, longest, batch):
+            return
+        fitted, prompt = fit(
+            answers, prompt_length(answers), self._options.max_length, self._tokenizer.bos_token_id
+        )  # of a pair both have the same prompt, also after a cut
+        if not all(trained.any() for _, trained in fitted):
+            batch.dropped["no_trained_token"] += 1
+            return
+        if isinstance(row, Pair) and np.array_equal(fitted[0][0], fitted[1][0]):  # their tokens, or what is left
+            batch.dropped["equal_completions"] += 1
+            return
+        batch.counts["used"] += 1
+        batch.counts["truncated"] += longest > self._options.max_length
+        if self._options.method in PAIRED:
+            _keep(batch, raw, *lay_out_pair(*fitted, prompt, row.margin, share=self._options.share_prompt))
+            return
+        labels = [True, False] if isinstance(row, Pair) else [row.desirable]
+        for tokens, desirable in zip(fitted, labels, strict=True):
+            _keep(batch, raw, tokens, Preference(prompt_length([tokens]), desirable=desirable))
+
+    def _is_left_out(self, row: RawRow, longest: int, batch: TokenBatch) -> bool:
+        """Whether a row is dropped for its length, and counted. Raises UserError under `overlong: error`."""
+        limit, policy = self._options.max_length, self._options.overlong
+        if longest > limit and policy == "error":
+            raise UserError(
+                f"the row has {longest:,} tokens, --max-length is {limit:,}",
+                where=self._files[row.file].where(row.line),
+                fix="raise --max-length, or choose --overlong truncate, drop or split",
+            )
+        if longest > limit and policy == "drop":
+            batch.dropped["over_long"] += 1
+            return True
+        return False
 
     def _windows(self, ids: np.ndarray, trained: np.ndarray) -> Iterator[Tokens]:
         """Windows that share one token with the next: it is predicted in the first and only context in the second."""
@@ -228,6 +281,15 @@ def flags_of(runs: np.ndarray, count: int) -> np.ndarray:
     for start, end in zip(runs[::2], runs[1::2], strict=True):
         flags[start:end] = True
     return flags
+
+
+def _keep(batch: TokenBatch, row: RawRow, tokens: Tokens, preference: Preference | None = None) -> None:
+    ids, trained = tokens
+    batch.ids.append(ids)
+    batch.runs.append(runs_of(trained))
+    batch.rows.append((row.number, row.file, row.line))
+    if preference is not None:
+        batch.preferences.append(preference)
 
 
 def _reject(batch: TokenBatch, row: RawRow, files: list[DataFile], bad: BadRow) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,30 @@ NAME = "swiftlite_documents"
 Attend = Callable[..., torch.Tensor]
 
 
+class SharedKeys(NamedTuple):
+    """Keys that several documents of a row share. index: int64 `[K]`, the places of the keys in the row, document by
+    document; borders: int32 `[documents + 1]`, of the keys."""
+
+    index: torch.Tensor
+    borders: torch.Tensor
+
+
 class ContextOfRow(Protocol):
     """How a row that several processes hold in slices is attended to: `swiftlite.parallel.context.Context`.
 
-    tensors: query, key, value, borders of the whole row, sinks.
+    The arguments are those of `attend_row`; borders and shared keys are those of the whole row.
     """
 
-    def attend(self, attend: Attend, *tensors: torch.Tensor | None) -> torch.Tensor: ...
+    def attend(
+        self,
+        attend: Attend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        borders: torch.Tensor,
+        sinks: torch.Tensor | None,
+        shared: SharedKeys | None,
+    ) -> torch.Tensor: ...
 
 
 def register() -> str:
@@ -63,6 +80,8 @@ def document_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    key_index: torch.Tensor | None = None,
     max_length_q: int | None = None,
     is_causal: bool | None = None,
     context: ContextOfRow | None = None,
@@ -71,8 +90,11 @@ def document_attention(
     """Causal attention inside each document.
 
     query: `[1, heads, tokens, head_dim]`; key, value: `[1, kv_heads, tokens, head_dim]`; cu_seq_lens_q: int32
-    `[documents + 1]`, the borders; context: given where the tokens are one process's slice of the row that the borders
-    describe. Returns `[1, tokens, heads, head_dim]`.
+    `[documents + 1]`, the borders; max_length_q: tokens of the longest document, shared ones counted in; context: given
+    where the tokens are one process's slice of the row that the borders describe.
+    key_index: int64 `[K]`, given where documents go on from a shared prompt: the places in the row of each document's
+    keys, of which its queries are the last; cu_seq_lens_k: then their borders.
+    Returns `[1, tokens, heads, head_dim]`.
     Raises UserError where the model does not hand the borders over or wants another attention than causal.
     """
     if cu_seq_lens_q is None or attention_mask is not None or is_causal is False or query.shape[0] != 1:
@@ -87,9 +109,26 @@ def document_attention(
     attend = functools.partial(
         _attend, longest=max_length_q, scaling=scaling, dropout=dropout, window=window, softcap=softcap
     )
-    if context is not None:
-        return context.attend(attend, query, key, value, cu_seq_lens_q, s_aux), None
-    return attend(query, key, value, cu_seq_lens_q, cu_seq_lens_q, s_aux), None
+    shared = None if key_index is None else SharedKeys(key_index, cu_seq_lens_k)
+    run = attend_row if context is None else context.attend
+    return run(attend, query, key, value, cu_seq_lens_q, s_aux, shared), None
+
+
+def attend_row(
+    attend: Attend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    sinks: torch.Tensor | None,
+    shared: SharedKeys | None,
+) -> torch.Tensor:
+    """Attention where all of the row is in this process. query: `[1, heads, tokens, head_dim]`; returns the same shape
+    with tokens before heads."""
+    if shared is None:
+        return attend(query, key, value, borders, borders, sinks)
+    key, value = key.index_select(2, shared.index), value.index_select(2, shared.index)
+    return attend(query, key, value, borders, shared.borders, sinks)
 
 
 def _attend(

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from swiftlite.errors import UserError
+from swiftlite.models.attention import attend_row
 from swiftlite.parallel.exchange import exchange, gather_rows
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
     from swiftlite.data.batches import MicroBatch
-    from swiftlite.models.attention import Attend
+    from swiftlite.models.attention import Attend, SharedKeys
 
 NO_LABEL = -100
 # Rotary frequencies that follow the longest position of the micro-batch: ranks would disagree, each seeing its slice.
@@ -67,18 +67,26 @@ class Context:
         value: torch.Tensor,
         borders: torch.Tensor,
         sinks: torch.Tensor | None,
+        shared: SharedKeys | None,
     ) -> torch.Tensor:
         """Attention of this rank's slice of the row.
 
         attend: attention on one process; query: `[1, heads, slice, head_dim]`; key, value: `[1, kv_heads, slice, ...]`;
-        borders: int32 `[documents + 1]`, of the whole padded row; sinks: `[heads]` or None.
-        Returns `[1, slice, heads, value_dim]`.
+        borders: int32 `[documents + 1]`, of the whole padded row; sinks: `[heads]` or None; shared: keys that documents
+        share, by their place in that row. Returns `[1, slice, heads, value_dim]`.
+        Raises UserError where documents share keys and there are fewer heads than ranks.
         """
         if query.shape[1] >= self.size:
-            return self._over_heads(attend, query, key, value, borders, sinks)
+            return self._over_heads(attend, query, key, value, borders, sinks, shared)
+        if shared is not None:
+            raise UserError(
+                f"a prompt that two answers share needs as many attention heads as context ranks: {query.shape[1]} of "
+                f"{self.size}",
+                fix="add --no-share-prompt, or lower --context-parallel-size",
+            )
         return self._over_tokens(attend, query, key, value, borders, sinks)
 
-    def _over_heads(self, attend, query, key, value, borders, sinks):  # noqa: ANN001, ANN202
+    def _over_heads(self, attend, query, key, value, borders, sinks, shared):  # noqa: ANN001, ANN202
         shares = divide_heads(query.shape[1], key.shape[1], self.size)
         mine, slice_tokens = shares[self.rank], query.shape[2]
         rows = [_pack(query[:, s.queries], key[:, s.keys], value[:, s.keys]) for s in shares]
@@ -94,7 +102,8 @@ class Context:
         query, key, value = _unpack(packed.view(self.size * slice_tokens, width), shapes)
         if not mine.is_regular:
             key, value = key[:, mine.key_of_query], value[:, mine.key_of_query]
-        output = attend(query, key, value, borders, borders, None if sinks is None else sinks[mine.queries])
+        sinks = None if sinks is None else sinks[mine.queries]
+        output = attend_row(attend, query, key, value, borders, sinks, shared)
         width = slice_tokens * output.shape[3]
         parts = [len(share.key_of_query) for share in shares]
         output = exchange(
@@ -155,8 +164,9 @@ def slice_for_context(batch: MicroBatch, group: dist.ProcessGroup | None) -> Mic
     """This rank's contiguous slice of a micro-batch; all of it where there is no group.
 
     The row is padded to a multiple of the ranks by a document of its own without labels. `input_ids`, `position_ids`
-    and `labels` become `[1, slice]`, and the counts of tokens those of the slice, without padding: summed over the
-    group they are the row's. `cu_seqlens` and `max_document` go on describing the whole row.
+    and `labels` become `[1, slice]`, `owner` that of the slice's labels, and the counts of tokens those of the slice,
+    without padding: summed over the group they are the row's. Borders, keys, `max_document` and `completions` go on
+    describing the whole row.
     """
     if group is None:
         return batch
@@ -164,18 +174,17 @@ def slice_for_context(batch: MicroBatch, group: dist.ProcessGroup | None) -> Mic
     padding = -tokens % size
     length = (tokens + padding) // size
     part = slice(rank * length, (rank + 1) * length)
-    labels = F.pad(batch.labels, (0, padding), value=NO_LABEL)[:, part]
-    positions = torch.arange(padding, device=batch.position_ids.device)[None]
-    end = batch.cu_seqlens.new_tensor([tokens + padding] if padding else [])
+    row = batch.padded([padding] if padding else [])
+    learnt = row.labels[0] != NO_LABEL
+    earlier, mine = int(learnt[: part.start].sum()), int(learnt[part].sum())
     return replace(
-        batch,
-        input_ids=F.pad(batch.input_ids, (0, padding))[:, part],
-        position_ids=torch.cat([batch.position_ids, positions], dim=1)[:, part],
-        labels=labels,
-        cu_seqlens=torch.cat([batch.cu_seqlens, end]),
-        max_document=max(batch.max_document, padding),
+        row,
+        input_ids=row.input_ids[:, part],
+        position_ids=row.position_ids[:, part],
+        labels=row.labels[:, part],
+        owner=None if row.owner is None else row.owner[earlier : earlier + mine],
         tokens=max(0, min(batch.tokens - part.start, length)),
-        trained_tokens=int((labels != NO_LABEL).sum()),
+        trained_tokens=mine,
         context=Context(group, tokens),
     )
 

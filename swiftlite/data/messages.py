@@ -1,0 +1,205 @@
+"""Values of rows, checked, and conversations of every spelling -> messages as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from swiftlite.data.forms import BadRow, Chat, Completion
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_call": "function_call",
+}
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+Turns = list[tuple[dict[str, Any], bool]]  # messages, each with whether it is an answer to learn
+
+
+def names_of(row: Mapping[str, Any]) -> str:
+    """The row's first keys, for messages."""
+    return ", ".join(list(row)[:12]) or "nothing"
+
+
+def json_type(value: object) -> str:
+    """The JSON name of a value's type, for messages."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def string(value: object, name: str) -> str:
+    """The value, which must be text. Raises BadRow."""
+    if not isinstance(value, str):
+        raise BadRow("wrong_type", f"{name} must be a string, it is {json_type(value)}")
+    try:
+        value.encode("utf-8")  # half of a surrogate pair passes JSON, but is no text
+    except UnicodeEncodeError as error:
+        raise BadRow("not_utf8", f"{name} holds half of a surrogate pair") from error
+    return value
+
+
+def array(value: object, name: str) -> list[Any]:
+    """A list, or the JSON text of one (csv cells and string columns hold such)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadRow("wrong_type", f"{name} is a string that is no JSON array: {error}") from error
+    if not isinstance(value, list):
+        raise BadRow("wrong_type", f"{name} must be an array, it is {json_type(value)}")
+    return value
+
+
+def json_object(value: object, name: str) -> dict[str, Any]:
+    """The value, which must be an object. Raises BadRow."""
+    if not isinstance(value, dict):
+        raise BadRow("wrong_type", f"{name} must be an object, it is {json_type(value)}")
+    return value
+
+
+def optional_text(row: Mapping[str, Any], key: str) -> str | None:
+    """The text under a key, None where there is none or an empty one. Raises BadRow."""
+    value = row.get(key)
+    return None if value in (None, "") else string(value, key)
+
+
+def read_messages(row: Mapping[str, Any], key: str = "messages") -> Chat:
+    """OpenAI messages and ShareGPT turns alike: role/content or from/value, in one reader."""
+    given = array(row[key], key)
+    if not given:
+        raise BadRow("empty", f"{key} is empty")
+    system = optional_text(row, "system")
+    pairs = messages_of(given, key)
+    if system is not None and pairs[0][0]["role"] != "system":
+        pairs.insert(0, ({"role": "system", "content": system}, False))
+    return chat(pairs, tools_of(row))
+
+
+def answer_to(prompt: object, completion: object, name: str, tools: list[dict[str, Any]] | None) -> Chat | Completion:
+    """Two strings are plain text; as soon as one side is a message list it is a chat that trains the completion.
+
+    name: what the row calls the completion. Raises BadRow.
+    """
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not string(completion, name):
+            raise BadRow("empty", f"{name} is empty")
+        return Completion(string(prompt, "prompt"), completion)
+    return chat_of(turns_of(prompt, "prompt", "user"), turns_of(completion, name, "assistant"), name, tools)
+
+
+def turns_of(value: object, name: str, role: str) -> Turns:
+    """Messages from a list of them, a single one, or the text of one by `role`. Raises BadRow."""
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    return messages_of([value] if isinstance(value, dict) else array(value, name), name)
+
+
+def chat_of(context: Turns, answer: Turns, name: str, tools: list[dict[str, Any]] | None) -> Chat:
+    """The conversation of which only the answer is trained. Raises BadRow."""
+    if all(message["role"] != "assistant" for message, _ in answer):
+        raise BadRow("no_assistant_turn", f"the {name} has no assistant turn")
+    return chat([(message, False) for message, _ in context] + answer, tools)
+
+
+def chat(pairs: Turns, tools: list[dict[str, Any]] | None) -> Chat:
+    """Check that there is an answer to learn, and cut what follows the last one: nothing there is ever trained."""
+    if all(message["role"] != "assistant" for message, _ in pairs):
+        raise BadRow("no_assistant_turn", "the conversation has no assistant turn")
+    last = max((i for i, (_, trained) in enumerate(pairs) if trained), default=None)
+    if last is None:
+        raise BadRow("nothing_to_train", 'every assistant turn says "train": false')
+    pairs = pairs[: last + 1]
+    return Chat([message for message, _ in pairs], [trained for _, trained in pairs], tools)
+
+
+def messages_of(given: list[Any], name: str) -> Turns:
+    """The messages in the one spelling that templates take. name: of the list. Raises BadRow."""
+    return [_message(json_object(message, f"{name}[{i}]"), f"{name}[{i}]") for i, message in enumerate(given)]
+
+
+def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
+    """(message for the template, is it an answer to learn)."""
+    role_key, content_key = ("role", "content") if "role" in given else ("from", "value")
+    if role_key not in given:
+        raise BadRow("missing_key", f"{name} has no role; found {names_of(given)}")
+    given_role = string(given[role_key], f"{name}.{role_key}")
+    role = ROLES.get(given_role)
+    if role is None:
+        raise BadRow("unknown_role", f"{name} has the role {given_role!r}; known: {', '.join(ROLES)}")
+    message = {key: value for key, value in given.items() if key not in (role_key, content_key, "train", "weight")}
+    message = {"role": role, "content": _content(given.get(content_key), name), **message}
+    if role == "function_call":
+        calls = _json_value(message["content"], name)
+        message |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call, name) for call in array(message["tool_calls"], f"{name}.tool_calls")]
+    for key in REASONING_KEYS:
+        if message.get(key) is not None:
+            string(message[key], f"{name}.{key}")
+    if message["role"] != "assistant":
+        return message, False
+    if not message["content"].strip() and not message.get("tool_calls"):
+        raise BadRow("empty", f"{name} is an empty answer")
+    return message, _is_trained(given, name)
+
+
+def _is_trained(given: dict[str, Any], name: str) -> bool:
+    """`"train": false`, or `"weight": 0` as in OpenAI's fine-tuning files, leaves an answer out."""
+    for key in ("train", "weight"):
+        value = given.get(key)
+        if value is not None and (value not in (0, 1) or isinstance(value, str)):
+            raise BadRow("wrong_type", f"{name}.{key} must be {'true or false' if key == 'train' else '0 or 1'}")
+    return given.get("train") not in (False, 0) and given.get("weight") != 0
+
+
+def _content(value: object, name: str) -> str:
+    """Text, or the joined text of a list of text parts; absent beside tool calls."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return string(value, f"{name}.content")
+    parts = array(value, f"{name}.content")
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else json_type(part)
+            raise BadRow("wrong_type", f"{name}.content has a part of type {kind}; only text is trained")
+    return "".join(string(part.get("text"), f"{name}.content") for part in parts)
+
+
+def _json_value(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow("bad_tool_call", f"{name} is no JSON: {error}") from error
+
+
+def _tool_call(call: object, name: str) -> dict[str, Any]:
+    """`{"type": "function", "function": {"name", "arguments": {...}}}`, which is what templates expect."""
+    call = json_object(call, f"{name}.tool_calls")
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow("bad_tool_call", f"{name} has a tool call without a function name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _json_value(arguments or "{}", f"{name}.tool_calls arguments")
+    if not isinstance(arguments, dict):
+        raise BadRow("bad_tool_call", f"{name} has tool call arguments that are {json_type(arguments)}, not an object")
+    rest = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
+    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The row's tools as templates take them, None where there are none. Raises BadRow."""
+    given = row.get("tools")
+    if given in (None, "", []):
+        return None
+    tools = [json_object(tool, "tools") for tool in array(given, "tools")]
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None

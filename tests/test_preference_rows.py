@@ -1,0 +1,154 @@
+"""Preference rows of every spelling become pairs or judged answers, and bad ones get their reason."""
+
+import pytest
+
+from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair
+from swiftlite.data.rows import detect_format, read_row
+from swiftlite.errors import UserError
+
+
+def form(row, method="dpo"):
+    return read_row(row, detect_format(row, method))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def turns(chat):
+    return [(m["role"], m["content"], t) for m, t in zip(chat.messages, chat.trained, strict=True)]
+
+
+ASK, GOOD, BAD = ("user", "Hi", False), ("assistant", "Hello", True), ("assistant", "Go", True)
+WHOLE = {"chosen": [user("Hi"), assistant("Hello")], "rejected": [user("Hi"), assistant("Go")]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("Go")]},
+        {"prompt": [user("Hi")], "chosen": "Hello", "rejected": "Go"},
+        {"prompt": "Hi", "chosen": [assistant("Hello")], "rejected": "Go"},
+        {"prompt": [user("Hi")], "chosen": assistant("Hello"), "rejected": assistant("Go")},
+        WHOLE,
+        WHOLE | {"prompt": "Hi"},  # a prompt beside whole conversations, as in UltraFeedback
+        WHOLE | {"prompt": [user("Hi")]},
+        {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Hello"},
+         "rejected": {"from": "gpt", "value": "Go"}},
+        {"messages": [user("Hi"), assistant("Hello")], "rejected_response": "Go"},
+        {"messages": [user("Hi"), assistant("Hello")], "rejected_messages": [user("Hi"), assistant("Go")]},
+    ],
+)  # fmt: skip
+def test_every_spelling_of_a_pair(row):
+    pair = form(row)
+    assert turns(pair.chosen) == [ASK, GOOD]
+    assert turns(pair.rejected) == [ASK, BAD]
+    assert pair.margin == 0.0
+
+
+def test_only_the_answer_of_a_long_conversation_is_trained():
+    context = [user("a"), assistant("b"), user("c")]
+    for row in (
+        {"prompt": context, "chosen": "x", "rejected": "y"},
+        {"chosen": [*context, assistant("x")], "rejected": [*context, assistant("y")]},
+        {"messages": [*context, assistant("x")], "rejected_response": "y"},
+    ):
+        pair = form(row)
+        assert pair.chosen.trained == pair.rejected.trained == [False, False, False, True]
+        assert pair.chosen.messages[:3] == pair.rejected.messages[:3] == context
+
+
+def test_texts():
+    assert form({"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3", "margin": 2}) == Pair(
+        Completion("1 + 1 =", " 2"), Completion("1 + 1 =", " 3"), 2.0
+    )
+    pair = form({"chosen": "Q: who?\n\nA: Ann", "rejected": "Q: who?\n\nA: Andy"})  # no word is cut
+    assert pair.chosen == Completion("Q: who?\n\nA:", " Ann")
+    assert pair.rejected == Completion("Q: who?\n\nA:", " Andy")
+
+
+def test_tools_and_margin():
+    row = {"tools": [{"name": "add"}], "margin": "0.5", "messages": [user("Hi"), assistant("Hello")]}
+    pair = form(row | {"rejected_response": "Go"})
+    assert pair.margin == 0.5
+    assert pair.chosen.tools == pair.rejected.tools == [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_judged_rows():
+    judged = form({"prompt": [user("Hi")], "completion": "Go", "label": False}, "kto")
+    assert isinstance(judged.answer, Chat)
+    assert turns(judged.answer) == [ASK, BAD]
+    assert not judged.desirable
+    assert form({"prompt": "a", "completion": " b", "label": "True"}, "kto") == Judged(Completion("a", " b"), True)
+
+
+PROMPT = {"prompt": [user("Hi")]}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (PROMPT | {"chosen": "a", "rejected": "a"}, "equal_completions"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "equal_completions"),
+        ({"chosen": "same text", "rejected": "same text"}, "equal_completions"),
+        ({"chosen": WHOLE["chosen"], "rejected": WHOLE["chosen"]}, "equal_completions"),
+        ({"messages": WHOLE["chosen"], "rejected_response": "Hello"}, "equal_completions"),
+        (PROMPT | {"chosen": "a", "rejected": " "}, "empty"),
+        ({"prompt": "Hi", "chosen": "", "rejected": ""}, "empty"),
+        ({"prompt": "Hi", "chosen": " a", "rejected": "\n"}, "empty"),
+        ({"chosen": "Q: ", "rejected": "Q: yes"}, "empty"),
+        (PROMPT | {"chosen": [], "rejected": "b"}, "empty"),
+        ({"chosen": WHOLE["chosen"], "rejected": [*WHOLE["chosen"], user("more")]}, "empty"),
+        ({"chosen": WHOLE["chosen"], "rejected": [user("Ho"), assistant("Go")]}, "different_prompts"),
+        (WHOLE | {"prompt": "Ho"}, "different_prompts"),
+        (WHOLE | {"prompt": []} | {"chosen": [assistant("a")]}, "different_prompts"),
+        ({"chosen": "one", "rejected": "two"}, "different_prompts"),
+        ({"chosen": [user("s"), user("a"), assistant("b")], "rejected": [user("s"), user("c"), assistant("d")]},
+         "different_prompts"),
+        (PROMPT | {"chosen": [user("b")], "rejected": "a"}, "different_prompts"),
+        (PROMPT | {"chosen": "a", "rejected": [user("b")]}, "no_assistant_turn"),
+        (PROMPT | {"chosen": 5, "rejected": "b"}, "wrong_type"),
+        (PROMPT | {"chosen": "a", "rejected": "b", "margin": "much"}, "wrong_type"),
+        (PROMPT | {"chosen": "a", "rejected": "b", "margin": True}, "wrong_type"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "label_not_boolean"),
+        ({"prompt": "a", "completion": "b", "label": 1}, "label_not_boolean"),
+        ({"prompt": "a", "completion": "b", "label": None}, "label_not_boolean"),
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "label_not_boolean"),
+        ({"prompt": "a", "completion": "", "label": True}, "empty"),
+    ],
+)  # fmt: skip
+def test_bad_rows_have_a_reason_and_a_sentence(row, reason):
+    with pytest.raises(BadRow) as failure:
+        form(row, "kto")
+    assert failure.value.reason == reason
+    assert len(failure.value.detail) > 10
+
+
+PAIR_ROW, JUDGED_ROW = (
+    {"prompt": "a", "chosen": "b", "rejected": "c"},
+    {"prompt": "a", "completion": "b", "label": True},
+)
+
+
+@pytest.mark.parametrize("method", ["dpo", "rm"])
+def test_each_method_takes_its_rows_and_refuses_others_by_name(method):
+    assert detect_format(PAIR_ROW, method).name == "preference"
+    with pytest.raises(UserError, match=f"unpaired preference rows; {method}"):
+        detect_format(JUDGED_ROW, method)
+    with pytest.raises(UserError, match=f"{method} learns from answers that are compared, these are messages") as error:
+        detect_format({"messages": []}, method)
+    assert "`chosen`" in error.value.fix
+    assert "`swiftlite sft`" in error.value.fix
+    assert detect_format({"foo": 1}, method) is None
+
+
+def test_kto_takes_both():
+    assert detect_format(PAIR_ROW, "kto").name == "preference"
+    assert detect_format(JUDGED_ROW, "kto").name == "unpaired preference"
+    with pytest.raises(UserError, match="these are text rows") as error:
+        detect_format({"text": "a"}, "kto")
+    assert "`label`" in error.value.fix
