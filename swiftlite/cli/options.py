@@ -147,7 +147,7 @@ def _choices_in_sentence(flag: Flag) -> bool:
 
 
 def _parameter(flag: Flag) -> inspect.Parameter:
-    from swiftlite.config.schema import RUN
+    from swiftlite.config.setting import RUN
 
     names = [flag.option, *([f"-{flag.short}"] if flag.short else [])]
     kind = list[str] | None if flag.kind in ("list", "map") else str | None

@@ -33,14 +33,14 @@ def _configuration(resolved: Resolved) -> Table:
     for heading in ("setting", "value", "from"):
         table.add_column(heading, header_style="dim", overflow="fold")
     panel = None
-    for name, value in resolved.config.model_dump().items():
-        flag = all_flags()[name]
+    values = resolved.config.model_dump()
+    for name, flag in all_flags().items():
         if flag.panel != panel:
             panel = flag.panel
             table.add_row(f"[bold blue]{panel}[/]", "", "")
         source = resolved.given.get(name)
         style = "bold" if source else "dim"
-        table.add_row(f"[{style}]{name}[/]", _words(value), source or "")
+        table.add_row(f"[{style}]{name}[/]", _words(values[name]), source or "")
     return table
 
 

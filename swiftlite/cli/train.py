@@ -1,4 +1,4 @@
-"""`swiftlite sft`, `pretrain` and `train`."""
+"""`swiftlite sft`, `pretrain`, `dpo`, `kto` and `train`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.options import RunCommand
-from swiftlite.config.methods import PREFERENCE
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 def train(resolved: Resolved) -> None:
     """Train. Raises what the run itself raises, and UserError for a method that is not built yet."""
-    if resolved.config.method in PREFERENCE:
+    if resolved.config.method == "rm":
         raise UserError(
-            f"swiftlite cannot train {resolved.config.method} yet",
-            fix="train sft or pretrain; `swiftlite inspect` shows what the rows become",
+            "swiftlite cannot train reward models yet",
+            fix="train dpo or kto; `swiftlite inspect` shows what the rows become",
         )
     if os.environ.get("RANK", "0") == "0":
         for note in resolved.notes:
@@ -34,5 +33,7 @@ def train(resolved: Resolved) -> None:
 TRAIN_COMMANDS = (
     RunCommand("sft", train, "Fine-tune on answers: conversations, instructions, completions.", method="sft"),
     RunCommand("pretrain", train, "Train on whole texts (also: pt).", method="pretrain"),
+    RunCommand("dpo", train, "Learn from pairs of answers: DPO and its kin (--loss).", method="dpo"),
+    RunCommand("kto", train, "Learn from single answers, each wanted or not.", method="kto"),
     RunCommand("train", train, "Train as a recipe says, which names the method."),
 )

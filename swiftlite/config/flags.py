@@ -51,10 +51,12 @@ class Flag:
 
 @cache
 def all_flags() -> dict[str, Flag]:
-    """Name -> flag, in the order of the schema."""
+    """Name -> flag, panel by panel, in the order of the schema."""
     from swiftlite.config.schema import RunConfig
+    from swiftlite.config.setting import PANELS
 
-    return {name: _read(name, field) for name, field in RunConfig.model_fields.items()}
+    read = [_read(name, field) for name, field in RunConfig.model_fields.items()]
+    return {item.name: item for item in sorted(read, key=lambda item: PANELS.index(item.panel))}
 
 
 @cache

@@ -29,8 +29,9 @@ def dump_config(config: RunConfig) -> str:
         "# `swiftlite train --recipe THIS_FILE` runs it again; give it another --output-dir, or --resume auto.",
     ]
     panel = None
-    for name, value in config.model_dump().items():
-        flag = all_flags()[name]
+    values = config.model_dump()
+    for name, flag in all_flags().items():
+        value = values[name]
         if name in NOT_SAVED:
             continue
         if flag.panel != panel:

@@ -4,12 +4,25 @@ One line or two a setting: its type, its default, the help sentence, and the nam
 is the name with dashes. A default of None is filled in by `resolve`; `shown` says in the help how.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
 
 from swiftlite.config import types
 from swiftlite.config.methods import Method
+from swiftlite.config.preference import PreferenceSettings
+from swiftlite.config.setting import (
+    CHECKPOINTS,
+    DATA,
+    LOGGING,
+    MEMORY,
+    MODEL,
+    OPTIMIZATION,
+    PARALLELISM,
+    RUN,
+    TUNER,
+    flag,
+)
 from swiftlite.config.types import (
     BelowOne,
     Columns,
@@ -30,25 +43,10 @@ from swiftlite.config.types import (
     Whole,
 )
 
-MODEL, DATA, TUNER, OPTIMIZATION = "Model", "Data", "Tuner", "Optimization"
-PARALLELISM, MEMORY, CHECKPOINTS, LOGGING, RUN = "Parallelism", "Memory and speed", "Checkpoints", "Logging", "Run"
-
-
-def flag(default: Any, panel: str, text: str, *aliases: str, shown: str | None = None, **more: Any) -> Any:
-    """A setting. text: its help sentence; aliases: other accepted names; shown: the default in words where None is not.
-
-    more: `metavar` for the help, `bare` for the value of the flag without one, `env` for an environment variable.
-    """
-    extra = {"panel": panel, "aliases": list(aliases), "shown": shown, **more}
-    if isinstance(default, list | dict):
-        return Field(default_factory=default.copy, description=text, json_schema_extra=extra)
-    return Field(default, description=text, json_schema_extra=extra)
-
-
 Tracker = Annotated[Literal["tensorboard", "wandb", "swanlab", "trackio"], Spelling()]
 
 
-class RunConfig(BaseModel):
+class RunConfig(PreferenceSettings):
     """Everything that defines one run. Made by `resolve`; immutable afterwards."""
 
     model_config = ConfigDict(
@@ -144,7 +142,6 @@ class RunConfig(BaseModel):
         "model_max_length",
     )
     packing: bool = flag(True, DATA, "Fill sequences with several rows, isolated from one another.")
-    share_prompt: bool = flag(True, DATA, "Compute the prompt of a preference pair once for both answers.")
     overlong: Annotated[Literal["truncate", "drop", "split", "error"] | None, Spelling(types.OVERLONG), NullWord] = (
         flag(
             None,

@@ -127,6 +127,26 @@ def toy_rows(count: int) -> list[dict[str, Any]]:
     return rows
 
 
+def toy_pairs(count: int) -> list[dict[str, Any]]:
+    """Preference pairs: right and wrong answers of unequal length."""
+    return [
+        {
+            "prompt": row["messages"][:1],
+            "chosen": row["messages"][1:2],
+            "rejected": [{"role": "assistant", "content": f"I think {2 * i + 4}." + " No." * (i % 3)}],
+        }
+        for i, row in enumerate(toy_rows(count))
+    ]
+
+
+def toy_judged(count: int) -> list[dict[str, Any]]:
+    """Single answers, every other one of them wrong, labelled so."""
+    return [
+        {"prompt": pair["prompt"], "completion": pair["rejected" if i % 2 else "chosen"], "label": i % 2 == 0}
+        for i, pair in enumerate(toy_pairs(count))
+    ]
+
+
 def write_toy(folder: Path, config: PretrainedConfig, seed: int = 0) -> Path:
     """A folder with a random fp32 model of this config and the toy tokenizer. Returns the folder."""
     import torch

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,6 +142,26 @@ def _embedding_names(model: PreTrainedModel) -> list[str]:
     if not model.config.get_text_config().tie_word_embeddings:
         wanted.add(id(model.get_output_embeddings()))
     return [name.rsplit(".", 1)[-1] for name, module in model.named_modules() if id(module) in wanted]
+
+
+@contextmanager
+def adapters_off(models: Iterable[nn.Module]) -> Iterator[None]:
+    """The models as they are without adapters, inside the block.
+
+    peft's own switch also takes the gradient off adapters and gives it back, which FSDP need not see.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    switched = [module for model in models for module in model.modules() if isinstance(module, kinds)]
+    for module in switched:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in switched:
+            module._disable_adapters = False
 
 
 def to_master_precision(model: nn.Module) -> None:

@@ -143,7 +143,8 @@ def _inputs(batch: MicroBatch | _Probe, hidden: torch.Tensor | None) -> dict[str
         "attention_mask": None,
         "use_cache": False,
         "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens if batch.key_index is None else batch.key_cu_seqlens,
+        "key_index": batch.key_index,
         "max_length_q": batch.max_document,
         "max_length_k": batch.max_document,
         "context": batch.context,
@@ -160,6 +161,7 @@ class _Probe:
     cu_seqlens: torch.Tensor
     max_document: int = 5
     context: None = None
+    key_index: None = None
 
     def second(self) -> _Probe:
         """The second document alone."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from swiftlite.errors import UserError
 from swiftlite.models.attention import attend_row
-from swiftlite.parallel.exchange import exchange, gather_rows
+from swiftlite.parallel.exchange import exchange, gather_rows, sum_parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,6 +57,10 @@ class Context:
         Gradients of all ranks are summed, so a loss that each rank makes of the whole row is divided by `size`.
         """
         return gather_rows(values, self.group)[: self.tokens]
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum of what each rank has of some numbers; its gradient, alike on all ranks, is that of each part."""
+        return sum_parts(parts, self.group)
 
     @torch.compiler.disable  # collectives inside autograd functions: the compiled layer is cut here
     def attend(

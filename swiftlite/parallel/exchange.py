@@ -29,6 +29,15 @@ def gather_rows(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _GatherRows.apply(values, group)
 
 
+def sum_parts(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of every process's `values`, on each of them.
+
+    Each goes on to compute the same with it, so a process's gradient of the sum is that of its own part: nothing
+    travels back.
+    """
+    return _SumParts.apply(values, group)
+
+
 def _all_to_all(values: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     result = values.new_empty((sum(receive), *values.shape[1:]))
     dist.all_to_all_single(result, values.contiguous(), receive, send, group=group)
@@ -45,6 +54,18 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         send, receive = ctx.sizes
         return _all_to_all(upstream, receive, send, ctx.group), None, None, None
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, group):  # noqa: ANN001, ANN205
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+        return upstream, None
 
 
 class _GatherRows(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from swiftlite.config.layout import Layout
 
+T = TypeVar("T")
 SPLIT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 STORED = ("pp", "dp_replicate", "fsdp", "tp")
 REGROUPED = {"efsdp": "fsdp", "ep": "fsdp"}  # experts lie on a mesh of their own
@@ -103,13 +105,25 @@ class Mesh:
             return here
         return bool(self.largest(torch.tensor(float(here), device=self.device)).item())
 
+    def collect(self, value: T) -> list[T]:
+        """Every process's value, in the order of ranks."""
+        if self.stored is None:
+            return [value]
+        found: list[T] = [value] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+    def from_first(self, value: T) -> T:
+        """Rank 0's value."""
+        if self.stored is None:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held)
+        return held[0]
+
     def gather(self, texts: list[str]) -> list[str]:
         """The texts of all processes, each once, in the order of ranks."""
-        if self.stored is None:
-            return texts
-        parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(parts, texts)
-        return list(dict.fromkeys(text for part in parts for text in part))
+        return list(dict.fromkeys(text for part in self.collect(texts) for text in part))
 
 
 def is_sharding(placement: Placement) -> bool:

@@ -84,7 +84,7 @@ class World:
 
     def within(self, name: str) -> World:
         """The same processes with notes of their own."""
-        return replace(self, store=dist.PrefixStore(name, self.store))
+        return self if self.store is None else replace(self, store=dist.PrefixStore(name, self.store))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from swiftlite.checkpoint.catalog import stored_tensors
+from swiftlite.config.methods import PREFERENCE
 from swiftlite.models.anatomy import dissect
 from swiftlite.models.tuners import set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
@@ -79,8 +80,9 @@ def divide(
     Raises UserError where the architecture cannot be cut.
     """
     layout = mesh.layout
+    summed = config.method not in PREFERENCE  # their losses are a plain sum over tokens
     if layout.pp == 1:
-        parts = [Part(TokenScorer(model, base, summed=True), model, base)]
+        parts = [Part(TokenScorer(model, base, summed=summed), model, base)]
         runner: StepRunner = DirectStep(
             parts[0].scorer, precision, mesh, config.seed, sync_every_microbatch=config.sync_every_microbatch
         )
@@ -89,7 +91,9 @@ def divide(
         plan = plan_stages(base, layout.pp, schedule, length=config.max_length)
         hidden_dtype = base.get_input_embeddings().weight.dtype
         stages = cut_model(model, base, plan, mesh.place("pp"))
-        parts = [Part(StageScorer(stage, hidden_dtype), stage.model, stage.base, stage) for stage in stages]
+        parts = [
+            Part(StageScorer(stage, hidden_dtype, summed=summed), stage.model, stage.base, stage) for stage in stages
+        ]
         pipeline = Pipeline(stages, plan, mesh.group("pp"))
         runner = PipelineStep(pipeline, [part.scorer for part in parts], precision, mesh, config.seed)
         options = replace(options, resharding=not schedule.splits_backward)

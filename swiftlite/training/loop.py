@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,19 +14,16 @@ import torch
 from swiftlite.errors import RunError
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.flops import FlopCounter, peak_flops
+from swiftlite.training.methods import Method, check_start
 from swiftlite.training.optimizer import clip_gradients, set_rate
 from swiftlite.training.precision import LossScale, Precision
 from swiftlite.training.schedule import rate_at, warmup_steps
-from swiftlite.training.share import StepShare, share_step
+from swiftlite.training.share import StepShare, share_in
 from swiftlite.training.step import StepOutcome, StepRunner
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import BatchPlan, StepBatch
-
-# A CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split of a step
-# into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
-CPU_FORWARD_TOKENS = 1024
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -54,16 +52,21 @@ class Progress:
     evaluations_without_gain: int = 0
     skipped_steps: list[int] = field(default_factory=list)
     loss_scale: dict[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Parts:
-    """Everything a loop works with. uncounted: ids of trained parameters whose gradient another process counts."""
+    """Everything a loop works with. uncounted: ids of trained parameters whose gradient another process counts;
+    checks_start: nothing random stands between the first step's loss and its known value.
+    """
 
     config: RunConfig
     plan: BatchPlan
     eval_plan: BatchPlan | None
     runner: StepRunner
+    method: Method
+    checks_start: bool
     modules: list[torch.nn.Module]
     trained: list[torch.nn.Parameter]
     uncounted: set[int]
@@ -103,7 +106,7 @@ class Loop:
             signal, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
             row |= self._speed(share, time.perf_counter() - clock, data_seconds, peak)
             if self._parts.eval_plan is not None and self._due(config.eval_steps, batch.step, last):
-                row["eval_loss"] = self._evaluate()
+                row |= self._evaluate()
             if last or batch.step % config.log_steps == 0 or "eval_loss" in row:
                 self._listener.log(row)
             if signal or self._due(config.save_steps, batch.step, last):
@@ -137,12 +140,7 @@ class Loop:
             yield batch, share, time.perf_counter() - started
 
     def _share(self, batch: StepBatch) -> StepShare:
-        mesh = self._parts.mesh
-        limit = CPU_FORWARD_TOKENS if mesh.device.type == "cpu" else None
-        size = self._parts.config.micro_batch_size
-        if mesh.layout.pp > 1:  # a short last step still has work for all stages
-            size = max(1, min(size, len(batch.packs) // mesh.layout.data_ranks // mesh.layout.pp))
-        return share_step(batch.packs, mesh.data_rank, mesh.layout.data_ranks, size, limit)
+        return share_in(self._parts.mesh, batch.packs, self._parts.config.micro_batch_size)
 
     def _step(self, batch: StepBatch, share: StepShare) -> dict[str, Any]:
         parts, config = self._parts, self._parts.config
@@ -156,16 +154,20 @@ class Loop:
             decay_ratio=config.decay_ratio,
         )
         set_rate(parts.optimizer, rate)
-        outcome = parts.runner.train(
-            batch.step, share.micro_batches, share.trained_tokens, self._scale.value, share.count
-        )
+        method = parts.method
+        share, make_loss = method.prepare(batch, share, "train")
+        count = method.count(share)
+        outcome = parts.runner.train(batch.step, share.micro_batches, make_loss(count), self._scale.value, share.count)
+        if self.progress.step == 0 and parts.checks_start:
+            check_start(method, share, outcome.loss, parts.precision.dtype)
         norm = clip_gradients(parts.trained, config.max_grad_norm, parts.mesh, self._scale.value, parts.uncounted)
         if self._may_update(batch.step, share, outcome, norm):
             parts.optimizer.step()
+            method.after(outcome.sums, count)
         self._scale.update(overflowed=not math.isfinite(norm))
         parts.optimizer.zero_grad(set_to_none=True)
         self.progress.step, self.progress.epoch = batch.step, batch.epoch
-        self.progress.loss_scale = asdict(self._scale)
+        self.progress.loss_scale, self.progress.method = asdict(self._scale), method.state
         row = {
             "step": batch.step,
             "epoch": round(batch.epoch, 6),
@@ -174,7 +176,7 @@ class Loop:
             "grad_norm": norm if math.isfinite(norm) else None,
             "trained_tokens": share.trained_tokens,
             "tokens": share.tokens,
-        }
+        } | method.metrics(outcome.sums, count)
         return row if outcome.router_loss is None else row | {"router_loss": outcome.router_loss}
 
     def _may_update(self, step: int, share: StepShare, outcome: StepOutcome, norm: float) -> bool:
@@ -202,21 +204,23 @@ class Loop:
         self.progress.skipped_steps.append(step)
         self._listener.message(f"step {step} skipped: {why} ({len(self.progress.skipped_steps)} so far)")
 
-    def _evaluate(self) -> float:
-        parts = self._parts
+    def _evaluate(self) -> dict[str, float | None]:
+        parts, method = self._parts, self._parts.method
         self._set_training(False)
-        total, tokens = 0.0, 0
+        total, count, sums = 0.0, 0, Counter()
         for batch in parts.eval_plan.steps():
-            share = self._share(batch)
-            total, tokens = total + parts.runner.evaluate(share.micro_batches), tokens + share.trained_tokens
+            share, make_loss = method.prepare(batch, self._share(batch), "eval")
+            loss, found = parts.runner.evaluate(share.micro_batches, make_loss(1))
+            total, count = total + loss, count + method.count(share)
+            sums.update(found)
         self._set_training(True)
-        loss = total / max(1, tokens)
+        loss = total / max(1, count)
         progress = self.progress
         if progress.best_loss is None or loss < progress.best_loss:
             progress.best_loss, progress.best_step, progress.evaluations_without_gain = loss, progress.step, 0
         else:
             progress.evaluations_without_gain += 1
-        return loss
+        return {"eval_loss": loss} | {f"eval_{name}": value for name, value in method.metrics(sums, count).items()}
 
     def _should_stop_early(self) -> bool:
         patience = self._parts.config.early_stopping_patience

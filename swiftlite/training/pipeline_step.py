@@ -21,16 +21,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
-import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
-from swiftlite.data.batches import IGNORED, MicroBatch, empty_micro_batch
+from swiftlite.data.batches import MicroBatch, empty_micro_batch
 from swiftlite.errors import SwiftliteError
 from swiftlite.objectives.scorer import TokenScorer
-from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.context import Context, slice_for_context
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Routing, Stage
+from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import StepOutcome, derive_seed
 
@@ -52,9 +51,9 @@ class StageScorer(TokenScorer):
     routers' counts travel along, since its loss is not a sum over layers.
     """
 
-    def __init__(self, stage: Stage, hidden_dtype: torch.dtype) -> None:
-        """hidden_dtype: of hidden states between layers, the type of the embedding's output."""
-        super().__init__(stage.model, stage.base, summed=True)
+    def __init__(self, stage: Stage, hidden_dtype: torch.dtype, *, summed: bool = False) -> None:
+        """hidden_dtype: of hidden states between layers, the type of the embedding's output; summed: as in the base."""
+        super().__init__(stage.model, stage.base, summed=summed)
         self.stage = stage
         self._dtype = hidden_dtype
         self._routing = Routing(stage.base) if self._routed else None
@@ -131,7 +130,9 @@ class PipelineStep:
         self._schedule: object | None = None
         self._objective: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] | None = None
 
-    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float, count: int) -> StepOutcome:
+    def train(
+        self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
+    ) -> StepOutcome:
         """As `StepRunner.train`; `batches` are whole rows, which are divided over context ranks here.
 
         Every rank of the pipeline gets the same ones. Reads the device once, at the end.
@@ -139,11 +140,12 @@ class PipelineStep:
         layout, plan = self._mesh.layout, self._pipeline.plan
         number = plan.schedule.micro_batches(len(batches), plan.ranks)
         ready = self._in_one_shape(batches, number)
-        losses, routers = [], []
+        values, routers = [], []
 
         def objective(scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            loss = supervised_loss(scores[0], max(1, tokens))
-            losses.append(loss.detach())
+            batch = ready[len(values)]  # the last stage scores them in order
+            loss, sums = step_loss(scores[0], batch)
+            values.append(reported(loss, sums, batch, step_loss))
             for router_loss in scores[1:]:  # a mean per micro-batch, not per token
                 routers.append(router_loss.detach() / count)
                 loss = loss + router_loss / count
@@ -158,7 +160,7 @@ class PipelineStep:
 
         self._run(Work(ready, around), objective)
         self._pipeline.sum_tied_gradients()
-        return self._outcome(losses[: len(batches)], routers, len(batches))
+        return self._outcome(values[: len(batches)], routers, len(batches), step_loss)
 
     def _run(self, work: Work, objective: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]) -> None:
         number, self._objective = len(work.batches), objective
@@ -216,41 +218,67 @@ class PipelineStep:
             batch = replace(batch, context=Context(group, rows))  # padding is no part of the row
         return batch.to(self._mesh.device)
 
-    def _outcome(self, losses: list[torch.Tensor], routers: list[torch.Tensor], count: int) -> StepOutcome:
-        """Of what the last stage knows, on all ranks."""
-        values = torch.zeros(count + 1, device=self._mesh.device)
-        if losses:
-            values[:count] = torch.stack(losses)
-            values[count] = torch.stack(routers).sum() if routers else 0.0
-        self._mesh.sum_over(values, "pp")
-        sums = torch.stack([values[:count].sum(), values[count]])
-        loss, router = self._mesh.sum_over_data(sums).tolist()
-        return StepOutcome(loss, values[:count].tolist(), router if self._scorers[0].is_routed else None)
+    def _outcome(
+        self, values: list[torch.Tensor], routers: list[torch.Tensor], count: int, step_loss: StepLoss
+    ) -> StepOutcome:
+        """Of what the last stage knows, on all ranks. values: `[1 + names]` of each of `count` micro-batches."""
+        table = torch.zeros(count + 1, 1 + len(step_loss.names), device=self._mesh.device)
+        if values:
+            table[:count] = torch.stack(values)
+            table[count, 0] = torch.stack(routers).sum() if routers else 0.0
+        self._mesh.sum_over(table, "pp")
+        total = self._mesh.sum_over_data(torch.cat([table[:count].sum(0), table[count, :1]])).tolist()
+        router = total[-1] if self._scorers[0].is_routed else None
+        return StepOutcome(
+            total[0], table[:count, 0].tolist(), router, dict(zip(step_loss.names, total[1:-1], strict=True))
+        )
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
-        """As `StepRunner.evaluate`: forward passes through the stages in order, the same under every schedule."""
+    def evaluate(self, batches: Sequence[MicroBatch], step_loss: StepLoss) -> tuple[float, dict[str, float]]:
+        """As `StepRunner.evaluate`."""
+        total = torch.zeros(1 + len(step_loss.names), device=self._mesh.device)
+        for batch, logprobs in self._logprobs(batches):
+            if logprobs is not None:
+                total += reported(*step_loss(logprobs, batch), batch, step_loss)
+        loss, *sums = self._mesh.sum_over_data(self._mesh.sum_over(total, "pp")).tolist()
+        return loss, dict(zip(step_loss.names, sums, strict=True))
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """As `StepRunner.score`; every stage learns of it."""
+        found = []
+        for batch, logprobs in self._logprobs(batches):
+            none = torch.zeros(len(batch.completions), device=self._mesh.device)
+            found.append(none if logprobs is None else answer_sums(logprobs, batch))
+        sizes = [len(sums) for sums in found]
+        return list(self._mesh.sum_over(torch.cat(found), "pp").split(sizes)) if found else []
+
+    def _logprobs(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor | None]]:
+        """Each micro-batch with its log-probabilities on the last stage, None on the others.
+
+        Forward passes through the stages in order, the same under every schedule.
+        """
         ready = [self._place(batch) for batch in batches]
         work = Work(ready, lambda *_: self._precision.compute(self._mesh.device))
         for scorer in self._scorers:
             scorer.begin(work)
-        total = torch.zeros((), device=self._mesh.device)
         sending: list[dist.Work] = []
         for batch in ready:
             values: tuple[torch.Tensor, ...] = ()
+            logprobs = None
             for scorer in self._scorers:
                 values = scorer(*self._receive(scorer, values, batch))
                 if scorer.stage.is_last:
-                    total -= values[0].sum()
+                    logprobs = values[0]
                 else:
                     sending = self._send(scorer, values, sending)
+            yield batch, logprobs
         for handle in sending:
             handle.wait()
         for scorer in self._scorers:  # what a backward would have done
             for module in scorer.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        return self._mesh.sum_over_data(self._mesh.sum_over(total, "pp")).item()
 
     def _receive(
         self, scorer: StageScorer, before: tuple[torch.Tensor, ...], batch: MicroBatch
@@ -285,14 +313,4 @@ def pad_micro_batch(batch: MicroBatch, tokens: int, longest: int) -> MicroBatch:
     No longer than real ones, so that learnt positions exist for them and `max_document` stays true.
     """
     missing = tokens - batch.input_ids.shape[1]
-    lengths = [longest] * (missing // longest) + [missing % longest] * (missing % longest > 0)
-    borders = batch.cu_seqlens[-1] + torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    positions = torch.cat([batch.position_ids[0], *[torch.arange(length) for length in lengths]])
-    return replace(
-        batch,
-        input_ids=F.pad(batch.input_ids, (0, missing)),
-        position_ids=positions[None],
-        labels=F.pad(batch.labels, (0, missing), value=IGNORED),
-        cu_seqlens=torch.cat([batch.cu_seqlens, borders.to(torch.int32)]),
-        max_document=longest,
-    )
+    return batch.padded([longest] * (missing // longest) + [missing % longest] * (missing % longest > 0))

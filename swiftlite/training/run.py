@@ -37,9 +37,11 @@ from swiftlite.parallel.world import World
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.loop import Loop, Parts, Progress, Stopped
+from swiftlite.training.methods import Method
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import describe_device
 from swiftlite.training.setup import Trainee, build_trainee, check_model
+from swiftlite.training.setup_method import MethodParts, build_method
 
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
@@ -66,7 +68,13 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         with reporter.phase("loading the model"):
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout)
-        session = Session(config, output, prepared, trainee, load, reporter)
+
+        def build_start() -> Trainee:
+            return build_trainee(config, model_config, None, load, world.within("start"), layout)
+
+        with reporter.phase("preparing the method"):
+            method = build_method(MethodParts(config, prepared, trainee, resume is None, build_start, load, reporter))
+        session = Session(config, output, prepared, trainee, method, load, reporter)
         session.restore(resume)
         try:
             session.train()
@@ -134,11 +142,13 @@ class Session:
         output: Path,
         prepared: PreparedData,
         trainee: Trainee,
+        method: Method,
         load_tokenizer: Any,
         reporter: Reporter,
     ) -> None:
         self._config, self._output, self._prepared = config, output, prepared
-        self._trainee, self._load_tokenizer, self._reporter = trainee, load_tokenizer, reporter
+        self._trainee, self._method = trainee, method
+        self._load_tokenizer, self._reporter = load_tokenizer, reporter
         self._mesh = trainee.mesh
         self._optimizer = build_optimizer(trainee.trained(), config)
         self._progress = Progress()
@@ -161,6 +171,7 @@ class Session:
         trainee = self._trainee
         load_resume_state(checkpoint, trainee.trained_shapes, trainee.trained(), self._optimizer)
         self._progress = Progress(**state["progress"])
+        self._method.state = self._progress.method
 
     def train(self) -> None:
         """Run the loop, then write model/, audit, plots and page."""
@@ -173,6 +184,8 @@ class Session:
             plan=plan,
             eval_plan=self._prepared.eval,
             runner=trainee.divided.runner,
+            method=self._method,
+            checks_start=not trainee.has_dropout,
             modules=[part.scorer for part in trainee.divided.parts],
             trained=[parameter for _, parameter in trainee.trained()],
             uncounted=trainee.uncounted(),

@@ -10,12 +10,17 @@ from dataclasses import dataclass
 
 from swiftlite.data.batches import MicroBatch, collate, empty_micro_batch
 from swiftlite.data.order import Pack
+from swiftlite.parallel.mesh import Mesh
+
+# A CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split of a step
+# into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
+CPU_FORWARD_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class StepShare:
-    """One data rank's part of a step. count (of micro-batches that are not empty), trained_tokens, tokens and lengths
-    (of the documents): of the whole step.
+    """One data rank's part of a step. count (of micro-batches that are not empty), trained_tokens, tokens, lengths (of
+    the documents), documents (pairs, or single answers) and desirable ones: of the whole step.
     """
 
     micro_batches: list[MicroBatch]
@@ -23,6 +28,19 @@ class StepShare:
     trained_tokens: int
     tokens: int
     lengths: list[int]
+    desirable: int = 0
+
+    @property
+    def documents(self) -> int:
+        return len(self.lengths)
+
+
+def share_in(mesh: Mesh, packs: list[Pack], micro_batch_size: int) -> StepShare:
+    """This process's part of some packs of a step."""
+    limit, layout = CPU_FORWARD_TOKENS if mesh.device.type == "cpu" else None, mesh.layout
+    if layout.pp > 1:  # a short last step still has work for all stages
+        micro_batch_size = max(1, min(micro_batch_size, len(packs) // layout.data_ranks // layout.pp))
+    return share_step(packs, mesh.data_rank, layout.data_ranks, micro_batch_size, limit)
 
 
 def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit: int | None) -> StepShare:
@@ -41,6 +59,7 @@ def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit:
         trained_tokens=sum(int(document.trained[1:].sum()) for document in documents),
         tokens=sum(len(document.input_ids) for document in documents),
         lengths=[len(document.input_ids) for document in documents],
+        desirable=sum(document.preference is not None and document.preference.desirable for document in documents),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,34 +11,41 @@ import torch
 
 from swiftlite.data.batches import MicroBatch
 from swiftlite.objectives.scorer import TokenScorer
-from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.context import slice_for_context
 from swiftlite.parallel.data import reduce_at_last_micro_batch
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """loss: of the global step, the mean over its trained tokens; micro_losses: the shares of it computed here."""
+    """loss: of the global step; micro_losses: the shares of it computed here; sums: what the `StepLoss` names, of the
+    global step."""
 
     loss: float
     micro_losses: list[float]
     router_loss: float | None
+    sums: dict[str, float]
 
 
 class StepRunner(Protocol):
     """The two ways to run a step: directly, or through the stages of a pipeline."""
 
-    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float, count: int) -> StepOutcome:
+    def train(
+        self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
+    ) -> StepOutcome:
         """Add the gradients of `scale` x the global step's loss to the parameters.
 
-        batches: this data rank's, equally many on each; tokens: N, the trained tokens of the whole step; count: its
-        micro-batches that are not empty, over all data ranks.
+        batches: this data rank's, equally many on each; count: the step's micro-batches that are not empty, over all
+        data ranks.
         """
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
-        """The sum of -log p over the trained tokens of these micro-batches on all data ranks."""
+    def evaluate(self, batches: Sequence[MicroBatch], step_loss: StepLoss) -> tuple[float, dict[str, float]]:
+        """(loss, the sums that `step_loss` names) over these micro-batches on all data ranks."""
+
+    def score(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """log p of the answers of each of these micro-batches, fp32 `[answers]`, without gradient."""
 
 
 class DirectStep:
@@ -50,43 +57,59 @@ class DirectStep:
         self._scorer, self._precision, self._mesh, self._seed = scorer, precision, mesh, seed
         self._sync_always = sync_every_microbatch
 
-    def train(self, step: int, batches: Sequence[MicroBatch], tokens: int, scale: float, count: int) -> StepOutcome:
+    def train(
+        self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
+    ) -> StepOutcome:
         """As `StepRunner.train`. Reads the device once, at the end."""
-        losses, routers = [], []
+        values, routers = [], []
         for index, batch in enumerate(batches):
             number = index * self._mesh.layout.data_ranks + self._mesh.data_rank
             torch.manual_seed(derive_seed(self._seed, step, number))  # dropout depends on the step, not on history
             last = index == len(batches) - 1
             reduce_at_last_micro_batch(self._scorer, self._sync_always or last)
+            mine = self._mine(batch)
             with self._precision.compute(self._mesh.device):
-                scores = self._scorer(self._mine(batch))
-                loss = supervised_loss(scores.logprobs, max(1, tokens))
-            losses.append(loss.detach())
+                scores = self._scorer(mine)
+                loss, sums = step_loss(scores.logprobs, mine)
+            values.append(reported(loss, sums, mine, step_loss))
             if scores.router_loss is not None:  # a mean per micro-batch, not per token
                 part = scores.router_loss * (bool(batch.tokens) / count)
                 routers.append(part.detach())
                 loss = loss + part
             (loss * scale).backward()
-        return self._outcome(losses, routers)
+        return self._outcome(torch.stack(values), routers, step_loss)
 
     def _mine(self, batch: MicroBatch) -> MicroBatch:
         """What of a micro-batch this process computes, on its device."""
         return slice_for_context(batch, self._mesh.group("cp")).to(self._mesh.device)
 
-    def _outcome(self, losses: list[torch.Tensor], routers: list[torch.Tensor]) -> StepOutcome:
-        shares = torch.stack(losses)
-        sums = torch.stack([shares.sum(), torch.stack(routers).sum() if routers else shares.new_zeros(())])
-        loss, router = self._mesh.sum_over_data(sums).tolist()
-        return StepOutcome(loss, shares.tolist(), router if routers else None)
+    def _outcome(self, values: torch.Tensor, routers: list[torch.Tensor], step_loss: StepLoss) -> StepOutcome:
+        """values: `[micro-batches, 1 + names]`."""
+        router = torch.stack(routers).sum() if routers else values.new_zeros(())
+        total = self._mesh.sum_over_data(torch.cat([values.sum(0), router[None]])).tolist()
+        sums = dict(zip(step_loss.names, total[1:-1], strict=True))
+        return StepOutcome(total[0], values[:, 0].tolist(), total[-1] if routers else None, sums)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+    def evaluate(self, batches: Sequence[MicroBatch], step_loss: StepLoss) -> tuple[float, dict[str, float]]:
         """As `StepRunner.evaluate`."""
-        total = torch.zeros((), device=self._mesh.device)
+        total = torch.zeros(1 + len(step_loss.names), device=self._mesh.device)
+        for mine, logprobs in self._logprobs(batches):
+            total += reported(*step_loss(logprobs, mine), mine, step_loss)
+        loss, *sums = self._mesh.sum_over_data(total).tolist()
+        return loss, dict(zip(step_loss.names, sums, strict=True))
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """As `StepRunner.score`."""
+        return [answer_sums(logprobs, mine) for mine, logprobs in self._logprobs(batches)]
+
+    def _logprobs(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         for batch in batches:
+            mine = self._mine(batch)
             with self._precision.compute(self._mesh.device):
-                total -= self._scorer(self._mine(batch)).logprobs.sum()
-        return self._mesh.sum_over_data(total).item()
+                logprobs = self._scorer(mine).logprobs
+            yield mine, logprobs
 
 
 def derive_seed(seed: int, step: int, index: int) -> int:

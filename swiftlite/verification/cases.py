@@ -21,11 +21,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained in every layout. architecture: of the toy model; flags: tuner, packing and the like."""
+    """What is trained in every layout. architecture: of the toy model; flags: tuner, packing and the like; method: the
+    command."""
 
     architecture: str
     name: str
     flags: dict[str, Any] = field(default_factory=dict)
+    method: str = "sft"
 
     def takes(self, case: Case) -> bool:
         return not case.experts or "moe" in self.architecture
@@ -39,11 +41,13 @@ LORA: dict[str, Any] = {"tuner": "lora", "lora_rank": 4}
 
 
 def subjects(architectures: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[Subject]:
-    """Each architecture in full and packed; the first also unpacked and with adapters."""
+    """Each architecture in full and packed; the first also unpacked, with adapters, and on preferences."""
     found = [Subject(name, name, FULL) for name in architectures]
     first = architectures[0]
     found.append(Subject(first, f"{first}, unpacked", FULL | {"packing": False}))
     found.append(Subject(first, f"{first}, LoRA", LORA))
+    found.append(Subject(first, f"{first}, DPO", FULL, "dpo"))
+    found.append(Subject(first, f"{first}, KTO with LoRA", LORA, "kto"))
     return found
 
 

@@ -14,7 +14,7 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
-from swiftlite.models.toys import toy_rows
+from swiftlite.models.toys import toy_judged, toy_pairs, toy_rows
 from swiftlite.parallel.world import World, joined
 from swiftlite.reporting.run import QuietReporter
 from swiftlite.training.run import run_training
@@ -23,6 +23,7 @@ from swiftlite.verification.compare import Difference, compare
 
 STEPS = 5
 VERDICTS = "verdicts.jsonl"
+ROWS = {"sft": ("rows.jsonl", toy_rows), "dpo": ("pairs.jsonl", toy_pairs), "kto": ("judged.jsonl", toy_judged)}
 
 
 class Recorder(QuietReporter):
@@ -66,25 +67,28 @@ class Verification:
     def verdicts(self, subjects: list[Subject], cases: list[Case]) -> Iterator[Verdict]:
         """The verdict of each cell as it is reached, on rank 0; every process has to run through them."""
         for number, subject in enumerate(subjects):
-            flags = _shared_flags(self._folder, self._models[subject.architecture]) | subject.flags
+            flags = _shared_flags(self._folder, self._models[subject.architecture], subject.method) | subject.flags
             reference = self._folder / f"reference-{number}"
             expected = Recorder()
             if self._world.rank == 0:
-                run_training(_resolve(flags, reference, 1).config, World(self._world.device), Layout(), expected)
+                run_training(
+                    _resolve(subject.method, flags, reference, 1).config, World(self._world.device), Layout(), expected
+                )
             self._world.meet(f"reference {number}")
             for place, case in enumerate(case for case in cases if subject.takes(case)):
-                found = self._difference(flags | case.flags, f"{number}-{place}", expected.rows, reference)
+                wanted = subject.method, flags | case.flags
+                found = self._difference(wanted, f"{number}-{place}", expected.rows, reference)
                 yield Verdict(subject.name, case.name, *found)
             if self._world.rank == 0:
                 shutil.rmtree(reference)
 
     def _difference(
-        self, flags: dict[str, Any], key: str, expected: list[dict[str, Any]], reference: Path
+        self, wanted: tuple[str, dict[str, Any]], key: str, expected: list[dict[str, Any]], reference: Path
     ) -> tuple[float, Difference | None, str | None]:
         """(seconds, difference from one process, why the layout was refused)."""
         output, started, recorder = self._folder / key, time.perf_counter(), Recorder()
         try:
-            resolved = _resolve(flags, output, self._world.size)
+            resolved = _resolve(*wanted, output, self._world.size)
             run_training(resolved.config, self._world.within(key), resolved.layout, recorder)
         except UserError as error:
             self._world.meet(key)
@@ -128,24 +132,22 @@ def read_verdicts(folder: Path) -> list[Verdict]:
     ]
 
 
-def _resolve(values: dict[str, Any], output: Path, world: int) -> Resolved:
+def _resolve(method: str, values: dict[str, Any], output: Path, world: int) -> Resolved:
     given = {name: Given(value, name, "flag") for name, value in (values | {"output_dir": str(output)}).items()}
     env = {} if world == 1 else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
-    return resolve("sft", given, env=env)
+    return resolve(method, given, env=env)
 
 
-def _shared_flags(folder: Path, model: str) -> dict[str, Any]:
+def _shared_flags(folder: Path, model: str, method: str) -> dict[str, Any]:
     """A step of 8 sequences of unequal lengths, some with hardly a trained token."""
     return {
-        "model": model, "dataset": [str(write_rows(folder))], "max_length": 128, "max_steps": STEPS,
+        "model": model, "dataset": [str(folder / ROWS[method][0])], "max_length": 128, "max_steps": STEPS,
         "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3, "precision": "fp32",
         "cache_dir": str(folder / "cache"), "save_steps": 1000, "workers": 1,
     }  # fmt: skip
 
 
-def write_rows(folder: Path) -> Path:
-    """Forty short conversations of unequal length."""
-    path = folder / "rows.jsonl"
-    if not path.is_file():
-        path.write_text("".join(json.dumps(row) + "\n" for row in toy_rows(40)), encoding="utf-8")
-    return path
+def write_rows(folder: Path) -> None:
+    """What the methods are trained on, forty rows each."""
+    for name, make in ROWS.values():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in make(40)), encoding="utf-8")

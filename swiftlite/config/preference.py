@@ -1,0 +1,47 @@
+"""The settings of methods that learn from preferences: dpo, kto and rm."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel
+
+from swiftlite.config.setting import PREFERENCE, flag
+from swiftlite.config.types import Names, NotNegative, NullWord, Positive, Spelling
+
+OptionalNotNegative = Annotated[NotNegative | None, NullWord]
+
+
+class PreferenceSettings(BaseModel):
+    """A part of `RunConfig`."""
+
+    loss: Names = flag(
+        [],
+        PREFERENCE,
+        "What is made of log-probabilities; several are added up: `sigmoid:0.8 sft:1.0`. dpo: sigmoid, hinge, ipo, "
+        "robust, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, simpo, cpo, orpo, sft; "
+        "kto: kto, apo_zero_unpaired.",
+        "loss_type",
+        "pref_loss",
+        shown="sigmoid; kto",
+        metavar="NAME[:WEIGHT] ...",
+    )
+    beta: Positive = flag(
+        0.1, PREFERENCE, "How strongly the model is held to the reference; lambda of orpo.", "pref_beta"
+    )
+    label_smoothing: NotNegative = flag(
+        0.0, PREFERENCE, "Share of labels taken to be wrong, below 0.5; for sigmoid, robust and exo_pair."
+    )
+    rpo_alpha: NotNegative = flag(0.0, PREFERENCE, "Weight of the chosen answer's NLL, added to the loss.", "pref_ftx")
+    simpo_gamma: OptionalNotNegative = flag(None, PREFERENCE, "Margin of simpo.", shown="0.5")
+    reference: Annotated[Literal["precompute", "model"] | None, Spelling(), NullWord] = flag(
+        None,
+        PREFERENCE,
+        "Where the reference's values come from: a pass before training, kept on disk, or a second copy of the model.",
+        shown="adapters switched off under lora; else precompute",
+    )
+    desirable_weight: Positive = flag(
+        1.0, PREFERENCE, "kto: weight of desirable answers.", "kto_chosen_weight", "chosen_weight"
+    )
+    undesirable_weight: Positive = flag(
+        1.0, PREFERENCE, "kto: weight of undesirable answers.", "kto_rejected_weight", "rejected_weight"
+    )
+    share_prompt: bool = flag(True, PREFERENCE, "Compute the prompt of a pair once for both answers.")

@@ -1,0 +1,21 @@
+"""How a setting of the schema is written down, and the panels of the help that settings stand in."""
+
+from typing import Any
+
+from pydantic import Field
+
+MODEL, DATA, TUNER, OPTIMIZATION = "Model", "Data", "Tuner", "Optimization"
+PREFERENCE, PARALLELISM, MEMORY = "Preference", "Parallelism", "Memory and speed"
+CHECKPOINTS, LOGGING, RUN = "Checkpoints", "Logging", "Run"
+PANELS = (MODEL, DATA, TUNER, PREFERENCE, OPTIMIZATION, PARALLELISM, MEMORY, CHECKPOINTS, LOGGING, RUN)
+
+
+def flag(default: Any, panel: str, text: str, *aliases: str, shown: str | None = None, **more: Any) -> Any:
+    """A setting. text: its help sentence; aliases: other accepted names; shown: the default in words where None is not.
+
+    more: `metavar` for the help, `bare` for the value of the flag without one, `env` for an environment variable.
+    """
+    extra = {"panel": panel, "aliases": list(aliases), "shown": shown, **more}
+    if isinstance(default, list | dict):
+        return Field(default_factory=default.copy, description=text, json_schema_extra=extra)
+    return Field(default, description=text, json_schema_extra=extra)

@@ -1,0 +1,103 @@
+"""What a step makes of log-probabilities: the one place where training methods differ.
+
+A `StepLoss` is the loss of one global step, called for each micro-batch with what the model gave. Everything it has to
+know of the whole step (its tokens, its pairs, the reference's values) is in it before the first micro-batch runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from swiftlite.data.batches import MicroBatch
+from swiftlite.objectives.completions import completion_sums
+from swiftlite.objectives.preference import PairScores, Preference
+from swiftlite.objectives.supervised import supervised_loss
+from swiftlite.objectives.unpaired import RowScores, Unpaired
+
+Contribution = tuple[torch.Tensor, Sequence[torch.Tensor]]
+
+
+class StepLoss(Protocol):
+    """names: of the sums that come beside the loss."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
+        """(what goes into the backward, sums under `names` without gradient): added up over micro-batches and data
+        ranks they are the step's. logprobs: fp32 `[trained tokens]` of the micro-batch, or of this rank's slice of it.
+        """
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """SFT and pretraining. tokens: N, the trained tokens of the whole step."""
+
+    tokens: int
+    names: tuple[str, ...] = ()
+
+    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
+        return supervised_loss(logprobs, max(1, self.tokens)), ()
+
+
+PAIR_SUMS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin", "logps/chosen", "logps/rejected",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """The mean over the step's pairs. reference: by micro-batch, `[answers]`, None for losses without one;
+    running_reward: of bco_pair.
+    """
+
+    preference: Preference
+    pairs: int
+    running_reward: float = 0.0
+    names: tuple[str, ...] = PAIR_SUMS
+
+    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
+        answers = batch.completions
+        policy, first = answer_sums(logprobs, batch), answers.chosen
+        reference = [None, None] if answers.reference is None else [answers.reference[first], answers.reference[~first]]
+        scores = PairScores(policy[first], policy[~first], answers.tokens[first], answers.tokens[~first], *reference)
+        loss = self.preference.per_pair(scores, self.running_reward).sum() / max(1, self.pairs)
+        return loss, tuple(self.preference.metrics(scores)[name] for name in self.names)
+
+
+ROW_SUMS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracy", "logps/chosen", "logps/rejected", "count/chosen",
+    "count/rejected",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """The mean over the step's judged answers. z0: the reference point of KTO."""
+
+    unpaired: Unpaired
+    rows: int
+    z0: float
+    names: tuple[str, ...] = ROW_SUMS
+
+    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
+        answers = batch.completions
+        scores = RowScores(answer_sums(logprobs, batch), answers.reference, answers.chosen)
+        loss = self.unpaired.per_row(scores, self.z0).sum() / max(1, self.rows)
+        return loss, tuple(self.unpaired.metrics(scores, self.z0)[name] for name in self.names)
+
+
+def answer_sums(logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """log p of each answer of a micro-batch, fp32 `[answers]`; of a row that several ranks hold, on each of them."""
+    sums = completion_sums(logprobs, batch.owner, len(batch.completions))
+    return sums if batch.context is None else batch.context.sum(sums)
+
+
+def reported(loss: torch.Tensor, sums: Sequence[torch.Tensor], batch: MicroBatch, step_loss: StepLoss) -> torch.Tensor:
+    """`[1 + names]`: this process's share of the numbers of a step. Ranks of a divided row that all know the whole
+    row's numbers share them out."""
+    values = torch.stack([loss.detach(), *(value.detach().to(loss.dtype) for value in sums)])
+    return values if batch.context is None or not step_loss.names else values / batch.context.size

@@ -1,0 +1,197 @@
+"""What sets the training methods apart: what a step counts, what it needs beforehand, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from swiftlite.config.losses import UNPAIRED_LOSSES, parse_losses
+from swiftlite.config.methods import PREFERENCE
+from swiftlite.data.batches import MicroBatch
+from swiftlite.data.mismatched import mismatched_packs
+from swiftlite.errors import RunError, UserError
+from swiftlite.objectives.preference import Preference, RunningReward
+from swiftlite.objectives.unpaired import Unpaired, metric_means, reference_point
+from swiftlite.training.losses import PairLoss, RowLoss, StepLoss, TokenLoss
+from swiftlite.training.reference import Place, Reference, evaluating
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.data.order import Pack, StepBatch
+    from swiftlite.parallel.mesh import Mesh
+    from swiftlite.training.share import StepShare
+    from swiftlite.training.step import StepRunner
+
+MakeLoss = Callable[[int], StepLoss]  # from what the loss is divided by
+START_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
+
+class Method(Protocol):
+    """state: what a checkpoint keeps of it, as JSON."""
+
+    state: dict[str, Any]
+
+    def count(self, share: StepShare) -> int:
+        """What the loss of a step is the mean over."""
+
+    def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        """What a step needs before its first micro-batch. kind: train or eval."""
+
+    def start_value(self, share: StepShare) -> float | None:
+        """The loss that the first step must have, None where that depends on the model."""
+
+    def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
+        """For metrics.jsonl."""
+
+    def after(self, sums: dict[str, float], count: int) -> None:
+        """Note what a training step gave."""
+
+
+class Supervised:
+    """SFT and pretraining."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def count(self, share: StepShare) -> int:
+        return share.trained_tokens
+
+    def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        return share, TokenLoss
+
+    def start_value(self, share: StepShare) -> float | None:
+        return None
+
+    def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
+        return {}
+
+    def after(self, sums: dict[str, float], count: int) -> None:
+        """Nothing is carried from step to step."""
+
+
+class Paired:
+    """DPO and its kin."""
+
+    def __init__(self, preference: Preference, reference: Reference | None) -> None:
+        self._preference, self._reference = preference, reference
+        self.state: dict[str, Any] = asdict(RunningReward())
+
+    def count(self, share: StepShare) -> int:
+        return share.documents
+
+    def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        running = RunningReward(**self.state).mean
+        share = share if self._reference is None else with_reference(share, self._reference, Place(kind))
+        return share, lambda count: PairLoss(self._preference, count, running)
+
+    def start_value(self, share: StepShare) -> float | None:
+        return self._preference.step_zero()
+
+    def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
+        return {name: value / max(1, count) for name, value in sums.items()}
+
+    def after(self, sums: dict[str, float], count: int) -> None:
+        running = RunningReward(**self.state)
+        self.state = asdict(running.after(sums["rewards/chosen"], sums["rewards/rejected"], count))
+
+
+class Judged:
+    """KTO: single answers, each wanted or not."""
+
+    def __init__(
+        self,
+        unpaired: Unpaired,
+        reference: Reference,
+        mesh: Mesh,
+        runner: StepRunner,
+        modules: Sequence[nn.Module],
+        mismatched: Callable[[StepBatch], list[Pack]],
+        share: Callable[[list[Pack]], list[MicroBatch]],
+    ) -> None:
+        """mismatched: each step's prompts with other rows' answers; share: this rank's micro-batches of some packs."""
+        self._unpaired, self._reference, self._mesh, self._runner = unpaired, reference, mesh, runner
+        self._modules, self._mismatched, self._share = modules, mismatched, share
+        self.state: dict[str, Any] = {}
+
+    def count(self, share: StepShare) -> int:
+        return share.documents
+
+    def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        z0 = self._reference_point(batch, kind) if self._unpaired.needs_mismatched else 0.0
+        share = with_reference(share, self._reference, Place(kind))
+        return share, lambda count: RowLoss(self._unpaired, count, z0)
+
+    def _reference_point(self, batch: StepBatch, kind: str) -> float:
+        packs = self._mismatched(batch)
+        if not packs:
+            return 0.0
+        batches = self._share(packs)
+        with evaluating(self._modules):
+            policy = self._runner.score(batches)
+        reference = self._reference.sums(batches, Place(kind, batch.step))
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for mine, theirs in zip(policy, reference, strict=True):
+            total += (mine.double() - theirs.to(mine.device).double()).sum()
+        total /= self._mesh.layout.cp  # each of the ranks of a row knows all of it
+        rows = sum(len(pack) for pack in packs)
+        return reference_point(self._mesh.sum_over_data(total), rows).item()
+
+    def start_value(self, share: StepShare) -> float | None:
+        return (
+            None
+            if not share.documents
+            else self._unpaired.step_zero(share.desirable, share.documents - share.desirable)
+        )
+
+    def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
+        return metric_means(sums)
+
+    def after(self, sums: dict[str, float], count: int) -> None:
+        """z0 is made anew in each step."""
+
+
+def with_reference(share: StepShare, reference: Reference, place: Place) -> StepShare:
+    """The share with the reference's values beside each answer."""
+    sums = reference.sums(share.micro_batches, place)
+    batches = [
+        replace(batch, completions=replace(batch.completions, reference=values.to(batch.input_ids.device)))
+        for batch, values in zip(share.micro_batches, sums, strict=True)
+    ]
+    return replace(share, micro_batches=batches)
+
+
+def check_start(method: Method, share: StepShare, loss: float, dtype: torch.dtype) -> None:
+    """Before the first update policy and reference are equal, and the loss is known. Raises RunError where it is not.
+
+    Source of the values: the losses' own formulas with equal log-probabilities.
+    """
+    wanted = method.start_value(share)
+    if wanted is not None and abs(loss - wanted) > START_TOLERANCE[dtype] * max(1.0, abs(wanted)):
+        raise RunError(
+            f"the first step's loss is {loss:.6f}, but {wanted:.6f} where policy and reference are the same model",
+            fix="remove the cached reference values (--cache-dir); if it stays, please report model and flags",
+        )
+
+
+def preference_of(config: RunConfig) -> Preference | Unpaired | None:
+    """The loss that the flags describe, None for methods without. Raises UserError."""
+    if config.method == "dpo":
+        losses = tuple(parse_losses(config.loss or ["sigmoid"]))
+        return Preference(losses, config.beta, config.label_smoothing, config.rpo_alpha, config.simpo_gamma)
+    if config.method == "kto":
+        ((name, weight), *more) = parse_losses(config.loss or ["kto"], UNPAIRED_LOSSES)
+        if more or weight != 1.0:
+            raise UserError("kto takes one loss without a weight", where="--loss", fix="use --loss kto")
+        return Unpaired(name, config.beta, config.desirable_weight, config.undesirable_weight)
+    assert config.method not in PREFERENCE
+    return None
+
+
+def mismatched_of(config: RunConfig, bos: int | None) -> Callable[[StepBatch], list[Pack]]:
+    """Each step's packs of prompts with other rows' answers. bos: the tokenizer's."""
+    return lambda batch: mismatched_packs(batch.packs, config.max_length, bos)

@@ -1,0 +1,210 @@
+"""Log-probabilities of answers under the reference: the model as it was before the first step.
+
+Either the reference is there while training (the base under adapters that are switched off, or a second model), or its
+values were computed beforehand in one pass over the steps, by the same runner and in the same layout, and kept on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from swiftlite.data.batches import MicroBatch
+from swiftlite.errors import RunError
+from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.step import StepRunner
+
+if TYPE_CHECKING:
+    from swiftlite.data.order import BatchPlan, Pack, StepBatch
+
+KINDS = ("train", "eval")
+STEPS_A_FILE = 64  # what is lost at most where the pass is interrupted
+OWN = -1  # stands for the step where a row has its own answer, which does not depend on the step
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where micro-batches come from. kind: train or eval; step: of mismatched answers, OWN otherwise."""
+
+    kind: str
+    step: int = OWN
+
+
+class Reference(Protocol):
+    def sums(self, batches: Sequence[MicroBatch], place: Place) -> list[torch.Tensor]:
+        """log p of the answers of each micro-batch under the reference, fp32 `[answers]`."""
+
+
+class LiveReference:
+    """A model that is there while training."""
+
+    def __init__(
+        self, runner: StepRunner, modules: Sequence[nn.Module], switched: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """modules: what the runner runs; switched: entered while it is the reference."""
+        self._runner, self._modules, self._switched = runner, modules, switched
+
+    def sums(self, batches: Sequence[MicroBatch], place: Place) -> list[torch.Tensor]:
+        with evaluating(self._modules), self._switched():
+            return self._runner.score(batches)
+
+
+class evaluating(AbstractContextManager[None]):  # noqa: N801 - used as a function
+    """Dropout off inside the block."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [(module, module.training) for module in modules]
+
+    def __enter__(self) -> None:
+        for module, _ in self._modules:
+            module.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for module, before in self._modules:
+            module.train(before)
+
+
+@dataclass
+class ReferenceTable:
+    """Values computed beforehand, by (kind, step or OWN, data set, sequence): of a pair (chosen, rejected)."""
+
+    values: dict[tuple[int, int, int, int], tuple[float, float]] = field(default_factory=dict)
+
+    def sums(self, batches: Sequence[MicroBatch], place: Place) -> list[torch.Tensor]:
+        """Raises RunError for an answer that was not computed."""
+        return [self._of(batch, place) for batch in batches]
+
+    def _of(self, batch: MicroBatch, place: Place) -> torch.Tensor:
+        keys = [(KINDS.index(place.kind), place.step, *identity) for identity in batch.completions.identity.tolist()]
+        missing = next((where for where, key in zip(batch.where, keys, strict=False) if key not in self.values), None)
+        if missing is not None:
+            raise RunError("the reference's log-probabilities lack a row", where=missing, fix="remove the cache folder")
+        found = [self.values[key][second] for key, second in zip(keys, _seconds(batch), strict=True)]
+        return torch.tensor(found, dtype=torch.float32, device=batch.input_ids.device)
+
+    def has(self, place: Place, identity: tuple[int, int]) -> bool:
+        return (KINDS.index(place.kind), place.step, *identity) in self.values
+
+    def add(self, batch: MicroBatch, sums: torch.Tensor, place: Place) -> None:
+        for identity, second, value in zip(
+            batch.completions.identity.tolist(), _seconds(batch), sums.tolist(), strict=True
+        ):
+            key = KINDS.index(place.kind), place.step, *identity
+            first = self.values.get(key, (0.0, 0.0))[0]
+            self.values[key] = (first, value) if second else (value, 0.0)
+
+
+def _seconds(batch: MicroBatch) -> list[int]:
+    """Whether each answer is the second one of its pair."""
+    pair = batch.completions.pair.tolist()
+    return [int(place > 0 and pair[place] == pair[place - 1]) for place in range(len(pair))]
+
+
+class Precompute:
+    """One pass over the steps of a run. A pass that was interrupted goes on where it stopped."""
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        share: Callable[[list[Pack]], list[MicroBatch]],
+        mismatched: Callable[[StepBatch], list[Pack]] | None,
+    ) -> None:
+        """folder: of this reference's values on disk; share: this rank's micro-batches of some packs; mismatched: packs
+        of each step whose answers are other rows', None for methods without.
+        """
+        self._folder, self._mesh, self._share, self._mismatched = folder, mesh, share, mismatched
+
+    def known(self) -> ReferenceTable:
+        """What is on disk. Rank 0 reads it for all."""
+        table = ReferenceTable()
+        if self._mesh.rank == 0:
+            for file in sorted(self._folder.glob("*.safetensors")):
+                table.values |= _read(file)
+        return ReferenceTable(self._mesh.from_first(table.values))
+
+    def missing(self, table: ReferenceTable, plans: dict[str, BatchPlan]) -> bool:
+        return next(self._work(table, plans), None) is not None
+
+    def run(
+        self,
+        table: ReferenceTable,
+        plans: dict[str, BatchPlan],
+        runner: StepRunner,
+        modules: Sequence[nn.Module],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Fill the table. runner: of the reference; progress: told (steps done, steps in all)."""
+        total = sum(plan.total_steps for plan in plans.values())
+        fresh = ReferenceTable()
+        with evaluating(modules):
+            for done, (place, packs) in enumerate(self._work(table, plans)):
+                batches = self._share(packs)
+                for batch, sums in zip(batches, runner.score(batches), strict=True):
+                    fresh.add(batch, sums, place)
+                if (done + 1) % STEPS_A_FILE == 0:
+                    fresh = self._keep(table, fresh)
+                progress(min(done + 1, total), total)
+        self._keep(table, fresh)
+
+    def _work(self, table: ReferenceTable, plans: dict[str, BatchPlan]) -> Iterator[tuple[Place, list[Pack]]]:
+        """Packs that are not in the table; the same on every rank."""
+        seen: set[tuple[str, tuple[int, int]]] = set()
+        for kind, plan in plans.items():
+            for batch in plan.steps():
+                own = [pack for pack in batch.packs if not self._is_known(table, seen, kind, pack)]
+                seen |= {(kind, sequence.identity) for pack in own for sequence in pack}
+                if own:
+                    yield Place(kind), own
+                others = self._mismatched(batch) if self._mismatched is not None else []
+                place = Place(kind, batch.step)
+                if others and not table.has(place, others[0][0].identity):
+                    yield place, others
+
+    @staticmethod
+    def _is_known(table: ReferenceTable, seen: set[tuple[str, tuple[int, int]]], kind: str, pack: Pack) -> bool:
+        return all((kind, one.identity) in seen or table.has(Place(kind), one.identity) for one in pack)
+
+    def _keep(self, table: ReferenceTable, fresh: ReferenceTable) -> ReferenceTable:
+        """Put what all ranks have found into the table and on disk. Returns an empty table."""
+        found = {key: value for part in self._mesh.collect(fresh.values) for key, value in part.items()}
+        table.values |= found
+        if found and self._mesh.rank == 0:
+            _write(self._folder, found)
+        return ReferenceTable()
+
+
+def _write(folder: Path, values: dict[tuple[int, int, int, int], tuple[float, float]]) -> None:
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"values-{len(list(folder.glob('*.safetensors'))) + 1:05d}.safetensors"
+    partial = final.with_suffix(".partial")
+    keys = np.asarray(list(values), dtype=np.int64).reshape(-1, 4)
+    save_file({"keys": keys, "values": np.asarray(list(values.values()), dtype=np.float32).reshape(-1, 2)}, partial)
+    partial.replace(final)
+
+
+def _read(file: Path) -> dict[tuple[int, int, int, int], tuple[float, float]]:
+    from safetensors.numpy import load_file
+
+    held = load_file(file)
+    return dict(zip(map(tuple, held["keys"].tolist()), map(tuple, held["values"].tolist()), strict=True))
+
+
+def reference_key(weights: Sequence[Path], facts: dict[str, object]) -> str:
+    """A digest of everything that changes the values. weights: files of model and adapter; facts: the rest, as JSON."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for file in weights:
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:32]

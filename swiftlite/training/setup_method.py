@@ -1,0 +1,107 @@
+"""From a config to a training method with everything it needs: its loss, and the reference it compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from swiftlite.checkpoint.safetensors_files import inspect_model_folder
+from swiftlite.data.batches import MicroBatch
+from swiftlite.data.prepare import PreparedData, cache_root
+from swiftlite.models.load import model_folder
+from swiftlite.models.tuners import adapters_off
+from swiftlite.objectives.preference import Preference
+from swiftlite.training.methods import Judged, Method, Paired, Supervised, mismatched_of, preference_of
+from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
+from swiftlite.training.share import share_in
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.data.order import Pack
+    from swiftlite.reporting.run import Reporter
+    from swiftlite.training.setup import Trainee
+
+
+@dataclass(frozen=True)
+class MethodParts:
+    """trainee_starts: its weights are those before the first step; build_start: builds another such model."""
+
+    config: RunConfig
+    prepared: PreparedData
+    trainee: Trainee
+    trainee_starts: bool
+    build_start: Callable[[], Trainee]
+    load_tokenizer: Callable[[], Any]
+    reporter: Reporter
+
+
+def build_method(parts: MethodParts) -> Method:
+    """The method of the config. Raises UserError for options that do not fit it."""
+    config, trainee = parts.config, parts.trainee
+    loss = preference_of(config)
+    if loss is None:
+        return Supervised()
+    if isinstance(loss, Preference):
+        return Paired(loss, _reference(parts, None) if loss.needs_reference else None)
+    mismatched = mismatched_of(config, parts.load_tokenizer().bos_token_id) if loss.needs_mismatched else None
+    reference = _reference(parts, mismatched)
+    runner, modules = trainee.divided.runner, _modules(trainee)
+    return Judged(loss, reference, trainee.mesh, runner, modules, mismatched, _sharer(parts))
+
+
+def _reference(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:
+    config, trainee = parts.config, parts.trainee
+    if config.reference is None and config.tuner == "lora" and config.adapter is None:
+        models = [part.model for part in trainee.divided.parts]
+        return LiveReference(trainee.divided.runner, _modules(trainee), lambda: adapters_off(models))
+    if config.reference == "model":
+        with parts.reporter.phase("loading the reference"):
+            second = parts.build_start()
+        return LiveReference(second.divided.runner, _modules(second), nullcontext)
+    return _precomputed(parts, mismatched)
+
+
+def _precomputed(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:
+    mesh, prepared = parts.trainee.mesh, parts.prepared
+    key = mesh.from_first(_key(parts) if mesh.rank == 0 else None)
+    pass_over = Precompute(cache_root(parts.config) / "reference" / key, mesh, _sharer(parts), mismatched)
+    table = pass_over.known()
+    plans = {"train": prepared.train} | ({"eval": prepared.eval} if prepared.eval is not None else {})
+    if pass_over.missing(table, plans):
+        start = parts.trainee if parts.trainee_starts else parts.build_start()
+        with parts.reporter.phase("scoring the answers under the reference") as update:
+            pass_over.run(table, plans, start.divided.runner, _modules(start), update)
+    return table
+
+
+def _key(parts: MethodParts) -> str:
+    config = parts.config
+    folder = model_folder(config.model, revision=config.revision)
+    files = sorted({folder / entry.file for entry in inspect_model_folder(folder).values()}) + [folder / "config.json"]
+    if config.adapter is not None:
+        adapter = Path(config.adapter).expanduser()
+        files += sorted(file for file in adapter.iterdir() if file.name.startswith("adapter_"))
+    facts = {
+        "data": parts.prepared.fingerprint,
+        "method": config.method,
+        "precision": parts.trainee.precision.name,
+        "device": parts.trainee.mesh.device.type,
+        "tokens": [config.new_tokens, config.seed],
+        "versions": [version("torch"), version("transformers")],
+    }
+    return reference_key(files, facts)
+
+
+def _sharer(parts: MethodParts) -> Callable[[list[Pack]], list[MicroBatch]]:
+    mesh, size = parts.trainee.mesh, parts.config.micro_batch_size
+    return lambda packs: share_in(mesh, packs, size).micro_batches
+
+
+def _modules(trainee: Trainee) -> list[nn.Module]:
+    return [part.scorer for part in trainee.divided.parts]
