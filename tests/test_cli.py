@@ -162,7 +162,7 @@ def test_a_method_that_is_not_built_is_refused_by_name(run, tmp_path, method):
     recipe.write_text(f"method: {method}\nmodel: org/model\ndataset: org/rows\n")
     code, _, err = run("train", "--recipe", recipe)
     assert code == 2
-    assert f"swiftlite cannot train reward models yet" in err
+    assert "swiftlite cannot train reward models yet" in err
     code, out, _ = run("--help")
     assert f" {method} " not in out
 

@@ -58,7 +58,8 @@ def token_logprobs(
     the result are the same on all its ranks, and so are the gradients of the hidden states.
     Logits are `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`. Under autocast the product runs in the
     autocast type; the logsumexp is always fp32. summed: promises that the loss is a multiple of their sum (each has the
-    same gradient), which saves the second making of the logits where the vocabulary is whole. Returns `[n]`.
+    same gradient) and of one backward pass, which saves the second making of the logits where the vocabulary is whole.
+    Returns `[n]`.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

@@ -91,6 +91,7 @@ def divide(
         plan = plan_stages(base, layout.pp, schedule, length=config.max_length)
         hidden_dtype = base.get_input_embeddings().weight.dtype
         stages = cut_model(model, base, plan, mesh.place("pp"))
+        summed = summed and not schedule.splits_backward  # which runs the head's backward twice
         parts = [
             Part(StageScorer(stage, hidden_dtype, summed=summed), stage.model, stage.base, stage) for stage in stages
         ]

@@ -13,6 +13,7 @@ a new shape in an old schedule would be received into old buffers without an err
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +34,8 @@ from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import StepOutcome, derive_seed
 
+# On an error, which is told by us, it prints the whole schedule.
+logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
 ROUND_TO = 64  # tokens of a micro-batch: few shapes, so that a schedule is seldom built again
 
 
