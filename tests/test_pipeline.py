@@ -40,6 +40,7 @@ from swiftlite.parallel.stages import (
 )
 from swiftlite.parallel.tensor import apply_tensor_parallel
 from swiftlite.training.divide import Part
+from swiftlite.training.losses import TokenLoss
 from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.pipeline_step import PipelineStep, StageScorer, Work, pad_micro_batch
 from swiftlite.training.precision import Precision
@@ -149,9 +150,9 @@ def direct(case: Case, number: int) -> dict[str, Any]:
     optimizer, result = adamw(trained), {"loss": [], "norm": [], "micro": [], "router": []}
     steps = steps_of(base.config.vocab_size, number)
     with torch.no_grad():
-        result["eval"] = runner.evaluate(steps[2])
+        result["eval"] = runner.evaluate(steps[2], TokenLoss(1))[0]
     for step, batches in enumerate(steps):
-        outcome = runner.train(step, batches, sum(b.trained_tokens for b in batches), 1.0, len(batches))
+        outcome = runner.train(step, batches, TokenLoss(sum(b.trained_tokens for b in batches)), 1.0, len(batches))
         result["loss"].append(outcome.loss)
         result["micro"].append(outcome.micro_losses)
         result["router"].append(outcome.router_loss)
@@ -190,17 +191,17 @@ def piped(case: Case, number: int, layout: Layout, sharding: str = "full") -> di
     optimizer, result = adamw(trained), {"loss": [], "norm": [], "micro": [], "router": []}
     steps = [batches[mesh.data_rank :: layout.data_ranks] for batches in steps_of(base.config.vocab_size, number)]
     everything = steps_of(base.config.vocab_size, number)
-    result["eval"] = runner.evaluate(steps[2])
+    result["eval"] = runner.evaluate(steps[2], TokenLoss(1))[0]
     for step, batches in enumerate(steps):
         outcome = runner.train(
-            step, batches, sum(b.trained_tokens for b in everything[step]), 1.0, len(everything[step])
+            step, batches, TokenLoss(sum(b.trained_tokens for b in everything[step])), 1.0, len(everything[step])
         )
         result["loss"].append(outcome.loss)
         result["micro"].append(outcome.micro_losses)
         result["router"].append(outcome.router_loss)
         result["norm"].append(optimize(trained, counted, mesh, optimizer))
         if step == 1:  # between two steps
-            runner.evaluate(steps[2])
+            runner.evaluate(steps[2], TokenLoss(1))
     result["weights"] = [
         (name, (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy().copy())
         for name, p, _ in tensors

@@ -126,6 +126,7 @@ def _swiftlite(config, state: dict, documents: list, device, precision_name: str
     from swiftlite.objectives.scorer import TokenScorer
     from swiftlite.parallel.mesh import Mesh
     from swiftlite.training.precision import resolve_precision
+    from swiftlite.training.losses import TokenLoss
     from swiftlite.training.step import DirectStep
 
     model = _build(config, state, device, attention.register())
@@ -138,7 +139,8 @@ def _swiftlite(config, state: dict, documents: list, device, precision_name: str
     batches = [collate([sequences[start : start + size]]) for start in range(0, len(sequences), size)]
     scale = precision.loss_scale().value
     step = DirectStep(TokenScorer(model, model), precision, Mesh(Layout(), device), seed=0)
-    outcome = step.train(1, batches, sum(batch.trained_tokens for batch in batches), scale, len(batches))
+    loss = TokenLoss(sum(batch.trained_tokens for batch in batches))
+    outcome = step.train(1, batches, loss, scale, len(batches))
     return outcome.loss, _norm(model) / scale
 
 
