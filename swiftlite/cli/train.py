@@ -1,4 +1,4 @@
-"""`swiftlite sft`, `pretrain`, `dpo`, `kto` and `train`."""
+"""`swiftlite sft`, `pretrain`, `dpo`, `kto`, `rm` and `train`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING
 
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.options import RunCommand
-from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from swiftlite.config.resolve import Resolved
 
 
 def train(resolved: Resolved) -> None:
-    """Train. Raises what the run itself raises, and UserError for a method that is not built yet."""
-    if resolved.config.method == "rm":
-        raise UserError(
-            "swiftlite cannot train reward models yet",
-            fix="train dpo or kto; `swiftlite inspect` shows what the rows become",
-        )
+    """Train. Raises what the run itself raises."""
     if os.environ.get("RANK", "0") == "0":
         for note in resolved.notes:
             print(f"note: {note}", flush=True)
@@ -35,5 +29,6 @@ TRAIN_COMMANDS = (
     RunCommand("pretrain", train, "Train on whole texts (also: pt).", method="pretrain"),
     RunCommand("dpo", train, "Learn from pairs of answers: DPO and its kin (--loss).", method="dpo"),
     RunCommand("kto", train, "Learn from single answers, each wanted or not.", method="kto"),
+    RunCommand("rm", train, "Train a reward model on pairs of answers.", method="rm"),
     RunCommand("train", train, "Train as a recipe says, which names the method."),
 )

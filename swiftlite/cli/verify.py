@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from swiftlite.verification.run import Verdict
 
 
+WIDTH = 140  # of the table where no terminal sets one
+
+
 def register(app: typer.Typer) -> None:
     """Adds the command to the app."""
     app.command("verify", help="Train toy models in each layout and compare with one process.")(verify)
@@ -64,7 +67,10 @@ def verify(
         report.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")
     from rich.console import Console
 
-    Console(soft_wrap=True).print(table(verdicts))
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(table(verdicts))
     if not all(verdict.passed for verdict in verdicts):
         raise typer.Exit(1)
 

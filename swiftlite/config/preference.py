@@ -44,4 +44,10 @@ class PreferenceSettings(BaseModel):
     undesirable_weight: Positive = flag(
         1.0, PREFERENCE, "kto: weight of undesirable answers.", "kto_rejected_weight", "rejected_weight"
     )
+    center_rewards: NotNegative = flag(
+        0.0,
+        PREFERENCE,
+        "rm: weight of the squared sum of a pair's scores, which keeps them around 0.",
+        "center_rewards_coefficient",
+    )
     share_prompt: bool = flag(True, PREFERENCE, "Compute the prompt of a pair once for both answers.")

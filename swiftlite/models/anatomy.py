@@ -16,6 +16,8 @@ from swiftlite.errors import UserError
 # packed document into the next.
 RECURRENT_KINDS = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hybrid")
 
+SCORE_HEAD = "score"  # what transformers calls the head of a sequence classifier
+
 
 @dataclass(frozen=True)
 class LogitTransform:
@@ -27,19 +29,39 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts: `decoder` turns tokens into hidden states, `layers` are its blocks, `head` gives logits."""
+    """The parts: `decoder` turns tokens into hidden states, `layers` are its blocks, `head` gives logits, or one score
+    of a whole sequence where `gives_scores`.
+    """
 
     decoder: nn.Module
     layers: nn.ModuleList
     embedding: nn.Module
     head: nn.Module
     transform: LogitTransform
+    gives_scores: bool
+
+
+def head_of(model: PreTrainedModel) -> nn.Module | None:
+    """The output head of a causal language model, or the score head of a sequence classifier."""
+    head = model.get_output_embeddings()
+    return model._modules.get(SCORE_HEAD) if head is None else head
+
+
+def set_head(model: PreTrainedModel, head: nn.Module) -> None:
+    """Put another module in its place."""
+    if SCORE_HEAD in model._modules:
+        setattr(model, SCORE_HEAD, head)
+    else:
+        model.set_output_embeddings(head)
 
 
 def dissect(model: PreTrainedModel) -> Anatomy:
-    """Find the parts of a causal language model. Raises UserError naming the architecture where one is missing."""
+    """Find the parts of a causal language model, or of a sequence classifier built on its decoder.
+
+    Raises UserError naming the architecture where one is missing.
+    """
     config = model.config.get_text_config()
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder, head = model.get_decoder(), head_of(model)
     if decoder is model or head is None or not isinstance(head, nn.Module):
         raise UserError(
             f"{type(model).__name__} has no separate decoder and output head",
@@ -51,6 +73,7 @@ def dissect(model: PreTrainedModel) -> Anatomy:
         embedding=model.get_input_embeddings(),
         head=head,
         transform=logit_transform(config),
+        gives_scores=SCORE_HEAD in model._modules,
     )
 
 

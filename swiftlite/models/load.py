@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swiftlite.errors import UserError
 from swiftlite.imports import collector_paused
@@ -53,20 +53,29 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
         return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def import_architecture(model_config: PretrainedConfig) -> None:
-    """Import the code of the model's class now. Raises UserError where transformers has no causal model for it."""
-    with collector_paused():
-        from transformers import AutoModelForCausalLM
+def import_architecture(model_config: PretrainedConfig, *, classifier: bool = False) -> None:
+    """Import the code of the model's class now. Raises UserError where transformers has none.
 
-        known = type(model_config) in AutoModelForCausalLM._model_mapping
+    classifier: the model that gives one score to a sequence, instead of the causal language model.
+    """
+    with collector_paused():
+        auto = _auto_class(classifier)
+        known = type(model_config) in auto._model_mapping
         if known:
-            AutoModelForCausalLM._model_mapping[type(model_config)]
-    if not known and "AutoModelForCausalLM" not in (model_config.to_dict().get("auto_map") or {}):
+            auto._model_mapping[type(model_config)]
+    if not known and auto.__name__ not in (model_config.to_dict().get("auto_map") or {}):
+        kind = "sequence classifier" if classifier else "causal language model"
         raise UserError(
-            f"{model_config.model_type} is no causal language model in transformers",
+            f"{model_config.model_type} is no {kind} in transformers",
             where=model_config.name_or_path,
             fix="use a decoder-only model",
         )
+
+
+def _auto_class(classifier: bool) -> Any:
+    import transformers
+
+    return transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM
 
 
 def build_model(
@@ -77,18 +86,22 @@ def build_model(
     attention: str,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    classifier: bool = False,
 ) -> PreTrainedModel:
     """The causal language model with every parameter on `meta`: its structure, without memory for weights.
 
     Buffers that no file holds (the frequencies of rotary embeddings) are real. source: where the generation config is,
-    a folder or hub id; attention: a name known to transformers' attention interface. Raises UserError.
+    a folder or hub id; attention: a name known to transformers' attention interface; classifier: as in
+    `import_architecture`. Raises UserError.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     with hub_errors(source, "model"), quiet(), _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(
+        model = _auto_class(classifier).from_config(
             model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
+    if not model.can_generate():
+        return model
     with contextlib.suppress(OSError):  # many models have none
         model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
     return model

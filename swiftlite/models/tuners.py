@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import Anatomy
+from swiftlite.models.anatomy import SCORE_HEAD, Anatomy, head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.resize_token_embeddings(size, mean_resizing=False)
-    for module in {model.get_input_embeddings(), model.get_output_embeddings()}:
+    for module in {model.get_input_embeddings(), model.get_output_embeddings()} - {None}:
         weight = module.weight.data
         weight[old:] = weight[:old].mean(0, keepdim=True)
 
@@ -89,9 +89,12 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
         kept = list(config.modules_to_save)
         if config.new_tokens:  # their rows are only learnt if embedding and head are trained
             kept += [name for name in _embedding_names(model) if name not in kept]
+        classifies = head_of(model) is not model.get_output_embeddings()
+        if classifies and SCORE_HEAD not in kept:
+            kept.append(SCORE_HEAD)
         targets = list(config.target_modules)
         settings = peft.LoraConfig(
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if classifies else "CAUSAL_LM",
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,
             lora_dropout=config.lora_dropout,
@@ -99,7 +102,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
             modules_to_save=kept or None,
             use_dora=config.dora,
             use_rslora=config.rslora,
-            ensure_weight_tying=bool(kept) and bool(model.config.get_text_config().tie_word_embeddings),
+            ensure_weight_tying=bool(kept) and not classifies and model.config.get_text_config().tie_word_embeddings,
         )
         try:
             wrapped = peft.get_peft_model(model, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def completion_sums(logprobs: torch.Tensor, owner: torch.Tensor, count: int) -> torch.Tensor:
@@ -17,3 +18,15 @@ def completion_sums(logprobs: torch.Tensor, owner: torch.Tensor, count: int) -> 
     """
     sums = torch.zeros(count, dtype=torch.float32, device=logprobs.device)
     return sums.index_add(0, owner, logprobs.float())
+
+
+def answer_scores(hidden: torch.Tensor, weight: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The score of each answer, read at its last token, in fp32 whatever the model computes in.
+
+    hidden: `[T, hidden]`; weight: `[1, hidden]`, or a DTensor that is whole on each rank; last: int64 `[answers]`, the
+    place of the token in `hidden`; one beyond it is another rank's, and the score here is 0. Returns `[answers]`.
+    """
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    here = (last >= 0) & (last < len(hidden))
+    states = hidden[last.clamp(0, len(hidden) - 1)]
+    return (states.float() * weight.float()).sum(-1) * here

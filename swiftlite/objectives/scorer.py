@@ -11,6 +11,7 @@ from torch import nn
 
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import dissect
+from swiftlite.objectives.completions import answer_scores
 from swiftlite.objectives.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ class Scores(NamedTuple):
 
 
 class TokenScorer(nn.Module):
-    """Runs the model's own decoder, then the chunked head at the trained positions only."""
+    """Runs the model's own decoder, then the chunked head at the trained positions only.
+
+    A sequence classifier's head runs at the last token of each answer: its `logprobs` are the answers' scores.
+    """
 
     def __init__(self, model: nn.Module, base: PreTrainedModel, *, summed: bool = False) -> None:
         """model: what is trained and saved (with adapters or not); base: the causal language model inside it.
@@ -45,7 +49,8 @@ class TokenScorer(nn.Module):
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
         self._anatomy = dissect(base)
-        self._routed = bool(base.config.get_text_config().to_dict().get("output_router_logits"))
+        routed = bool(base.config.get_text_config().to_dict().get("output_router_logits"))
+        self._routed = routed and not self._anatomy.gives_scores
 
     @property
     def base(self) -> PreTrainedModel:
@@ -63,7 +68,10 @@ class TokenScorer(nn.Module):
         return self._anatomy.decoder(**_inputs(batch, hidden), **options)
 
     def _score(self, hidden: torch.Tensor, batch: MicroBatch | _Probe) -> torch.Tensor:
-        """log p of the trained tokens from the decoder's last hidden states `[1, T, hidden]`."""
+        """log p of the trained tokens from the decoder's last hidden states `[1, T, hidden]`, or scores of answers."""
+        if self._anatomy.gives_scores:
+            start = 0 if batch.context is None else batch.context.rank * hidden.shape[1]
+            return answer_scores(hidden[0], self._anatomy.head.weight, batch.completions.last - start)
         trained = batch.labels[0] != NO_LABEL
         head, transform = self._anatomy.head, self._anatomy.transform
         return token_logprobs(
@@ -104,7 +112,7 @@ class TokenScorer(nn.Module):
         hidden = self._decode(probe, entering).last_hidden_state
         alone = self._decode(probe.second(), None if entering is None else entering[:, 3:]).last_hidden_state
         self._check_documents(hidden, alone)
-        if self._has_head:
+        if self._has_head and not self._anatomy.gives_scores:
             own = self.base(**_inputs(probe, entering)).logits[0].float().to(hidden.device)
             self._check_head(hidden, own, probe)
         self.train(was_training)

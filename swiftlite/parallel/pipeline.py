@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import dissect, keep_layers
+from swiftlite.models.anatomy import dissect, head_of, keep_layers, set_head
 from swiftlite.parallel.stages import StagePlan
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _cut(model: nn.Module, place: str, plan: StagePlan, index: int, before: set[
     model = copy.deepcopy(model)
     base = model.get_submodule(place)
     whole = {id(tensor): name for name, tensor in _tensors(model)}  # the first name of a tied one
-    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    ends = base.get_input_embeddings(), head_of(base)
     shared = {id(p) for p in ends[0].parameters()} & {id(p) for p in ends[1].parameters()}
     first, last = index == 0, index == plan.stages - 1
     _prune(base, plan.ranges[index], before, first=first, last=last)
@@ -122,7 +122,7 @@ def _prune(base: PreTrainedModel, layers: range, before: set[str], *, first: boo
             if name in vars(decoder):
                 setattr(decoder, name, 1.0)
     if not last:
-        base.set_output_embeddings(Absent())
+        set_head(base, Absent())
     for config in {id(c): c for c in (base.config.get_text_config(), base.get_decoder().config)}.values():
         keep_layers(config, layers)  # layers themselves read theirs when they were built
 

@@ -120,7 +120,8 @@ class RunReporter:
             lines["eval loss"] = short(running.board.eval_loss)
         lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
-        lines["try it"] = f"swiftlite infer --model {model}"
+        if self._config.method != "rm":  # which gives scores, not answers
+            lines["try it"] = f"swiftlite infer --model {model}"
         running.write_state("finished")
         _draw(self._output)
         self._display.summary(lines)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swiftlite.models.anatomy import head_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -36,7 +38,7 @@ class FlopCounter:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
         embedding = model.get_input_embeddings().weight
-        tied = model.get_output_embeddings().weight is embedding
+        tied = head_of(model).weight is embedding
         self._per_token = 0.0
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2 or (parameter is embedding and not tied):

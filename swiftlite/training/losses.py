@@ -15,6 +15,7 @@ import torch
 from swiftlite.data.batches import MicroBatch
 from swiftlite.objectives.completions import completion_sums
 from swiftlite.objectives.preference import PairScores, Preference
+from swiftlite.objectives.reward import RewardModel, reward_metrics
 from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.objectives.unpaired import RowScores, Unpaired
 
@@ -66,6 +67,26 @@ class PairLoss:
         scores = PairScores(policy[first], policy[~first], answers.tokens[first], answers.tokens[~first], *reference)
         loss = self.preference.per_pair(scores, self.running_reward).sum() / max(1, self.pairs)
         return loss, tuple(self.preference.metrics(scores)[name] for name in self.names)
+
+
+REWARD_SUMS = PAIR_SUMS[:4]
+
+
+@dataclass(frozen=True)
+class RewardLoss:
+    """The mean over the step's pairs, of a sequence classifier: it gets scores instead of log-probabilities."""
+
+    model: RewardModel
+    pairs: int
+    names: tuple[str, ...] = REWARD_SUMS
+
+    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
+        scores = logprobs if batch.context is None else batch.context.sum(logprobs)
+        first = batch.completions.chosen
+        chosen, rejected, margin = scores[first], scores[~first], batch.completions.margin[first]
+        metrics = reward_metrics(chosen, rejected)
+        loss = self.model.per_pair(chosen, rejected, margin).sum() / max(1, self.pairs)
+        return loss, tuple(metrics[name] for name in self.names)
 
 
 ROW_SUMS = (

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from swiftlite.config.losses import UNPAIRED_LOSSES, parse_losses
-from swiftlite.config.methods import PREFERENCE
 from swiftlite.data.batches import MicroBatch
 from swiftlite.data.mismatched import mismatched_packs
 from swiftlite.errors import RunError, UserError
 from swiftlite.objectives.preference import Preference, RunningReward
+from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired, metric_means, reference_point
-from swiftlite.training.losses import PairLoss, RowLoss, StepLoss, TokenLoss
+from swiftlite.training.losses import PairLoss, RewardLoss, RowLoss, StepLoss, TokenLoss
 from swiftlite.training.reference import Place, Reference, evaluating
 
 if TYPE_CHECKING:
@@ -100,6 +100,30 @@ class Paired:
         self.state = asdict(running.after(sums["rewards/chosen"], sums["rewards/rejected"], count))
 
 
+class Rewarded:
+    """Reward models."""
+
+    def __init__(self, model: RewardModel, *, starts_at_zero: bool) -> None:
+        """starts_at_zero: the score head is new."""
+        self._model, self._starts_at_zero = model, starts_at_zero
+        self.state: dict[str, Any] = {}
+
+    def count(self, share: StepShare) -> int:
+        return share.documents
+
+    def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        return share, lambda count: RewardLoss(self._model, count)
+
+    def start_value(self, share: StepShare) -> float | None:
+        return self._model.step_zero() if self._starts_at_zero and not share.margins else None
+
+    def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
+        return {name: value / max(1, count) for name, value in sums.items()}
+
+    def after(self, sums: dict[str, float], count: int) -> None:
+        """Nothing is carried from step to step."""
+
+
 class Judged:
     """KTO: single answers, each wanted or not."""
 
@@ -178,7 +202,7 @@ def check_start(method: Method, share: StepShare, loss: float, dtype: torch.dtyp
         )
 
 
-def preference_of(config: RunConfig) -> Preference | Unpaired | None:
+def preference_of(config: RunConfig) -> Preference | Unpaired | RewardModel | None:
     """The loss that the flags describe, None for methods without. Raises UserError."""
     if config.method == "dpo":
         losses = tuple(parse_losses(config.loss or ["sigmoid"]))
@@ -188,8 +212,7 @@ def preference_of(config: RunConfig) -> Preference | Unpaired | None:
         if more or weight != 1.0:
             raise UserError("kto takes one loss without a weight", where="--loss", fix="use --loss kto")
         return Unpaired(name, config.beta, config.desirable_weight, config.undesirable_weight)
-    assert config.method not in PREFERENCE
-    return None
+    return RewardModel(config.center_rewards) if config.method == "rm" else None
 
 
 def mismatched_of(config: RunConfig, bos: int | None) -> Callable[[StepBatch], list[Pack]]:

@@ -21,7 +21,7 @@ from swiftlite.checkpoint.start_values import FreshValues
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.errors import UserError
 from swiftlite.models import attention
-from swiftlite.models.anatomy import check_trainable_architecture, dissect
+from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
 from swiftlite.models.dtypes import DTYPES
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
 from swiftlite.models.tuners import (
@@ -59,7 +59,7 @@ class Trainee:
 
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
-    trained parameter of the whole model; parameters: (trained, all).
+    trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
     """
 
     model: nn.Module
@@ -72,6 +72,7 @@ class Trainee:
     trained_shapes: dict[str, tuple[int, ...]]
     parameters: tuple[int, int]
     flops: FlopCounter
+    has_new_head: bool = False
 
     @property
     def layout_words(self) -> str:
@@ -114,7 +115,7 @@ def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> Pretr
     if layout.pp > 1:
         number = config.num_microbatches
         check_pipeline(model_config, layout, config.pipeline_schedule, number, compile_layers=config.compile)
-    import_architecture(model_config)
+    import_architecture(model_config, classifier=config.method == "rm")
     return model_config
 
 
@@ -132,6 +133,8 @@ def build_trainee(
     """
     precision = resolve_precision(config.precision, world.device)
     source, adapter = _weights(config, resume)
+    if config.method == "rm":
+        _describe_scores(model_config, load_tokenizer())
     base = build_model(
         source,
         model_config,
@@ -139,9 +142,10 @@ def build_trainee(
         attention=attention.register(),
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
+        classifier=config.method == "rm",
     )
     weights = TensorFolder(model_folder(source, revision=config.revision))
-    on_disk = weights.match(catalog_model(base), base.base_model_prefix)
+    on_disk, new_head = _match(weights, base)
     if config.new_tokens:
         grow_vocabulary(base, len(load_tokenizer()))
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
@@ -150,17 +154,43 @@ def build_trainee(
     if adapter is not None:
         saved = TensorFolder(adapter / ADAPTER)
         sources.append((saved, saved.match(catalog_adapter(model), "base_model.model")))
-    fresh = FreshValues(config.seed, _new_rows(on_disk, weights, model))
+    new_rows = _new_rows(on_disk, weights, model) | _new_scores(model, base, new_head)
+    fresh = FreshValues(config.seed, new_rows)
     check_expert_parallel(base, layout)
     to_master_precision(model)
     choice = _choose(config, model_config, model, base, world, layout, precision)
     trainee = _on_meta(config, model_config, model, base, choice, build_mesh(choice.layout, world.device), precision)
+    trainee.has_new_head = new_head is not None and resume is None
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
         fill(((name, tensor) for name, tensor, _ in part.tensors()), sources, fresh)
         _start_dora(part.model)
         part.scorer.check()
     return trainee
+
+
+def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What a sequence classifier's config has to say: one score, and where padding begins (for others' inference)."""
+    model_config.num_labels = 1
+    text = model_config.get_text_config()
+    if text.pad_token_id is None:
+        text.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def _match(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, str | None]:
+    """(what the files hold of the model, the name of a score head that they lack)."""
+    catalog = catalog_model(base)
+    score = f"{SCORE_HEAD}.weight"
+    lacking = score if dissect(base).gives_scores and score not in weights.entries else None
+    return weights.match([entry for entry in catalog if entry.name != lacking], base.base_model_prefix), lacking
+
+
+def _new_scores(model: nn.Module, base: PreTrainedModel, name: str | None) -> dict[str, torch.Tensor]:
+    """A new score head begins at zero, so that every answer has the same score."""
+    if name is None:
+        return {}
+    zero = torch.zeros(base.config.get_text_config().hidden_size)
+    return {other: zero for other, _ in stored_tensors(model) if SCORE_HEAD in other.split(".")}
 
 
 def _on_meta(

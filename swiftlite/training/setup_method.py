@@ -17,7 +17,8 @@ from swiftlite.data.prepare import PreparedData, cache_root
 from swiftlite.models.load import model_folder
 from swiftlite.models.tuners import adapters_off
 from swiftlite.objectives.preference import Preference
-from swiftlite.training.methods import Judged, Method, Paired, Supervised, mismatched_of, preference_of
+from swiftlite.objectives.reward import RewardModel
+from swiftlite.training.methods import Judged, Method, Paired, Rewarded, Supervised, mismatched_of, preference_of
 from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
 from swiftlite.training.share import share_in
 
@@ -47,6 +48,8 @@ def build_method(parts: MethodParts) -> Method:
     loss = preference_of(config)
     if loss is None:
         return Supervised()
+    if isinstance(loss, RewardModel):
+        return Rewarded(loss, starts_at_zero=trainee.has_new_head)
     if isinstance(loss, Preference):
         return Paired(loss, _reference(parts, None) if loss.needs_reference else None)
     mismatched = mismatched_of(config, parts.load_tokenizer().bos_token_id) if loss.needs_mismatched else None

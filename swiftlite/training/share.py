@@ -20,7 +20,7 @@ CPU_FORWARD_TOKENS = 1024
 @dataclass(frozen=True)
 class StepShare:
     """One data rank's part of a step. count (of micro-batches that are not empty), trained_tokens, tokens, lengths (of
-    the documents), documents (pairs, or single answers) and desirable ones: of the whole step.
+    the documents: pairs, or single answers), desirable ones, and whether any has a margin: of the whole step.
     """
 
     micro_batches: list[MicroBatch]
@@ -29,6 +29,7 @@ class StepShare:
     tokens: int
     lengths: list[int]
     desirable: int = 0
+    margins: bool = False
 
     @property
     def documents(self) -> int:
@@ -59,6 +60,7 @@ def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit:
         trained_tokens=sum(int(document.trained[1:].sum()) for document in documents),
         tokens=sum(len(document.input_ids) for document in documents),
         lengths=[len(document.input_ids) for document in documents],
+        margins=any(document.preference is not None and document.preference.margin for document in documents),
         desirable=sum(document.preference is not None and document.preference.desirable for document in documents),
     )
 

@@ -47,6 +47,7 @@ def subjects(architectures: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[Sub
     found.append(Subject(first, f"{first}, unpacked", FULL | {"packing": False}))
     found.append(Subject(first, f"{first}, LoRA", LORA))
     found.append(Subject(first, f"{first}, DPO", FULL, "dpo"))
+    found.append(Subject(first, f"{first}, RM", FULL, "rm"))
     found.append(Subject(first, f"{first}, KTO with LoRA", LORA, "kto"))
     return found
 

@@ -23,7 +23,12 @@ from swiftlite.verification.compare import Difference, compare
 
 STEPS = 5
 VERDICTS = "verdicts.jsonl"
-ROWS = {"sft": ("rows.jsonl", toy_rows), "dpo": ("pairs.jsonl", toy_pairs), "kto": ("judged.jsonl", toy_judged)}
+ROWS = {
+    "sft": ("rows.jsonl", toy_rows),
+    "dpo": ("pairs.jsonl", toy_pairs),
+    "rm": ("pairs.jsonl", toy_pairs),
+    "kto": ("judged.jsonl", toy_judged),
+}
 
 
 class Recorder(QuietReporter):
