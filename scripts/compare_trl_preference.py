@@ -217,7 +217,7 @@ def free_case(loss: str, prompt: int = PROMPT) -> Case:
 
 
 def cdpo_case() -> Case:
-    """cDPO as TRL still has it: in its CPO trainer without NLL, so without a reference; here one of log-probability 0."""
+    """cDPO as TRL still has it: in its CPO trainer without NLL and reference; here a reference of log-probability 0."""
     preference = Preference((("sigmoid", 1.0),), BETA, EPSILON)
 
     def ours(batch: Batch) -> torch.Tensor:
