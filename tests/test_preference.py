@@ -212,6 +212,7 @@ def test_a_weighted_sum_with_the_rpo_term():
     compare(preference, formula, scores_of())
     assert preference.needs_reference
     assert preference.step_zero() is None
+    assert Preference(rpo_alpha=0.3).step_zero() is None
     assert Preference((("sigmoid", 0.5), ("hinge", 2.0))).step_zero() == pytest.approx(0.5 * math.log(2) + 2)
 
 
@@ -264,6 +265,12 @@ def test_completion_sums_of_tokens_in_any_order():
     assert sums[3:].tolist() == [0, 0]
     (sums * torch.arange(5)).sum().backward()
     assert torch.equal(logprobs.grad.float(), owner.float())
+
+
+def test_completion_sums_are_rounded_once():
+    logprobs = -5 * torch.rand(3000, generator=torch.Generator().manual_seed(3))
+    sums = completion_sums(logprobs, torch.zeros(3000, dtype=torch.int64), 1)
+    assert sums.item() == logprobs.double().sum().float().item()
 
 
 def test_metrics_add_up_over_micro_batches():

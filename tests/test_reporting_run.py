@@ -18,7 +18,7 @@ from swiftlite.reporting.run import RunReporter
 
 
 def config(**changes):
-    values = {"report_to": [], "run_name": None} | changes
+    values = {"report_to": [], "run_name": None, "method": "sft"} | changes
     return SimpleNamespace(**values, model_dump=lambda mode: {"model": "m", "learning_rate": 1e-4})
 
 

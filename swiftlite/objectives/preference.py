@@ -134,7 +134,7 @@ def nca_pair(t: _Terms) -> torch.Tensor:
 
 
 def bco_pair(t: _Terms) -> torch.Tensor:
-    """-log s(b D_w - d) - log s(-(b D_l - d)), arXiv 2404.04656; d: the mean reward of earlier steps."""
+    """-log s(b D_w - d) - log s(-(b D_l - d)), arXiv 2404.04656; d: `RunningReward` (TRL 1 has none: d = 0)."""
     d = t.running_reward
     return -logsigmoid(t.chosen_reward - d) - logsigmoid(-(t.rejected_reward - d))
 
@@ -180,7 +180,7 @@ def cpo(t: _Terms) -> torch.Tensor:
 def orpo(t: _Terms) -> torch.Tensor:
     """NLL(y_w) - b log s(log odds_w - log odds_l), arXiv 2403.07691, Eq. 6 and 7.
 
-    odds = p / (1 - p), p = e^a; b is its lambda; NLL per token of the completion.
+    odds = p / (1 - p), p = e^a; b is its lambda; NLL per token of the completion (of the prompt too in TRL).
     """
     return sft(t) - t.options.beta * logsigmoid(_log_odds(t.chosen_mean) - _log_odds(t.rejected_mean))
 
@@ -191,7 +191,10 @@ def _log_odds(logprob: torch.Tensor) -> torch.Tensor:
 
 
 def sft(t: _Terms) -> torch.Tensor:
-    """NLL(y_w) = -a_w, per token; also the RPO term of arXiv 2404.19733, which adds alpha times it."""
+    """NLL(y_w) = -a_w, per token; also the RPO term of arXiv 2404.19733, which adds alpha times it.
+
+    A mean over the pair's own tokens: TRL's, over all tokens of a micro-batch, changes with the split into them.
+    """
     return -t.chosen_mean
 
 
