@@ -30,11 +30,14 @@ def test_two_processes_in_every_layout(tmp_path):
     assert {"ddp 2", "fsdp full 2", "fsdp grad_op 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "pp 2 gpipe",
             "pp 2 interleaved-1f1b", "pp 2 zero-bubble", "cp 2", "ep 2"} <= equal(verdicts)  # fmt: skip
     assert not [verdict for verdict in verdicts if verdict["refused"]]
+    assert {"llama-tied, DPO", "llama-tied, RM", "llama-tied, KTO with LoRA"} <= {v["subject"] for v in verdicts}
 
 
 def test_four_processes_in_products(tmp_path):
     products = ["hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"]
-    verdicts = verdicts_of(tmp_path, 4, "-a", "gemma3", *(word for name in products for word in ("-l", name)))
+    verdicts = verdicts_of(
+        tmp_path, 4, "-a", "gemma3", "--method", "sft", *(word for name in products for word in ("-l", name))
+    )
     assert equal(verdicts) >= set(products)
 
 
@@ -46,9 +49,9 @@ def without_reduction() -> None:
 
 
 def with_local_divisor() -> None:
-    from swiftlite.training import step
+    from swiftlite.training import losses
 
-    step.supervised_loss = lambda logprobs, _tokens: -logprobs.sum() / max(1, len(logprobs))
+    losses.supervised_loss = lambda logprobs, _tokens: -logprobs.sum() / max(1, len(logprobs))
 
 
 def without_tied_sum() -> None:
@@ -102,6 +105,7 @@ def test_a_fault_turns_the_matrix_red(tmp_path, monkeypatch, fault, flags):
         (["-a", "llamma"], "llama-tied"),
         (["-l", "nothing"], "fsdp full 2"),
         (["--nproc-per-node", "1"], "2, 4 or 8"),
+        (["--method", "ppo"], "sft, dpo, rm, kto"),
     ],
 )
 def test_bad_words(words, said):

@@ -39,6 +39,9 @@ def verify(
     layout: Annotated[
         list[str] | None, typer.Option("--layout", "-l", help="Only layouts with this in their name.")
     ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Only this one: sft, dpo, rm or kto; may be given again.")
+    ] = None,
     report: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE")] = None,
 ) -> None:
     """Print the table. Exit code 1 where a layout differs. Raises UserError for names that do not exist."""
@@ -52,6 +55,10 @@ def verify(
         raise UserError(f"no toy model is called {unknown[0]}", where="--architecture", fix=f"use {known}")
     if model is not None and architecture:
         raise UserError("--model and --architecture both say what to train", fix="leave one of them out")
+    methods = {subject.method: None for subject in subjects(chosen)}
+    unknown = [name for name in method or () if name not in methods]
+    if unknown:
+        raise UserError(f"{unknown[0]} is not verified", where="--method", fix=f"there are: {', '.join(methods)}")
     if nproc_per_node < 2:
         raise UserError("layouts begin with two processes", where="--nproc-per-node", fix="use 2, 4 or 8")
     picked = [case for case in cases(nproc_per_node) if not layout or any(text in case.name for text in layout)]
@@ -62,7 +69,8 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="swiftlite-verify-") as folder:
         config = shallow_config(model, layers) if model else None
         models = {name: str(write_toy(Path(folder) / name, config or toy_config(name, layers))) for name in chosen}
-        verdicts = _run(Path(folder), nproc_per_node, models, subjects(chosen), picked)
+        wanted = [subject for subject in subjects(chosen) if subject.method in (method or methods)]
+        verdicts = _run(Path(folder), nproc_per_node, models, wanted, picked)
     if report is not None:
         report.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")
     from rich.console import Console
