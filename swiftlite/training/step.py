@@ -57,7 +57,7 @@ class DirectStep:
             number = index * self._mesh.layout.data_ranks + self._mesh.data_rank
             torch.manual_seed(derive_seed(self._seed, step, number))  # dropout depends on the step, not on history
             last = index == len(batches) - 1
-            reduce_at_last_micro_batch(self._scorer, self._sync_always or last)
+            reduce_at_last_micro_batch(self._scorer, self._sync_always or last, self._mesh.layout.sharding)
             with self._precision.compute(self._mesh.device):
                 scores = self._scorer(self._mine(batch))
                 loss = supervised_loss(scores.logprobs, max(1, tokens))
