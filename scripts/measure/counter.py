@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Losses, norms, signals and counts of tokens are no traffic that grows with model or batch: a handful of numbers.
 FEW = 8
 
+
 class TrafficCounter(TorchDispatchMode):
     """While it is entered, `sent[ranks of the group, collective]` counts bytes."""
 
