@@ -2,10 +2,10 @@
 
     python scripts/measure_layouts.py --communication --memory --disk --markdown docs/parallelism.md
 
-Starts real processes on gloo (two and four). `--communication` counts at the collectives of a toy model, beside the
-formulas of `swiftlite/planning/communication.py`; it needs a minute. `--memory` and `--disk` also load a random model in
-the shape of Qwen2.5-0.5B and write its checkpoints: about 12 GB of memory, 10 GB of disk below `--work` (removed
-afterwards) and a quiet machine, since they look at the clock.
+Starts real processes on gloo, up to four. `--communication` counts at the collectives of a toy model, beside the
+formulas of `swiftlite/planning/communication.py`. `--memory` and `--disk` also load a random model in the shape of
+Qwen2.5-0.5B and write its checkpoints: about 12 GB of memory, 10 GB of disk below `--work` (removed afterwards) and a
+quiet machine, since they look at the clock.
 """
 
 from __future__ import annotations

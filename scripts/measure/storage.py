@@ -1,8 +1,8 @@
 """Memory of each rank, and seconds of loading and saving, of a toy and of a model in the shape of Qwen2.5-0.5B.
 
-One process loads the model in its layout, trains a step, writes a checkpoint and the result, and looks at its memory and
-its clock around each of them. The plain speed of the disk is that of the same bytes written and read in sequence, by one
-process, in the same run. Files are dropped from the system's cache before each reading.
+Each process loads the model in its layout, trains a step, writes a checkpoint and the result, and looks at its memory
+and its clock around each of them. The plain speed of the disk is that of the same bytes written and read in sequence,
+by one process, in the same run. Files are dropped from the system's cache before each reading.
 """
 
 from __future__ import annotations

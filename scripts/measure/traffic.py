@@ -37,7 +37,10 @@ class Case:
 
 TP, PP, CP = "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"
 CASES = {
-    2: [Case("fsdp full 2", {"parallel": "fsdp"})],
+    2: [
+        Case("fsdp full 2", {"parallel": "fsdp"}),
+        Case("fsdp grad_op 2, bf16", {"parallel": "fsdp", "sharding": "grad_op", "precision": "bf16"}),
+    ],
     4: [
         Case("ddp 4", {"parallel": "ddp"}),
         Case("fsdp full 4", {"parallel": "fsdp"}),

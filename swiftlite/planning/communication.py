@@ -208,7 +208,8 @@ class _Plan:
 
         A block gathers its input as hidden states are stored and scatters its sums in the compute type; the backward
         does the opposite, each gradient in the type of its value. Around the layers of a stage hidden states are
-        divided and gathered once. A mixture gathers its input, sums its output whole (as its gradient), and divides it again.
+        divided and gathered once. A mixture gathers its input, sums its output whole (as its gradient), and divides
+        it again.
         """
         t, p, model, step = self.layout.tp, self.layout.pp, self.model, self.step
         if t == 1:
