@@ -36,7 +36,7 @@ class Case:
 
 
 TP, PP, CP = "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"
-CASES = {
+CASES: dict[int, list[Case]] = {
     2: [
         Case("fsdp full 2", {"parallel": "fsdp"}),
         Case("fsdp grad_op 2, bf16", {"parallel": "fsdp", "sharding": "grad_op", "precision": "bf16"}),
@@ -52,16 +52,16 @@ CASES = {
         Case("tp 4", {TP: 4}, "gemma2"),
         Case("tp 4, bf16", {TP: 4, "precision": "bf16"}),
         Case("tp 4, experts", {TP: 4}, "qwen3-moe"),
-        Case("dp 2 x tp 2", {TP: 2}),
+        Case("fsdp 2 x tp 2", {"parallel": "fsdp", TP: 2}),
         Case("pp 4", {PP: 4}),
-        Case("dp 2 x pp 2, tied", {PP: 2}, "llama-tied"),
-        Case("dp 2 x pp 2 interleaved-1f1b", {PP: 2, "pipeline_schedule": "interleaved-1f1b"}),
-        Case("dp 2 x pp 2 zero-bubble", {PP: 2, "pipeline_schedule": "zero-bubble"}),
+        Case("fsdp 2 x pp 2, tied", {"parallel": "fsdp", PP: 2}, "llama-tied"),
+        Case("ddp 2 x pp 2 interleaved-1f1b", {"parallel": "ddp", PP: 2, "pipeline_schedule": "interleaved-1f1b"}),
+        Case("fsdp 2 x pp 2 zero-bubble", {"parallel": "fsdp", PP: 2, "pipeline_schedule": "zero-bubble"}),
         Case("tp 2 x pp 2", {TP: 2, PP: 2}),
         Case("cp 4", {CP: 4}),
-        Case("dp 2 x cp 2, bf16", {CP: 2, "precision": "bf16"}),
+        Case("fsdp 2 x cp 2, bf16", {"parallel": "fsdp", CP: 2, "precision": "bf16"}),
         Case("ep 4", {"parallel": "fsdp", "expert_parallel_size": 4}, "qwen3-moe"),
-        Case("dp 4 with ep 2", {"parallel": "fsdp", "expert_parallel_size": 2}, "qwen3-moe"),
+        Case("fsdp 4 with ep 2", {"parallel": "fsdp", "expert_parallel_size": 2}, "qwen3-moe"),
     ],
 }
 
