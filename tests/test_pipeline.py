@@ -171,7 +171,7 @@ def piped(case: Case, number: int, layout: Layout, sharding: str = "full") -> di
     to_meta(model)
     stages = cut_model(model, base, plan, mesh.place("pp"))
     scorers = [StageScorer(stage, dtype).train() for stage in stages]
-    options = DataParallel(torch.float32, sharding, resharding=not case.schedule.splits_backward)
+    options = DataParallel(torch.float32, sharding, resharding=False)
     for stage, scorer in zip(stages, scorers, strict=True):
         anatomy = dissect(stage.base)
         if layout.tp > 1:

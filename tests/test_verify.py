@@ -45,7 +45,7 @@ def without_reduction() -> None:
     from swiftlite.parallel.data import reduce_at_last_micro_batch
     from swiftlite.training import step
 
-    step.reduce_at_last_micro_batch = lambda root, _is_last: reduce_at_last_micro_batch(root, False)
+    step.reduce_at_last_micro_batch = lambda root, _is_last, kind: reduce_at_last_micro_batch(root, False, kind)
 
 
 def with_local_divisor() -> None:

@@ -82,8 +82,20 @@ def _prefetch(units: list[nn.Module]) -> None:
         following.set_modules_to_backward_prefetch([unit])
 
 
-def reduce_at_last_micro_batch(root: nn.Module, is_last: bool) -> None:
-    """Gradients of earlier micro-batches are added up here, and travel once a step. No-op without FSDP."""
+def reduce_at_last_micro_batch(root: nn.Module, is_last: bool, sharding: str) -> None:
+    """Gradients of earlier micro-batches are added up here, and travel once a step. No-op without FSDP.
+
+    What lies whole on each rank between forward and backward stays whole until the last micro-batch, instead of being
+    gathered again for the next: the peak, with all of it and the unsharded gradients, is the same.
+    """
     if isinstance(root, FSDPModule):
         root.set_requires_gradient_sync(is_last)
         root.set_is_last_backward(is_last)
+        root.set_reshard_after_backward(is_last, recurse=sharding != "full")
+
+
+def reshard(root: nn.Module) -> None:
+    """Give whole weights back after forward passes without a backward, which would have done it."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -97,7 +97,9 @@ def divide(
         ]
         pipeline = Pipeline(stages, plan, mesh.group("pp"))
         runner = PipelineStep(pipeline, [part.scorer for part in parts], precision, mesh, config.seed)
-        options = replace(options, resharding=not schedule.splits_backward)
+        # From a stage's first backward on its weights stay whole in any case (PyTorch's stages see to that), so giving
+        # them back after forwards would save nothing and have them gathered again for each micro-batch.
+        options = replace(options, resharding=False)
     expert_mesh = build_expert_mesh(layout, mesh.device) if layout.expert_parallel > 1 else None
     for part in parts:
         _divide_part(part, mesh, expert_mesh, options, checkpointing, compile_layers=config.compile)

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
-from torch.distributed.fsdp import FSDPModule
 
 from swiftlite.data.batches import MicroBatch, empty_micro_batch
 from swiftlite.errors import SwiftliteError
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import Context, slice_for_context
+from swiftlite.parallel.data import reshard
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Routing, Stage
 from swiftlite.training.losses import StepLoss, answer_sums, reported
@@ -278,10 +278,8 @@ class PipelineStep:
             yield batch, logprobs
         for handle in sending:
             handle.wait()
-        for scorer in self._scorers:  # what a backward would have done
-            for module in scorer.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for scorer in self._scorers:
+            reshard(scorer)
 
     def _receive(
         self, scorer: StageScorer, before: tuple[torch.Tensor, ...], batch: MicroBatch

@@ -165,7 +165,8 @@ def build_trainee(
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
         fill(((name, tensor) for name, tensor, _ in part.tensors()), sources, fresh)
         _start_dora(part.model)
-        part.scorer.check()
+        with precision.compute(world.device):  # as in a step: FSDP's units have their weights in the compute type
+            part.scorer.check()
     return trainee
 
 

@@ -12,7 +12,7 @@ import torch
 from swiftlite.data.batches import MicroBatch
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import slice_for_context
-from swiftlite.parallel.data import reduce_at_last_micro_batch
+from swiftlite.parallel.data import reduce_at_last_micro_batch, reshard
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
@@ -66,7 +66,7 @@ class DirectStep:
             number = index * self._mesh.layout.data_ranks + self._mesh.data_rank
             torch.manual_seed(derive_seed(self._seed, step, number))  # dropout depends on the step, not on history
             last = index == len(batches) - 1
-            reduce_at_last_micro_batch(self._scorer, self._sync_always or last)
+            reduce_at_last_micro_batch(self._scorer, self._sync_always or last, self._mesh.layout.sharding)
             mine = self._mine(batch)
             with self._precision.compute(self._mesh.device):
                 scores = self._scorer(mine)
@@ -110,6 +110,7 @@ class DirectStep:
             with self._precision.compute(self._mesh.device):
                 logprobs = self._scorer(mine).logprobs
             yield mine, logprobs
+        reshard(self._scorer)
 
 
 def derive_seed(seed: int, step: int, index: int) -> int:
