@@ -38,6 +38,7 @@ def close(one: Path, other: Path) -> bool:
 
 
 def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
+    flags = [*flags, "--eval-fraction", "0.2", "--eval-steps", "2"]  # what is saved right behind an evaluation is whole
     one, two, mixed = tmp_path / "one", tmp_path / "two", tmp_path / "mixed"
     several = ["--nproc-per-node", "2", "--parallel", "fsdp", "--save-steps", "2", "--keep-checkpoints", "9"]
     assert run(*SWIFTLITE, "sft", *flags, "--max-steps", "6", "-o", one).returncode == 0

@@ -126,6 +126,17 @@ class Mesh:
         return list(dict.fromkeys(text for part in self.collect(texts) for text in part))
 
 
+def release(*meshes: DeviceMesh | None) -> None:
+    """End the process groups of meshes that are used no more: each holds threads and connections.
+
+    Only a process that goes on with another mesh needs it.
+    """
+    groups = {id(group): group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()}
+    for group in groups.values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def is_sharding(placement: Placement) -> bool:
     return isinstance(placement, Shard | _StridedShard)
 
