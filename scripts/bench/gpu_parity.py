@@ -125,8 +125,8 @@ def _swiftlite(config, state: dict, documents: list, device, precision_name: str
     from swiftlite.models import attention
     from swiftlite.objectives.scorer import TokenScorer
     from swiftlite.parallel.mesh import Mesh
-    from swiftlite.training.precision import resolve_precision
     from swiftlite.training.losses import TokenLoss
+    from swiftlite.training.precision import resolve_precision
     from swiftlite.training.step import DirectStep
 
     model = _build(config, state, device, attention.register())
