@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from swiftlite.config.layout import Layout
+from swiftlite.config.methods import pack_capacity
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.setup import activation_bytes_per_token
 
@@ -190,7 +191,7 @@ def _activation_bytes(config: RunConfig, layout: Layout, memory: float) -> float
 
     model_config = real_config(config.model)
     text = model_config.get_text_config()
-    tokens = config.micro_batch_size * config.max_length
+    tokens = config.micro_batch_size * pack_capacity(config)
     precision = resolve_precision(config.precision if config.precision != "auto" else "bf16", torch.device("cpu"))
     every = activation_bytes_per_token(model_config, precision)
     checkpointing = config.activation_checkpointing

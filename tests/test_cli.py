@@ -108,6 +108,46 @@ def test_a_mistake_is_one_block_and_exit_code_2(run, line, said):
     assert err.count("error:") == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("dpo --loss sigmod", "did you mean `sigmoid`"),
+        ("dpo --loss kto", "unknown loss `kto`"),
+        ("dpo --loss sigmoid:-1", "weight"),
+        ("kto --loss kto apo_zero_unpaired", "one loss"),
+        ("kto --loss sigmoid", "apo_zero_unpaired"),
+    ],
+)
+def test_a_loss_that_is_not_there_is_found_in_a_dry_run(run, line, said):
+    code, out, err = run(*line.split(), "--model", "m/x", "--dry-run")
+    assert (code, out) == (2, "")
+    assert said in err and err.startswith("error: ") and "--loss" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("dpo --label-smoothing 0.1 --loss hinge", "--label-smoothing does not act on the loss hinge"),
+        ("dpo --label-smoothing 0.5", "[0, 0.5)"),
+        ("dpo --loss exo_pair", "--label-smoothing 0.001"),
+        ("dpo --simpo-gamma 0.3", "--loss simpo"),
+        ("dpo", "these are messages rows"),
+        ("kto", "these are messages rows"),
+    ],
+)
+def test_preference_options_are_checked_before_weights_load(
+    run, monkeypatch, tmp_path, tiny_model, write_rows, chat_rows, line, said
+):
+    from swiftlite.training import run as run_module
+
+    monkeypatch.setattr(run_module, "build_trainee", lambda *_: pytest.fail("the weights were loaded"))
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
+    code, _, err = run(*line.split(), *flags(values))
+    assert code == 2
+    assert said in err and err.startswith("error: ") and err.count("error:") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_debug_shows_the_traceback(run):
     code, _, err = run("sft", "--debug", "--model", "/nowhere/model", "--dataset", "d/x")
     assert code == 2
@@ -154,17 +194,6 @@ def test_inspect_shows_trained_tokens_and_the_audit(run, tmp_path, tiny_model, w
     code, out, err = run("inspect", *flags(values), "--rows", "1")
     assert code == 0, err
     assert "⟦" in out and "used" in out
-
-
-@pytest.mark.parametrize("method", ["rm"])
-def test_a_method_that_is_not_built_is_refused_by_name(run, tmp_path, method):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"method: {method}\nmodel: org/model\ndataset: org/rows\n")
-    code, _, err = run("train", "--recipe", recipe)
-    assert code == 2
-    assert "swiftlite cannot train reward models yet" in err
-    code, out, _ = run("--help")
-    assert f" {method} " not in out
 
 
 def test_rows_that_are_wrong_name_file_and_line(run, tmp_path, tiny_model):

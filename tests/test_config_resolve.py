@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftlite.config.batch import solve_batch, weigh
+from swiftlite.config.checks import PREFERENCE_SETTINGS
 from swiftlite.config.flags import all_flags, find_flag
 from swiftlite.config.layout import plan_layout
+from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.schema import RunConfig
@@ -151,6 +153,28 @@ def test_settings_without_effect_are_noted():
     notes = " ".join(plan(tuner="full", lora_rank=16, num_microbatches=4, epochs=2, max_steps=3).notes)
     assert all(name in notes for name in ("lora_rank", "num_microbatches", "epochs"))
     assert plan(lora_rank=8).notes == []
+
+
+@pytest.mark.parametrize(
+    ("method", "values", "named"),
+    [
+        ("sft", {"beta": 0.1, "loss": ["sigmoid"], "share_prompt": False}, ["loss", "beta", "share_prompt"]),
+        ("dpo", {"desirable_weight": 2.0, "undesirable_weight": 2.0}, ["desirable_weight", "undesirable_weight"]),
+        ("dpo", {"loss": ["sft"], "beta": 0.2}, ["beta"]),
+        ("dpo", {"loss": ["orpo"], "beta": 0.2, "reference": "model"}, ["reference"]),
+        ("dpo", {"loss": ["orpo", "sigmoid"], "beta": 0.2, "reference": "model", "rpo_alpha": 1.0}, []),
+        ("kto", {"label_smoothing": 0.1, "rpo_alpha": 1.0, "simpo_gamma": 0.5, "share_prompt": True},
+         ["label_smoothing", "rpo_alpha", "simpo_gamma", "share_prompt"]),
+        ("kto", {"beta": 0.2, "desirable_weight": 2.0, "reference": "precompute"}, []),
+    ],
+)  # fmt: skip
+def test_preference_settings_without_effect_are_noted(method, values, named):
+    given = {name: Given(value, name, "flag") for name, value in {**NAMED, **values}.items()}
+    assert [note.split()[0] for note in resolve(method, given, env={}).notes] == named
+
+
+def test_every_preference_setting_says_where_it_acts():
+    assert list(PREFERENCE_SETTINGS) == list(PreferenceSettings.model_fields)
 
 
 def test_method_of_command_and_recipe(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftlite.config.losses import PAIR_LOSSES, parse_losses
+from swiftlite.config.losses import PAIR_LOSSES, REFERENCE_FREE, parse_losses
 from swiftlite.errors import UserError
 from swiftlite.objectives.completions import completion_sums
 from swiftlite.objectives.preference import LOSSES, PairScores, Preference, RunningReward
@@ -116,6 +116,7 @@ def test_each_loss_and_its_gradient_follow_the_formula(name, beta, smoothing):
 
 def test_the_table_has_every_name_that_the_command_line_takes():
     assert tuple(LOSSES) == PAIR_LOSSES
+    assert tuple(name for name, loss in LOSSES.items() if not loss.needs_reference) == REFERENCE_FREE
 
 
 AT_START = {  # beta 0.1, to the digits of the table

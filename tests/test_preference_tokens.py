@@ -1,6 +1,7 @@
 """Answers that are compared, as tokens, sequences on disk and micro-batches: each rule in a form that can fail."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +9,14 @@ import pytest
 import torch
 from test_data_tokens import bos_tokenizer, run
 
+from swiftlite.config.methods import pack_capacity
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data.audit import imbalance_warning
 from swiftlite.data.batches import collate, empty_micro_batch
 from swiftlite.data.mismatched import mismatched_packs
 from swiftlite.data.order import Sequence
 from swiftlite.data.preference_tokens import Preference, fit, prompt_length
-from swiftlite.data.prepare import pack_capacity, prepare_data
+from swiftlite.data.prepare import prepare_data
 from swiftlite.data.tokenize import flags_of
 from swiftlite.errors import UserError
 
@@ -361,6 +363,21 @@ def test_labels_are_counted_and_their_imbalance_told(prepare, write_rows):
     assert imbalance_warning({"pairs": 3}, 1.0, 1.0) is None
     layouts = [s.preference for step in prepared.train.steps() for pack in step.packs for s in pack]
     assert sum(layout.desirable for layout in layouts) == 5
+
+
+def test_the_weights_that_are_told_are_in_balance():
+    for desirable in range(1, 60):
+        for undesirable in range(1, 60):
+            audit = {"desirable": desirable, "undesirable": undesirable}
+            warning = imbalance_warning(audit, 1.0, 1.0)
+            if warning is None:
+                assert 0.99 < desirable / undesirable < 1.35
+                continue
+            kind, low, high = re.fullmatch(r".* give (\w+) ones a weight from (\S+) to (\S+)", warning).groups()
+            assert float(low) >= 0.99
+            for weight in (float(low), float(high)):
+                weights = (weight, 1.0) if kind == "desirable" else (1.0, weight)
+                assert imbalance_warning(audit, *weights) is None
 
 
 def test_rows_of_another_method_stop_before_training(prepare, write_rows, chat_rows):

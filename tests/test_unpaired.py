@@ -10,7 +10,7 @@ import torch
 from swiftlite.config.losses import UNPAIRED_LOSSES
 from swiftlite.errors import UserError
 from swiftlite.objectives.reward import RewardModel, reward_metrics
-from swiftlite.objectives.unpaired import RowScores, Unpaired, metric_means, reference_point, suggested_weights
+from swiftlite.objectives.unpaired import RowScores, Unpaired, metric_means, reference_point
 
 
 def rows_of(rows=64, share=0.4, seed=0):
@@ -123,24 +123,6 @@ def test_a_step_of_one_label_has_no_mean_of_the_other():
     means = metric_means({name: value.item() for name, value in Unpaired().metrics(scores).items()})
     assert means["rewards/rejected"] is means["rewards/margin"] is means["logps/rejected"] is None
     assert means["rewards/accuracy"] == 1
-
-
-@pytest.mark.parametrize(
-    ("desirable", "undesirable", "weights"),
-    [(50, 50, None), (4, 3, None), (10, 100, (10.0, 1.0)), (100, 10, (1.0, 7.5)), (0, 5, None), (5, 0, None)],
-)
-def test_weights_are_suggested_where_labels_are_out_of_balance(desirable, undesirable, weights):
-    assert suggested_weights(desirable, undesirable) == weights
-
-
-def test_suggested_weights_are_balanced():
-    for desirable in range(1, 60):
-        for undesirable in range(1, 60):
-            found = suggested_weights(desirable, undesirable)
-            if found is not None:
-                assert min(found) == 1
-                assert suggested_weights(desirable, undesirable, *found) is None
-    assert suggested_weights(50, 50, desirable_weight=2.0) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.cli.options import RunCommand, own_flag
+from swiftlite.config.methods import pack_capacity
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def inspect(resolved: Resolved, rows: int) -> None:
     from rich.console import Console
 
     from swiftlite.data.audit import imbalance_warning
-    from swiftlite.data.prepare import pack_capacity, prepare_data
+    from swiftlite.data.prepare import prepare_data
     from swiftlite.models.tokenizer import tokenizer_loader
 
     if rows < 0:
@@ -45,7 +46,8 @@ def inspect(resolved: Resolved, rows: int) -> None:
     if rows:
         show_rows(console, load(), prepared.train.head(rows))
     console.print(audit_table(prepared.audit))
-    if warning := imbalance_warning(prepared.audit, 1.0, 1.0):
+    weights = resolved.config.desirable_weight, resolved.config.undesirable_weight
+    if warning := imbalance_warning(prepared.audit, *weights):
         console.print(f"warning: {warning}")
     if resolved.config.streaming:
         console.print("a stream: the numbers are those of its first window")

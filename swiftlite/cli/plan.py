@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swiftlite.config.flags import all_flags
+from swiftlite.config.methods import pack_capacity
 
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
@@ -93,8 +94,8 @@ def _plan(resolved: Resolved) -> Table:
         table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
     table.add_row(
         "a step",
-        f"{config.global_batch_size} {packs} of up to {config.max_length} tokens = {config.micro_batch_size} a forward "
-        f"pass x {config.gradient_accumulation_steps} accumulated x {layout.data_ranks} data ranks",
+        f"{config.global_batch_size} {packs} of up to {pack_capacity(config)} tokens = {config.micro_batch_size} a "
+        f"forward pass x {config.gradient_accumulation_steps} accumulated x {layout.data_ranks} data ranks",
     )
-    table.add_row("at most", f"{config.global_batch_size * config.max_length:,} tokens a step")
+    table.add_row("at most", f"{config.global_batch_size * pack_capacity(config):,} tokens a step")
     return table

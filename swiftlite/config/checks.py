@@ -7,18 +7,34 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from swiftlite.config.flags import all_flags
-from swiftlite.config.methods import PAIRED, PREFERENCE
+from swiftlite.config.losses import REFERENCE_FREE, losses_of
+from swiftlite.config.methods import PREFERENCE
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 Rule = tuple[bool, str, tuple[str, ...], str]  # broken, what is wrong, the settings, what to do
+LOSSES = ("dpo", "kto")  # the methods that --loss has names for
+PREFERENCE_SETTINGS = {  # what acts in which methods
+    "loss": LOSSES,
+    "beta": LOSSES,
+    "label_smoothing": ("dpo",),
+    "rpo_alpha": ("dpo",),
+    "simpo_gamma": ("dpo",),
+    "reference": LOSSES,
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "center_rewards": ("rm",),
+    "share_prompt": ("dpo", "rm"),
+}
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
 
 
 def check_together(config: RunConfig, where: Mapping[str, str]) -> None:
     """Raise UserError for the first contradiction. where: of the values that somebody gave."""
+    if config.method in LOSSES:
+        losses_of(config.method, config.loss, where.get("loss", "--loss"))
     for what, names, fix in _contradictions(config):
         raise UserError(what, where=", ".join(where[name] for name in names if name in where) or None, fix=fix)
 
@@ -118,8 +134,7 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, f"with --tuner {config.tuner}") for name in ("trainable_layers", "trainable_modules"))
     if config.adapter is not None:
         yield from ((name, "beside --adapter, which brings its own") for name in LORA_SHAPE)
-    if config.method not in PAIRED:
-        yield "share_prompt", f"with {config.method}, which compares no pairs"
+    yield from _ineffective_preference(config)
     if config.lr_scheduler != "wsd":
         yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"
     if config.max_steps is not None:
@@ -130,6 +145,18 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "without a pipeline") for name in ("pipeline_schedule", "num_microbatches"))
     if not (config.eval_dataset or config.eval_fraction):
         yield "eval_steps", "without --eval-dataset or --eval-fraction"
+
+
+def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:
+    yield from (
+        (name, f"with {config.method}") for name, where in PREFERENCE_SETTINGS.items() if config.method not in where
+    )
+    if config.method == "dpo":
+        named = [name for name, _ in losses_of("dpo", config.loss)]
+        if named == ["sft"]:
+            yield "beta", "with --loss sft, which compares nothing"
+        if all(name in REFERENCE_FREE for name in named):
+            yield "reference", f"with --loss {' '.join(named)}, which has no reference"
 
 
 def _is_date(text: str | None) -> bool:

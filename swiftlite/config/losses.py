@@ -28,6 +28,8 @@ PAIR_LOSSES = (
 )
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired")
 
+REFERENCE_FREE = ("simpo", "cpo", "orpo", "sft")
+
 METHODS = {"dpo": "sigmoid", "cdpo": "sigmoid", "slic": "hinge"}  # papers' names that no spelling leads from
 
 
@@ -52,6 +54,18 @@ def parse_losses(
     if not losses:
         raise UserError("no loss is named", where=where, fix=f"name one of {', '.join(known)}")
     return list(losses.items())
+
+
+def losses_of(method: str, words: Sequence[str], where: str = "--loss") -> list[tuple[str, float]]:
+    """(name, weight) of the losses of dpo or kto; its own where no word is given. Raises UserError as `parse_losses`,
+    and for several or weighted losses of kto.
+    """
+    if method == "dpo":
+        return parse_losses(words or ["sigmoid"], where=where)
+    losses = parse_losses(words or ["kto"], UNPAIRED_LOSSES, where)
+    if len(losses) > 1 or losses[0][1] != 1.0:
+        raise UserError("kto takes one loss without a weight", where=where, fix="use --loss kto")
+    return losses
 
 
 def _known(spelled: str, known: Sequence[str], where: str) -> str:

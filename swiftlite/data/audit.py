@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs", "fill")
 IN_BALANCE = (1.0, 4 / 3)
+ROUNDING = 0.005  # of weights that are told in three digits
 OUTCOMES = ("read", "used", "truncated", "split", "split_by_template")
 
 
@@ -54,7 +55,7 @@ def imbalance_warning(audit: dict[str, Any], desirable_weight: float, undesirabl
     """What to say where wanted and refused answers weigh unequally; None where they do not, or have no labels.
 
     KTO wants (weight x number of the wanted) : (weight x number of the refused) between 1 and 4/3
-    (arXiv 2402.01306, section 4.2).
+    (arXiv 2402.01306, Eq. 8).
     """
     wanted, refused = audit.get("desirable"), audit.get("undesirable")
     if wanted is None:
@@ -63,7 +64,8 @@ def imbalance_warning(audit: dict[str, Any], desirable_weight: float, undesirabl
     if not wanted or not refused:
         return f"{said}: KTO cannot learn a difference from one kind alone"
     low, high = IN_BALANCE
-    if low <= desirable_weight * wanted / (undesirable_weight * refused) <= high:
+    ratio = desirable_weight * wanted / (undesirable_weight * refused)
+    if low * (1 - ROUNDING) <= ratio <= high * (1 + ROUNDING):
         return None
     if wanted < refused:
         name, weights = "desirable", [undesirable_weight * refused * bound / wanted for bound in (low, high)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swiftlite.config.methods import PAIRED
+from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.data.audit import build_audit, check_anything_left
 from swiftlite.data.build import bad_row_error, build_entry
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
@@ -97,11 +97,6 @@ def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Pro
         rejected=Rejected([entry.rejected for entry in [*train, *held_out]]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
     )
-
-
-def pack_capacity(config: RunConfig) -> int:
-    """Tokens that a pack may hold: of the methods that compare two answers, as many as a pair may have."""
-    return config.max_length * (2 if config.method in PAIRED else 1)
 
 
 def _plan_options(config: RunConfig) -> PlanOptions:

@@ -13,8 +13,6 @@ import torch
 
 from swiftlite.errors import UserError
 
-RATIO = (1.0, 4 / 3)  # of n_D lam_D to n_U lam_U, arXiv 2402.01306, Eq. 8
-
 
 @dataclass(frozen=True)
 class RowScores:
@@ -120,24 +118,3 @@ def reference_point(total: torch.Tensor, rows: int) -> torch.Tensor:
     a rank, as public tools have it, the loss would change with the layout.
     """
     return (total.detach() / max(rows, 1)).clamp(min=0)
-
-
-def suggested_weights(
-    desirable: int, undesirable: int, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
-) -> tuple[float, float] | None:
-    """(lam_D, lam_U) that balance the labels, or None where the weights given do, or where one label is absent.
-
-    Balanced is n_D lam_D : n_U lam_U in [1, 4/3], arXiv 2402.01306, Eq. 8. One of the two suggested is 1; the other
-    lifts the rarer label as little as is enough, in steps of 0.01.
-    """
-    if not desirable or not undesirable:
-        return None
-    low, high = RATIO
-    rounding, ratio = 1e-9, desirable / undesirable
-    if low - rounding <= ratio * desirable_weight / undesirable_weight <= high + rounding:
-        return None
-    return (_up(low / ratio), 1.0) if ratio < low else (1.0, max(1.0, _up(ratio / high)))
-
-
-def _up(weight: float) -> float:
-    return math.ceil(round(100 * weight, 6)) / 100  # rounded first: 110.00000000000001 is 110

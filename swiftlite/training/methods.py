@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from swiftlite.config.losses import UNPAIRED_LOSSES, parse_losses
+from swiftlite.config.losses import losses_of
 from swiftlite.data.batches import MicroBatch
 from swiftlite.data.mismatched import mismatched_packs
-from swiftlite.errors import RunError, UserError
+from swiftlite.errors import RunError
 from swiftlite.objectives.preference import Preference, RunningReward
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired, metric_means, reference_point
@@ -205,12 +205,10 @@ def check_start(method: Method, share: StepShare, loss: float, dtype: torch.dtyp
 def preference_of(config: RunConfig) -> Preference | Unpaired | RewardModel | None:
     """The loss that the flags describe, None for methods without. Raises UserError."""
     if config.method == "dpo":
-        losses = tuple(parse_losses(config.loss or ["sigmoid"]))
+        losses = tuple(losses_of(config.method, config.loss))
         return Preference(losses, config.beta, config.label_smoothing, config.rpo_alpha, config.simpo_gamma)
     if config.method == "kto":
-        ((name, weight), *more) = parse_losses(config.loss or ["kto"], UNPAIRED_LOSSES)
-        if more or weight != 1.0:
-            raise UserError("kto takes one loss without a weight", where="--loss", fix="use --loss kto")
+        ((name, _),) = losses_of(config.method, config.loss)
         return Unpaired(name, config.beta, config.desirable_weight, config.undesirable_weight)
     return RewardModel(config.center_rewards) if config.method == "rm" else None
 

@@ -30,6 +30,7 @@ from swiftlite.checkpoint.state import (
     write_trainer_state,
 )
 from swiftlite.config.save import save_config
+from swiftlite.data.audit import imbalance_warning
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import tokenizer_loader
@@ -37,7 +38,7 @@ from swiftlite.parallel.world import World
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.loop import Loop, Parts, Progress, Stopped
-from swiftlite.training.methods import Method
+from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import describe_device
 from swiftlite.training.setup import Trainee, build_trainee, check_model
@@ -63,8 +64,11 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         load = tokenizer_loader(config)
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, resume)
+            loss = preference_of(config)
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(config, load, update)
+        if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
+            reporter.message(f"warning: {warning}")
         with reporter.phase("loading the model"):
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout)
@@ -72,8 +76,8 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         def build_start() -> Trainee:
             return build_trainee(config, model_config, None, load, world.within("start"), layout)
 
-        with reporter.phase("preparing the method"):
-            method = build_method(MethodParts(config, prepared, trainee, resume is None, build_start, load, reporter))
+        parts = MethodParts(config, loss, prepared, trainee, resume is None, build_start, load, reporter)
+        method = build_method(parts)
         session = Session(config, output, prepared, trainee, method, load, reporter)
         session.restore(resume)
         try:

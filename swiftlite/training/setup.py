@@ -19,6 +19,7 @@ from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
+from swiftlite.config.methods import pack_capacity
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
@@ -249,7 +250,7 @@ def _choose(
         frozen=total - trained,
         frozen_bytes=precision.dtype.itemsize,
         largest_unit=precision.dtype.itemsize * max(_unit_sizes(base)),
-        activations=per_token * config.micro_batch_size * config.max_length // layout.cp,
+        activations=per_token * config.micro_batch_size * pack_capacity(config) // layout.cp,
     )
     free = int(world.same("free memory", str(free_bytes(world.device))))
     return choose_data_layout(layout, need, free)
@@ -336,5 +337,5 @@ def _choose_checkpointing(
         return config.activation_checkpointing
     free = free_bytes(device)
     packs = config.micro_batch_size if device.type == "cuda" else 1
-    needed = activation_bytes_per_token(model_config, precision.dtype) * packs * config.max_length
+    needed = activation_bytes_per_token(model_config, precision.dtype) * packs * pack_capacity(config)
     return "none" if needed < free / 2 else "full"

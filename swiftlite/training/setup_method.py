@@ -18,7 +18,8 @@ from swiftlite.models.load import model_folder
 from swiftlite.models.tuners import adapters_off
 from swiftlite.objectives.preference import Preference
 from swiftlite.objectives.reward import RewardModel
-from swiftlite.training.methods import Judged, Method, Paired, Rewarded, Supervised, mismatched_of, preference_of
+from swiftlite.objectives.unpaired import Unpaired
+from swiftlite.training.methods import Judged, Method, Paired, Rewarded, Supervised, mismatched_of
 from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
 from swiftlite.training.share import share_in
 
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MethodParts:
-    """trainee_starts: its weights are those before the first step; build_start: builds another such model."""
+    """loss: of `preference_of`; trainee_starts: its weights are those before the first step; build_start: builds
+    another such model.
+    """
 
     config: RunConfig
+    loss: Preference | Unpaired | RewardModel | None
     prepared: PreparedData
     trainee: Trainee
     trainee_starts: bool
@@ -43,9 +47,8 @@ class MethodParts:
 
 
 def build_method(parts: MethodParts) -> Method:
-    """The method of the config. Raises UserError for options that do not fit it."""
-    config, trainee = parts.config, parts.trainee
-    loss = preference_of(config)
+    """The method of the config, with the reference that it needs."""
+    config, trainee, loss = parts.config, parts.trainee, parts.loss
     if loss is None:
         return Supervised()
     if isinstance(loss, RewardModel):

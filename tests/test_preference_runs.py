@@ -1,0 +1,206 @@
+"""Whole runs of dpo and kto: what must not change the curve, resume bit for bit, the reference's values on disk."""
+
+import json
+import math
+import shutil
+
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_parity import metrics, settings, train_alone
+from test_run import same_weights
+
+from swiftlite.checkpoint.folder import list_checkpoints
+from swiftlite.checkpoint.state import read_trainer_state
+from swiftlite.config.resolve import resolve_config
+from swiftlite.errors import RunError
+from swiftlite.models.toys import toy_judged, toy_pairs
+from swiftlite.training import reference
+from swiftlite.training.step import DirectStep
+
+
+@pytest.fixture
+def start(tmp_path, tiny_model, write_rows):
+    """Train: (output folder, method, settings) -> metrics.jsonl. All runs of a test share a cache."""
+    write_rows("dpo.jsonl", toy_pairs(24))
+    write_rows("kto.jsonl", toy_judged(24))
+
+    def train(out="out", method="dpo", **more):
+        values = settings(tmp_path, tiny_model("llama"), tmp_path / f"{method}.jsonl", max_length=128)
+        train_alone(resolve_config(method, **(values | {"output_dir": str(tmp_path / out)} | more)))
+        return metrics(tmp_path / out)
+
+    return train
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """The micro-batches that were scored without gradient, one entry a call."""
+    calls, score = [], DirectStep.score
+
+    def counting(self, batches):
+        calls.append(len(batches))
+        return score(self, batches)
+
+    monkeypatch.setattr(DirectStep, "score", counting)
+    return calls
+
+
+def check_same_curve(rows, others):
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
+        for name in ("rewards/chosen", "logps/rejected"):
+            assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"share_prompt": False}, {"micro_batch_size": 4}, {"reference": "model"}, {"activation_checkpointing": "full"}],
+    ids=["prompt twice", "micro 4", "second model", "checkpointing"],
+)
+def test_what_must_not_change_the_curve_of_pairs(start, change):
+    # not more than one pair in a pack: packs hold a pair of two longest sequences, so a prompt that comes twice may
+    # change which rows a step has
+    check_same_curve(start(packing=False), start("other", packing=False, **change))
+
+
+@pytest.mark.parametrize("change", [{"micro_batch_size": 4}, {"reference": "model"}], ids=["micro 4", "second model"])
+def test_what_must_not_change_the_curve_of_single_answers(start, change):
+    check_same_curve(start(method="kto"), start("other", "kto", **change))
+
+
+def test_packing_changes_nothing_where_a_step_has_all_rows(start):
+    check_same_curve(start(global_batch_size=24), start("other", global_batch_size=24, packing=False))
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("other", ["precompute", "model"])
+def test_adapters_switched_off_are_the_reference(start, scored, method, other):
+    more = {"tuner": "lora", "lora_dropout": 0.2}
+    live = start(method=method, **more)
+    check_same_curve(live, start("other", method, reference=other, **more))
+    assert scored
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("dpo", {"tuner": "full"}),
+        ("dpo", {"tuner": "full", "loss": ["bco_pair"]}),
+        ("dpo", {"tuner": "lora", "lora_dropout": 0.3}),
+        ("dpo", {"tuner": "lora", "reference": "precompute"}),
+        ("kto", {"tuner": "full"}),
+        ("kto", {"tuner": "lora"}),
+    ],
+    ids=["full", "bco_pair", "lora", "lora, precomputed", "kto", "kto, lora"],
+)
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "reference lost"])
+def test_resume_continues_bit_for_bit(start, tmp_path, method, more, forgets):
+    more |= {"save_steps": 2, "keep_checkpoints": 9}
+    out, again = tmp_path / "out", tmp_path / "again"
+    rows = start(method=method, **more)
+    shutil.copytree(out, again)
+    newest, older = list_checkpoints(again)
+    shutil.rmtree(newest)
+    shutil.rmtree(again / "model")
+    if forgets:
+        shutil.rmtree(tmp_path / "cache" / "reference", ignore_errors=True)
+    if method == "dpo":
+        assert read_trainer_state(older)["progress"]["method"]["pairs"] > 0
+    for row, resumed in zip(rows, start("again", method, resume="auto", **more), strict=True):
+        for name in ("step", "loss", "grad_norm", "rewards/chosen", "rewards/margin"):
+            assert resumed[name] == row[name], name
+    file = "adapter_model.safetensors" if more["tuner"] == "lora" else "model.safetensors"
+    assert same_weights(out / "model" / file, again / "model" / file)
+
+
+def table_files(tmp_path):
+    return sorted((tmp_path / "cache" / "reference").glob("*/*.safetensors"))
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_pass_that_was_interrupted_goes_on(start, tmp_path, monkeypatch, scored, method):
+    whole = start("whole", method)
+    calls = len(scored)
+    shutil.rmtree(tmp_path / "cache" / "reference")
+    monkeypatch.setattr(reference, "STEPS_A_FILE", 1)
+    counting = DirectStep.score
+
+    def failing(self, batches):
+        if len(scored) == calls + 2:
+            raise KeyboardInterrupt
+        return counting(self, batches)
+
+    monkeypatch.setattr(DirectStep, "score", failing)
+    with pytest.raises(KeyboardInterrupt):
+        start("cut", method)
+    kept = table_files(tmp_path)
+    assert len(kept) == 2
+    before = [file.read_bytes() for file in kept]
+    monkeypatch.setattr(DirectStep, "score", counting)
+    rows = start("on", method)
+    assert len(scored) == 2 * calls  # nothing is scored twice
+    assert [file.read_bytes() for file in kept] == before
+    assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
+
+
+def test_values_are_kept_for_runs_that_would_find_the_same(start, tmp_path, scored):
+    start("first")
+    assert scored
+    scored.clear()
+    start("second", beta=0.5, loss=["ipo"], learning_rate=1e-4, micro_batch_size=2)
+    assert not scored
+    (tmp_path / "dpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in toy_pairs(23)))
+    start("third")
+    assert scored
+    assert len({file.parent for file in table_files(tmp_path)}) == 2
+
+
+def test_values_of_other_weights_are_not_taken(start, tmp_path, tiny_model, scored):
+    start("first")
+    scored.clear()
+    start("second", model=str(tmp_path / "first" / "model"))
+    assert scored
+    assert metrics(tmp_path / "second")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize(("method", "loss"), [("dpo", "0.69"), ("kto", "0.5")])
+def test_a_wrong_value_stops_the_run_at_its_first_step(start, tmp_path, method, loss):
+    start("first", method)
+    (file,) = table_files(tmp_path)
+    held = load_file(file)
+    held["values"][:, 0] += 4.0
+    save_file(held, file)
+    with pytest.raises(RunError, match=f"first step's loss is .* but {loss}"):
+        start("second", method)
+    assert not list_checkpoints(tmp_path / "second")
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_evaluation_tells_loss_and_accuracy(start, method):
+    rows = start(method=method, eval_fraction=0.25, eval_steps=2)
+    evaluated = [row for row in rows if "eval_loss" in row]
+    assert [row["step"] for row in evaluated] == [2, 4]
+    for row in evaluated:
+        assert 0 <= row["eval_rewards/accuracy"] <= 1
+        assert row["eval_loss"] > 0 and row["eval_rewards/margin"] is not None
+
+
+def test_the_reference_of_an_adapter_that_is_trained_on_is_this_adapter(start, tmp_path):
+    first = start("first", tuner="lora", learning_rate=1e-2)
+    assert abs(first[-1]["rewards/margin"]) > 0.05
+    more = {"tuner": "lora", "adapter": str(tmp_path / "first" / "model"), "learning_rate": 1e-2}
+    rows = start("on", **more)
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[0]["logps/chosen"] != pytest.approx(first[0]["logps/chosen"], rel=1e-3)
+    check_same_curve(rows, start("second model", reference="model", **more))
+
+
+def test_labels_out_of_balance_are_told(start, tmp_path, capsys):
+    rows = toy_judged(24)
+    (tmp_path / "kto.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:12] + rows[1::2]))
+    start(method="kto", max_steps=1)
+    assert "warning: 6 answers are desirable, 18 undesirable" in capsys.readouterr().out
+    start("weighed", method="kto", max_steps=1, desirable_weight=3.5)
+    assert "undesirable: for balance" not in capsys.readouterr().out
