@@ -13,12 +13,9 @@ SECONDS_BETWEEN = 0.001
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of this process's parts; memory that several tensors share counts once."""
-    storages = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storages[local.untyped_storage().data_ptr()] = local.numel() * local.element_size()
-    return sum(storages.values())
+    """Of this process's parts."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def own_bytes() -> int:
