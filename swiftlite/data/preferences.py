@@ -63,17 +63,20 @@ def _pair(row: Mapping[str, Any], context: Turns | None, chosen: Turns, rejected
         chat_of(context, chosen, "chosen answer", tools), chat_of(context, rejected, "rejected answer", tools),
         _margin(row),
     )  # fmt: skip
-    if pair.chosen.messages == pair.rejected.messages:
-        raise BadRow("equal_completions", "chosen and rejected are equal: there is nothing to prefer")
+    _check_unequal(pair.chosen.messages, pair.rejected.messages)
     return pair
+
+
+def _check_unequal(chosen: object, rejected: object) -> None:
+    if chosen == rejected:
+        raise BadRow("equal_completions", "chosen and rejected are equal: there is nothing to prefer")
 
 
 def _shared_messages(chosen: Turns, rejected: Turns) -> int:
     """How many messages both conversations begin with."""
     both = list(zip(chosen, rejected, strict=False))
     shared = next((place for place, (one, other) in enumerate(both) if one[0] != other[0]), len(both))
-    if shared == len(chosen) == len(rejected):
-        raise BadRow("equal_completions", "chosen and rejected are equal: there is nothing to prefer")
+    _check_unequal([message for message, _ in chosen], [message for message, _ in rejected])
     if shared == len(both):
         raise BadRow("empty", "one of chosen and rejected is no more than what both begin with")
     if shared == 0 or any(message["role"] != "assistant" for message, _ in both[shared]):
@@ -82,8 +85,8 @@ def _shared_messages(chosen: Turns, rejected: Turns) -> int:
 
 
 def _pair_of_texts(prompt: str | None, chosen: str, rejected: str, margin: float) -> Pair:
-    if chosen == rejected and chosen.strip():
-        raise BadRow("equal_completions", "chosen and rejected are equal: there is nothing to prefer")
+    if chosen.strip():
+        _check_unequal(chosen, rejected)
     if prompt is None:
         prompt = _shared_text(chosen, rejected)
         if not prompt.strip():
