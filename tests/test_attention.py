@@ -75,6 +75,7 @@ def lay_out(documents, untrained=2):
         cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
         max_document=max(lengths),
         context=None,
+        key_index=None,
     )
 
 
