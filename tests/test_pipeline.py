@@ -17,6 +17,7 @@ from swiftlite.checkpoint.boxes import holdings, whole
 from swiftlite.checkpoint.weights import materialize
 from swiftlite.config.layout import Layout
 from swiftlite.data.batches import collate
+from swiftlite.data.order import Sequence as Document
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
@@ -113,10 +114,7 @@ def steps_of(vocabulary: int, number: int) -> list[list]:
         for index in range(number):
             lengths = random.integers(1, 90 if step == 2 else 14, 1 + index % 3)
             documents = [
-                SimpleNamespace(
-                    input_ids=random.integers(0, vocabulary, n), trained=random.random(n) < 0.2 + 0.1 * index, where=""
-                )
-                for n in lengths
+                Document(random.integers(0, vocabulary, n), random.random(n) < 0.2 + 0.1 * index, "") for n in lengths
             ]
             batches.append(collate([documents]))
         steps.append(batches)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import run_world
 
 from swiftlite.data.batches import collate, empty_micro_batch
+from swiftlite.data.order import Sequence as Document
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
@@ -132,9 +133,8 @@ def make_steps(vocabulary: int) -> list[list]:
     """Four micro-batches a step, of unequal numbers of tokens and of trained tokens; one is empty."""
     random = np.random.default_rng(3)
 
-    def document(length: int) -> SimpleNamespace:
-        ids, trained = random.integers(0, vocabulary, length), random.random(length) < 0.6
-        return SimpleNamespace(input_ids=ids, trained=trained, where="test")
+    def document(length: int) -> Document:
+        return Document(random.integers(0, vocabulary, length), random.random(length) < 0.6, "test")
 
     packs = [(9, 1, 14), (11, 5), (3,)]
     return [[*(collate([[document(n) for n in pack]]) for pack in packs), empty_micro_batch()] for _ in range(STEPS)]
