@@ -13,6 +13,7 @@ from swiftlite.config.validate import Given
 from swiftlite.data.batches import IGNORED, MicroBatch
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
+from swiftlite.training.losses import TokenLoss
 from swiftlite.training.optimizer import build_optimizer, clip_gradients
 from swiftlite.training.setup import Trainee, build_trainee, check_model
 
@@ -47,7 +48,7 @@ class Trainer:
         self._steps += 1
         trainee, ranks = self.trainee, self.trainee.mesh.layout.data_ranks
         trained = sum(batch.trained_tokens for batch in self._batches) * ranks
-        trainee.divided.runner.train(self._steps, self._batches, trained, 1.0, len(self._batches) * ranks)
+        trainee.divided.runner.train(self._steps, self._batches, TokenLoss(trained), 1.0, len(self._batches) * ranks)
         parameters = [parameter for _, parameter in trainee.trained()]
         clip_gradients(parameters, self.config.max_grad_norm, trainee.mesh, 1.0, trainee.uncounted())
 
