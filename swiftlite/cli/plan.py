@@ -92,10 +92,11 @@ def _plan(resolved: Resolved) -> Table:
         )
     if layout.expert_parallel > 1:
         table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
+    capacity = pack_capacity(config)
     table.add_row(
         "a step",
-        f"{config.global_batch_size} {packs} of up to {pack_capacity(config)} tokens = {config.micro_batch_size} a "
-        f"forward pass x {config.gradient_accumulation_steps} accumulated x {layout.data_ranks} data ranks",
+        f"{config.global_batch_size} {packs} of up to {capacity} tokens = {config.micro_batch_size} a forward "
+        f"pass x {config.gradient_accumulation_steps} accumulated x {layout.data_ranks} data ranks",
     )
-    table.add_row("at most", f"{config.global_batch_size * pack_capacity(config):,} tokens a step")
+    table.add_row("at most", f"{config.global_batch_size * capacity:,} tokens a step")
     return table
