@@ -83,11 +83,7 @@ class Context:
         if query.shape[1] >= self.size:
             return self._over_heads(attend, query, key, value, borders, sinks, shared)
         if shared is not None:
-            raise UserError(
-                f"a prompt that two answers share needs as many attention heads as context ranks: {query.shape[1]} of "
-                f"{self.size}",
-                fix="add --no-share-prompt, or lower --context-parallel-size",
-            )
+            raise _too_few_heads(query.shape[1], self.size)
         return self._over_tokens(attend, query, key, value, borders, sinks)
 
     def _over_heads(self, attend, query, key, value, borders, sinks, shared):  # noqa: ANN001, ANN202
@@ -214,3 +210,17 @@ def check_context_parallel(model_config: PretrainedConfig, layout: Layout, max_l
                 where=f"--context-parallel-size {layout.cp}, --max-length {max_length}",
                 fix=f"use --context-parallel-size 1, or --max-length {limit}",
             )
+
+
+def check_shared_prompts(model_config: PretrainedConfig, layout: Layout) -> None:
+    """Refuse prompts that two answers share where attention cannot be divided by heads. Raises UserError."""
+    heads = model_config.get_text_config().num_attention_heads // layout.tp
+    if heads < layout.cp:
+        raise _too_few_heads(heads, layout.cp)
+
+
+def _too_few_heads(heads: int, ranks: int) -> UserError:
+    return UserError(
+        f"a prompt that two answers share needs as many attention heads as context ranks: {heads} of {ranks}",
+        fix="add --no-share-prompt, or lower --context-parallel-size",
+    )

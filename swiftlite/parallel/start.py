@@ -50,7 +50,8 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
     _check_devices(count)
     if "OMP_NUM_THREADS" not in os.environ:  # all processes share the cores of this machine
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)
     launch = elastic_launch(
         LaunchConfig(
             min_nodes=machines.nodes,

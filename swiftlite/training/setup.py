@@ -19,7 +19,7 @@ from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
-from swiftlite.config.methods import pack_capacity
+from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
@@ -31,7 +31,7 @@ from swiftlite.models.tuners import (
     grow_vocabulary,
     to_master_precision,
 )
-from swiftlite.parallel.context import check_context_parallel
+from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
 from swiftlite.parallel.data import DataParallel
 from swiftlite.parallel.experts import check_expert_parallel
 from swiftlite.parallel.mesh import Mesh, build_mesh, release
@@ -117,6 +117,8 @@ def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> Pretr
         inspect_model_folder(Path(source).expanduser())
     check_tensor_parallel(model_config, layout.tp)
     check_context_parallel(model_config, layout, config.max_length)
+    if config.method in PAIRED and config.share_prompt:
+        check_shared_prompts(model_config, layout)
     if layout.pp > 1:
         number = config.num_microbatches
         check_pipeline(model_config, layout, config.pipeline_schedule, number, compile_layers=config.compile)
