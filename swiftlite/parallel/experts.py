@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from swiftlite.errors import UserError
 from swiftlite.parallel.exchange import exchange
+from swiftlite.parallel.mesh import device_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +40,7 @@ EXPERT_MESH = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 def build_expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """All processes with `dp_shard x cp` regrouped as `efsdp x ep`. Every process of the run calls it."""
     sizes = layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp // layout.expert_parallel
-    return init_device_mesh(device.type, (*sizes, layout.expert_parallel, layout.tp), mesh_dim_names=EXPERT_MESH)
+    return device_mesh(device.type, (*sizes, layout.expert_parallel, layout.tp), EXPERT_MESH)
 
 
 def check_expert_parallel(base: PreTrainedModel, layout: Layout) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -126,17 +127,6 @@ class Mesh:
         return list(dict.fromkeys(text for part in self.collect(texts) for text in part))
 
 
-def release(*meshes: DeviceMesh | None) -> None:
-    """End the process groups of meshes that are used no more: each holds threads and connections.
-
-    Only a process that goes on with another mesh needs it.
-    """
-    groups = {id(group): group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()}
-    for group in groups.values():
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-
-
 def is_sharding(placement: Placement) -> bool:
     return isinstance(placement, Shard | _StridedShard)
 
@@ -145,14 +135,18 @@ def pick_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+@cache
+def device_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Each mesh is made once: its process groups hold threads and connections, and DTensor remembers it by its shape."""
+    return init_device_mesh(kind, sizes, mesh_dim_names=names)
+
+
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:
     """The mesh of a layout. With more than one process a process group must stand."""
     if layout.world == 1:
         return Mesh(layout, device)
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
-    stored = init_device_mesh(
-        device.type, (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp), mesh_dim_names=STORED
-    )
-    split = init_device_mesh(device.type, sizes, mesh_dim_names=SPLIT)
+    whole = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
+    stored, split = device_mesh(device.type, whole, STORED), device_mesh(device.type, sizes, SPLIT)
     assert math.prod(sizes) == dist.get_world_size()
     return Mesh(layout, device, stored, split)

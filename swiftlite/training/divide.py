@@ -60,11 +60,10 @@ class Part:
 
 @dataclass
 class Divided:
-    """parts: this process's, in order; runner: how they run a step; expert_mesh: of experts that lie on their own."""
+    """parts: this process's, in order; runner: how they run a step."""
 
     parts: list[Part]
     runner: StepRunner
-    expert_mesh: DeviceMesh | None = None
 
 
 def divide(
@@ -104,7 +103,7 @@ def divide(
     expert_mesh = build_expert_mesh(layout, mesh.device) if layout.expert_parallel > 1 else None
     for part in parts:
         _divide_part(part, mesh, expert_mesh, options, checkpointing, compile_layers=config.compile)
-    return Divided(parts, runner, expert_mesh)
+    return Divided(parts, runner)
 
 
 def _divide_part(

@@ -85,7 +85,6 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         except Stopped as stopped:
             reporter.message(f"stopped by signal {stopped.signal}; go on with --resume auto --output-dir {output}")
             raise SystemExit(128 + stopped.signal) from None
-        trainee.release()
 
 
 def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[str], None]) -> Path | None:

@@ -34,7 +34,7 @@ from swiftlite.models.tuners import (
 from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
 from swiftlite.parallel.data import DataParallel
 from swiftlite.parallel.experts import check_expert_parallel
-from swiftlite.parallel.mesh import Mesh, build_mesh, release
+from swiftlite.parallel.mesh import Mesh, build_mesh
 from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
@@ -93,10 +93,6 @@ class Trainee:
         """Whether a forward pass of the base draws random numbers in training; adapters begin as zero all the same."""
         values = self.base.config.get_text_config().to_dict()
         return any(value and isinstance(value, float) for key, value in values.items() if key.endswith(DROPOUTS))
-
-    def release(self) -> None:
-        """Give its process groups back; it is trained no more."""
-        release(self.mesh.stored, self.mesh.split, self.divided.expert_mesh)
 
     def uncounted(self) -> set[int]:
         """Ids of the trained parameters here that are copies of a tied one which another stage counts and saves."""
