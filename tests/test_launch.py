@@ -68,6 +68,14 @@ def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
     assert close(tmp_path / "last" / "model" / "model.safetensors", one / "model" / "model.safetensors")
 
 
+def test_one_process_offloads_too(tmp_path, flags):
+    plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
+    assert run(*SWIFTLITE, "sft", *flags, "--max-steps", "2", "-o", plain).returncode == 0
+    done = run(*SWIFTLITE, "sft", *flags, "--max-steps", "2", "-o", offloaded, "--offload", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert [row["loss"] for row in metrics(offloaded)] == pytest.approx([row["loss"] for row in metrics(plain)])
+
+
 def test_torchrun_and_the_time_in_the_folder_name(tmp_path, flags):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "swiftlite"]
     done = run(*torchrun, "sft", *flags, "--max-steps", "2", "--parallel", "ddp", cwd=tmp_path)

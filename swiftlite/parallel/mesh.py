@@ -137,14 +137,20 @@ def pick_device() -> torch.device:
 
 @cache
 def device_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Each mesh is made once: its process groups hold threads and connections, and DTensor remembers it by its shape."""
+    """Made once: its process groups hold threads and connections, and DTensor remembers a mesh by its shape."""
     return init_device_mesh(kind, sizes, mesh_dim_names=names)
 
 
-def build_mesh(layout: Layout, device: torch.device) -> Mesh:
-    """The mesh of a layout. With more than one process a process group must stand."""
-    if layout.world == 1:
+def build_mesh(layout: Layout, device: torch.device, *, grouped: bool = False) -> Mesh:
+    """The mesh of a layout. With more than one process a process group must stand.
+
+    grouped: one process gets a mesh and a group of its own too, which FSDP wants for offloading.
+    """
+    if layout.world == 1 and not grouped:
         return Mesh(layout, device)
+    if layout.world == 1 and not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
     whole = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
     stored, split = device_mesh(device.type, whole, STORED), device_mesh(device.type, sizes, SPLIT)

@@ -162,7 +162,15 @@ def build_trainee(
     check_expert_parallel(base, layout)
     to_master_precision(model)
     choice = _choose(config, model_config, model, base, world, layout, precision)
-    trainee = _on_meta(config, model_config, model, base, choice, build_mesh(choice.layout, world.device), precision)
+    trainee = _on_meta(
+        config,
+        model_config,
+        model,
+        base,
+        choice,
+        build_mesh(choice.layout, world.device, grouped=choice.offload),
+        precision,
+    )
     trainee.has_new_head = new_head is not None and resume is None
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
