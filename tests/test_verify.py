@@ -26,11 +26,17 @@ def equal(verdicts: list[dict]) -> set[str]:
 
 
 def test_two_processes_in_every_layout(tmp_path):
-    verdicts = verdicts_of(tmp_path, 2, "-a", "llama-tied", "-a", "qwen3-moe")
+    verdicts = verdicts_of(tmp_path, 2, "-a", "llama-tied", "-a", "qwen3-moe", "--method", "sft")
     assert {"ddp 2", "fsdp full 2", "fsdp grad_op 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "pp 2 gpipe",
             "pp 2 interleaved-1f1b", "pp 2 zero-bubble", "cp 2", "ep 2"} <= equal(verdicts)  # fmt: skip
     assert not [verdict for verdict in verdicts if verdict["refused"]]
-    assert {"llama-tied, DPO", "llama-tied, RM", "llama-tied, KTO with LoRA"} <= {v["subject"] for v in verdicts}
+
+
+def test_preferences_in_layouts_of_two_processes(tmp_path):
+    layouts = ["fsdp grad_op 2", "tp 2", "pp 2 zero-bubble", "cp 2"]
+    words = ["--method", "dpo", "--method", "rm", "--method", "kto", *(w for name in layouts for w in ("-l", name))]
+    verdicts = verdicts_of(tmp_path, 2, "-a", "llama-tied", *words)
+    assert len(verdicts) == 12 and equal(verdicts) == set(layouts)
 
 
 def test_four_processes_in_products(tmp_path):
