@@ -17,6 +17,7 @@ from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
 from swiftlite.models.toys import toy_config
 from swiftlite.models.tuners import set_activation_checkpointing
+from swiftlite.objectives.scorer import decoder_inputs
 from swiftlite.parallel.context import Context, slice_for_context
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"]
@@ -43,27 +44,11 @@ def model_of(family: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(toy_config(family), attn_implementation=attention.register()).train()
 
 
-def inputs(batch: MicroBatch) -> dict[str, object]:
-    """What the scorer calls a decoder with."""
-    return {
-        "input_ids": batch.input_ids,
-        "position_ids": batch.position_ids,
-        "attention_mask": None,
-        "use_cache": False,
-        "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens if batch.key_index is None else batch.key_cu_seqlens,
-        "key_index": batch.key_index,
-        "max_length_q": batch.max_document,
-        "max_length_k": batch.max_document,
-        "context": batch.context,
-    }
-
-
 def run(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(hidden states where a token is learnt, gradients of a loss made of them)."""
     model.zero_grad()
     learnt = batch.labels[0] != -100
-    hidden = dissect(model).decoder(**inputs(batch)).last_hidden_state[0][learnt]
+    hidden = dissect(model).decoder(**decoder_inputs(batch)).last_hidden_state[0][learnt]
     upstream = torch.randn(sum(sum(size[1:]) for size in SIZES), 64, generator=torch.Generator().manual_seed(2))
     if batch.context is not None:  # the part of it that is this rank's
         counts = [torch.zeros((), dtype=torch.int64) for _ in range(batch.context.size)]

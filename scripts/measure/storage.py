@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from measure.resident import PeakGrowth, tensor_bytes
-from measure.world import Trainer, build, resolve_flags, shared_flags
+from measure.world import Trainer, build, shared_flags
 from swiftlite.checkpoint.export import create_model_files
 from swiftlite.checkpoint.shared import to_write, write_together
 from swiftlite.checkpoint.state import plan_resume_file, resume_tensors
@@ -31,6 +31,7 @@ from swiftlite.parallel.world import World, joined
 from swiftlite.planning.choose import STATE_BYTES, TRAINED_BYTES
 from swiftlite.planning.memory import free_bytes
 from swiftlite.training.setup import Trainee
+from swiftlite.verification.run import resolve_in_world
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -139,7 +140,9 @@ def _measure_in_process(folder: str, model: str, cases: list[Case]) -> int:
 
 def _measure(folder: Path, model: Path, case: Case, world: World) -> Found:
     output = folder / "out"
-    resolved = resolve_flags(shared_flags(model, output) | {"lr_scheduler": "constant"} | case.flags, world.size)
+    resolved = resolve_in_world(
+        "sft", shared_flags(model, output) | {"lr_scheduler": "constant"} | case.flags, world.size
+    )
     drop_from_cache(model)
     world.meet("load")
     started = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from measure.counter import TrafficCounter
-from measure.world import Trainer, build, resolve_flags, shared_flags
+from measure.world import Trainer, build, shared_flags
 from swiftlite.cli.errors import show_error
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.mesh import Mesh
@@ -21,6 +21,7 @@ from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.parallel.world import World, joined
 from swiftlite.planning.communication import ModelShape, Step, step_traffic
 from swiftlite.training.setup import Trainee
+from swiftlite.verification.run import resolve_in_world
 
 LAYERS, TOKENS, MICRO_BATCHES = 4, 96, 4
 RESULTS = "traffic.jsonl"
@@ -104,7 +105,9 @@ def _count_in_process(folder: str, cases: list[Case]) -> int:
 
 def _count(folder: Path, case: Case, world: World) -> list[Row]:
     """The second step: the first one also sets things up."""
-    resolved = resolve_flags(shared_flags(folder / case.architecture, folder / "none") | case.flags, world.size)
+    resolved = resolve_in_world(
+        "sft", shared_flags(folder / case.architecture, folder / "none") | case.flags, world.size
+    )
     trainee = build(resolved, world)
     trainer = Trainer(trainee, resolved.config, TOKENS, MICRO_BATCHES)
     trainer.add_gradients()

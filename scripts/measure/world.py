@@ -5,24 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from swiftlite.config.resolve import Resolved, resolve
+from swiftlite.config.resolve import Resolved
 from swiftlite.config.schema import RunConfig
-from swiftlite.config.validate import Given
-from swiftlite.data.batches import IGNORED, MicroBatch
+from swiftlite.data.batches import MicroBatch, collate
+from swiftlite.data.order import Sequence
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.optimizer import build_optimizer, clip_gradients
 from swiftlite.training.setup import Trainee, build_trainee, check_model
-
-
-def resolve_flags(flags: dict[str, Any], world: int) -> Resolved:
-    """The config and layout of `swiftlite sft` with these flags in so many processes."""
-    given = {name: Given(value, name, "flag") for name, value in flags.items()}
-    env = {} if world == 1 else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
-    return resolve("sft", given, env=env)
 
 
 def build(resolved: Resolved, world: World) -> Trainee:
@@ -60,17 +54,7 @@ class Trainer:
 
 def _micro_batch(ids: torch.Tensor) -> MicroBatch:
     """One document, of which every token but the first is trained."""
-    count = len(ids)
-    return MicroBatch(
-        input_ids=ids[None],
-        position_ids=torch.arange(count)[None],
-        labels=torch.cat([ids[1:], torch.tensor([IGNORED])])[None],
-        cu_seqlens=torch.tensor([0, count], dtype=torch.int32),
-        max_document=count,
-        tokens=count,
-        trained_tokens=count - 1,
-        where=["random"],
-    )
+    return collate([[Sequence(ids.numpy(), np.ones(len(ids), dtype=np.bool_), "random")]])
 
 
 def shared_flags(model: Path, output: Path) -> dict[str, Any]:

@@ -39,19 +39,10 @@ class SharedKeys(NamedTuple):
 class ContextOfRow(Protocol):
     """How a row that several processes hold in slices is attended to: `swiftlite.parallel.context.Context`.
 
-    The arguments are those of `attend_row`; borders and shared keys are those of the whole row.
+    attend: takes what `attend_row` takes; borders and shared keys are those of the whole row.
     """
 
-    def attend(
-        self,
-        attend: Attend,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        borders: torch.Tensor,
-        sinks: torch.Tensor | None,
-        shared: SharedKeys | None,
-    ) -> torch.Tensor: ...
+    attend: Callable[..., torch.Tensor]
 
 
 def register() -> str:

@@ -65,7 +65,7 @@ class TokenScorer(nn.Module):
     def _decode(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None):  # noqa: ANN202 - its own class
         """The decoder's outputs. hidden: `[1, T, hidden]`, what enters its layers instead of the tokens' embeddings."""
         options = {"output_router_logits": True} if self._routed else {}
-        return self._anatomy.decoder(**_inputs(batch, hidden), **options)
+        return self._anatomy.decoder(**decoder_inputs(batch, hidden), **options)
 
     def _score(self, hidden: torch.Tensor, batch: MicroBatch | _Probe) -> torch.Tensor:
         """log p of the trained tokens from the decoder's last hidden states `[1, T, hidden]`, or scores of answers."""
@@ -113,7 +113,7 @@ class TokenScorer(nn.Module):
         alone = self._decode(probe.second(), None if entering is None else entering[:, 3:]).last_hidden_state
         self._check_documents(hidden, alone)
         if self._has_head and not self._anatomy.gives_scores:
-            own = self.base(**_inputs(probe, entering)).logits[0].float().to(hidden.device)
+            own = self.base(**decoder_inputs(probe, entering)).logits[0].float().to(hidden.device)
             self._check_head(hidden, own, probe)
         self.train(was_training)
 
@@ -143,7 +143,7 @@ class TokenScorer(nn.Module):
             )
 
 
-def _inputs(batch: MicroBatch | _Probe, hidden: torch.Tensor | None) -> dict[str, object]:
+def decoder_inputs(batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None) -> dict[str, object]:
     """What decoder and model are called with; attention finds the documents' borders among it."""
     entering = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
     return entering | {

@@ -135,6 +135,11 @@ def pick_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def backend_for(device: torch.device) -> str:
+    """Of a process group: gloo for what lies on the host, NCCL between GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 @cache
 def device_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Made once: its process groups hold threads and connections, and DTensor remembers a mesh by its shape."""
@@ -149,8 +154,7 @@ def build_mesh(layout: Layout, device: torch.device, *, grouped: bool = False) -
     if layout.world == 1 and not grouped:
         return Mesh(layout, device)
     if layout.world == 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
     whole = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
     stored, split = device_mesh(device.type, whole, STORED), device_mesh(device.type, sizes, SPLIT)

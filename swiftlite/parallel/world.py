@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from swiftlite.config.layout import under_torchrun
 from swiftlite.errors import RunError, UserError
-from swiftlite.parallel.mesh import pick_device
+from swiftlite.parallel.mesh import backend_for, pick_device
 
 FAILED = "failed"
 BECAUSE_OF_ANOTHER = 1  # exit code of a process that fails after another one
@@ -107,7 +107,7 @@ def joined() -> Iterator[World]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        backend_for(device),
         store=dist.PrefixStore("group", store),
         rank=rank,
         world_size=size,

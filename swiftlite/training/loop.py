@@ -17,6 +17,7 @@ from swiftlite.training.flops import FlopCounter, peak_flops
 from swiftlite.training.methods import Method, check_start
 from swiftlite.training.optimizer import clip_gradients, set_rate
 from swiftlite.training.precision import LossScale, Precision
+from swiftlite.training.reference import evaluating
 from swiftlite.training.schedule import rate_at, warmup_steps
 from swiftlite.training.share import StepShare, share_in
 from swiftlite.training.step import StepOutcome, StepRunner
@@ -98,7 +99,8 @@ class Loop:
     def run(self) -> None:
         """Train to the end of the plan. Raises Stopped after a signal, RunError where numbers are not finite."""
         total, config = self._parts.plan.total_steps, self._parts.config
-        self._set_training(True)
+        for module in self._parts.modules:
+            module.train()
         clock = time.perf_counter()
         for batch, share, data_seconds in self._prepared_steps():
             row = self._step(batch, share)
@@ -118,10 +120,6 @@ class Loop:
                 patience = config.early_stopping_patience
                 self._listener.message(f"stopped at step {batch.step}: no better eval loss for {patience} evaluations")
                 return
-
-    def _set_training(self, training: bool) -> None:
-        for module in self._parts.modules:
-            module.train(training)
 
     def _agree(self, signal: int | None, peak: float) -> tuple[int | None, float]:
         """(a signal that any process got, the largest peak memory of all): processes must stop at the same step."""
@@ -206,14 +204,13 @@ class Loop:
 
     def _evaluate(self) -> dict[str, float | None]:
         parts, method = self._parts, self._parts.method
-        self._set_training(False)
         total, count, sums = 0.0, 0, Counter()
-        for batch in parts.eval_plan.steps():
-            share, make_loss = method.prepare(batch, self._share(batch), "eval")
-            loss, found = parts.runner.evaluate(share.micro_batches, make_loss(1))
-            total, count = total + loss, count + method.count(share)
-            sums.update(found)
-        self._set_training(True)
+        with evaluating(parts.modules):
+            for batch in parts.eval_plan.steps():
+                share, make_loss = method.prepare(batch, self._share(batch), "eval")
+                loss, found = parts.runner.evaluate(share.micro_batches, make_loss(1))
+                total, count = total + loss, count + method.count(share)
+                sums.update(found)
         loss = total / max(1, count)
         progress = self.progress
         if progress.best_loss is None or loss < progress.best_loss:

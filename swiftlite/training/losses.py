@@ -51,9 +51,7 @@ PAIR_SUMS = (
 
 @dataclass(frozen=True)
 class PairLoss:
-    """The mean over the step's pairs. reference: by micro-batch, `[answers]`, None for losses without one;
-    running_reward: of bco_pair.
-    """
+    """The mean over the step's pairs. running_reward: of bco_pair."""
 
     preference: Preference
     pairs: int
@@ -66,7 +64,8 @@ class PairLoss:
         reference = [None, None] if answers.reference is None else [answers.reference[first], answers.reference[~first]]
         scores = PairScores(policy[first], policy[~first], answers.tokens[first], answers.tokens[~first], *reference)
         loss = self.preference.per_pair(scores, self.running_reward).sum() / max(1, self.pairs)
-        return loss, tuple(self.preference.metrics(scores)[name] for name in self.names)
+        metrics = self.preference.metrics(scores)
+        return loss, tuple(metrics[name] for name in self.names)
 
 
 REWARD_SUMS = PAIR_SUMS[:4]
@@ -108,7 +107,8 @@ class RowLoss:
         answers = batch.completions
         scores = RowScores(answer_sums(logprobs, batch), answers.reference, answers.chosen)
         loss = self.unpaired.per_row(scores, self.z0).sum() / max(1, self.rows)
-        return loss, tuple(self.unpaired.metrics(scores, self.z0)[name] for name in self.names)
+        metrics = self.unpaired.metrics(scores, self.z0)
+        return loss, tuple(metrics[name] for name in self.names)
 
 
 def answer_sums(logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

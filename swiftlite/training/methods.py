@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,47 +17,45 @@ from swiftlite.objectives.preference import Preference, RunningReward
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired, metric_means, reference_point
 from swiftlite.training.losses import PairLoss, RewardLoss, RowLoss, StepLoss, TokenLoss
-from swiftlite.training.reference import Place, Reference, evaluating
+from swiftlite.training.reference import Place, Reference
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import Pack, StepBatch
     from swiftlite.parallel.mesh import Mesh
     from swiftlite.training.share import StepShare
-    from swiftlite.training.step import StepRunner
 
 MakeLoss = Callable[[int], StepLoss]  # from what the loss is divided by
 START_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
-class Method(Protocol):
-    """state: what a checkpoint keeps of it, as JSON."""
+class Method(ABC):
+    """One method, and what most of them have in common. state: what a checkpoint keeps of it, as JSON."""
 
-    state: dict[str, Any]
+    state: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
 
-    def count(self, share: StepShare) -> int:
-        """What the loss of a step is the mean over."""
-
+    @abstractmethod
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         """What a step needs before its first micro-batch. kind: train or eval."""
 
+    def count(self, share: StepShare) -> int:
+        """What the loss of a step is the mean over: pairs, or single answers."""
+        return share.documents
+
     def start_value(self, share: StepShare) -> float | None:
         """The loss that the first step must have, None where that depends on the model."""
+        return None
 
     def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
         """For metrics.jsonl."""
+        return {name: value / max(1, count) for name, value in sums.items()}
 
-    def after(self, sums: dict[str, float], count: int) -> None:
+    def after(self, sums: dict[str, float], count: int) -> None:  # noqa: B027 - most carry nothing from step to step
         """Note what a training step gave."""
 
 
-class Supervised:
+class Supervised(Method):
     """SFT and pretraining."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
 
     def count(self, share: StepShare) -> int:
         return share.trained_tokens
@@ -64,25 +63,13 @@ class Supervised:
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         return share, TokenLoss
 
-    def start_value(self, share: StepShare) -> float | None:
-        return None
 
-    def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
-        return {}
-
-    def after(self, sums: dict[str, float], count: int) -> None:
-        """Nothing is carried from step to step."""
-
-
-class Paired:
+class Paired(Method):
     """DPO and its kin."""
 
     def __init__(self, preference: Preference, reference: Reference | None) -> None:
         self._preference, self._reference = preference, reference
-        self.state: dict[str, Any] = asdict(RunningReward())
-
-    def count(self, share: StepShare) -> int:
-        return share.documents
+        self.state = asdict(RunningReward())
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         running = RunningReward(**self.state).mean
@@ -92,24 +79,17 @@ class Paired:
     def start_value(self, share: StepShare) -> float | None:
         return self._preference.step_zero()
 
-    def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
-        return {name: value / max(1, count) for name, value in sums.items()}
-
     def after(self, sums: dict[str, float], count: int) -> None:
         running = RunningReward(**self.state)
         self.state = asdict(running.after(sums["rewards/chosen"], sums["rewards/rejected"], count))
 
 
-class Rewarded:
+class Rewarded(Method):
     """Reward models."""
 
     def __init__(self, model: RewardModel, *, starts_at_zero: bool) -> None:
         """starts_at_zero: the score head is new."""
         self._model, self._starts_at_zero = model, starts_at_zero
-        self.state: dict[str, Any] = {}
-
-    def count(self, share: StepShare) -> int:
-        return share.documents
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         return share, lambda count: RewardLoss(self._model, count)
@@ -117,33 +97,24 @@ class Rewarded:
     def start_value(self, share: StepShare) -> float | None:
         return self._model.step_zero() if self._starts_at_zero and not share.margins else None
 
-    def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
-        return {name: value / max(1, count) for name, value in sums.items()}
 
-    def after(self, sums: dict[str, float], count: int) -> None:
-        """Nothing is carried from step to step."""
-
-
-class Judged:
+class Judged(Method):
     """KTO: single answers, each wanted or not."""
 
     def __init__(
         self,
         unpaired: Unpaired,
         reference: Reference,
+        policy: Reference,
         mesh: Mesh,
-        runner: StepRunner,
-        modules: Sequence[nn.Module],
         mismatched: Callable[[StepBatch], list[Pack]],
         share: Callable[[list[Pack]], list[MicroBatch]],
     ) -> None:
-        """mismatched: each step's prompts with other rows' answers; share: this rank's micro-batches of some packs."""
-        self._unpaired, self._reference, self._mesh, self._runner = unpaired, reference, mesh, runner
-        self._modules, self._mismatched, self._share = modules, mismatched, share
-        self.state: dict[str, Any] = {}
-
-    def count(self, share: StepShare) -> int:
-        return share.documents
+        """policy: the trained model in the reference's part; mismatched: each step's prompts with other rows' answers;
+        share: this rank's micro-batches of some packs.
+        """
+        self._unpaired, self._reference, self._policy, self._mesh = unpaired, reference, policy, mesh
+        self._mismatched, self._share = mismatched, share
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         z0 = self._reference_point(batch, kind) if self._unpaired.needs_mismatched else 0.0
@@ -154,10 +125,8 @@ class Judged:
         packs = self._mismatched(batch)
         if not packs:
             return 0.0
-        batches = self._share(packs)
-        with evaluating(self._modules):
-            policy = self._runner.score(batches)
-        reference = self._reference.sums(batches, Place(kind, batch.step))
+        batches, place = self._share(packs), Place(kind, batch.step)
+        policy, reference = self._policy.sums(batches, place), self._reference.sums(batches, place)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for mine, theirs in zip(policy, reference, strict=True):
             total += (mine.double() - theirs.to(mine.device).double()).sum()
@@ -166,17 +135,12 @@ class Judged:
         return reference_point(self._mesh.sum_over_data(total), rows).item()
 
     def start_value(self, share: StepShare) -> float | None:
-        return (
-            None
-            if not share.documents
-            else self._unpaired.step_zero(share.desirable, share.documents - share.desirable)
-        )
+        if not share.documents:
+            return None
+        return self._unpaired.step_zero(share.desirable, share.documents - share.desirable)
 
     def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
         return metric_means(sums)
-
-    def after(self, sums: dict[str, float], count: int) -> None:
-        """z0 is made anew in each step."""
 
 
 def with_reference(share: StepShare, reference: Reference, place: Place) -> StepShare:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 KINDS = ("train", "eval")
 STEPS_A_FILE = 64  # what is lost at most where the pass is interrupted
+Key = tuple[int, int, int, int]  # kind, step, data set, sequence
 OWN = -1  # stands for the step where a row has its own answer, which does not depend on the step
 
 
@@ -37,6 +38,10 @@ class Place:
 
     kind: str
     step: int = OWN
+
+    def key(self, identity: Sequence[int]) -> Key:
+        """Of a sequence that comes from here. identity: data set and sequence."""
+        return (KINDS.index(self.kind), self.step, *identity)
 
 
 class Reference(Protocol):
@@ -58,47 +63,46 @@ class LiveReference:
             return self._runner.score(batches)
 
 
-class evaluating(AbstractContextManager[None]):  # noqa: N801 - used as a function
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Dropout off inside the block."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [(module, module.training) for module in modules]
-
-    def __enter__(self) -> None:
-        for module, _ in self._modules:
-            module.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for module, before in self._modules:
-            module.train(before)
+    before = [module.training for module in modules]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.train(training)
 
 
 @dataclass
 class ReferenceTable:
     """Values computed beforehand, by (kind, step or OWN, data set, sequence): of a pair (chosen, rejected)."""
 
-    values: dict[tuple[int, int, int, int], tuple[float, float]] = field(default_factory=dict)
+    values: dict[Key, tuple[float, float]] = field(default_factory=dict)
 
     def sums(self, batches: Sequence[MicroBatch], place: Place) -> list[torch.Tensor]:
         """Raises RunError for an answer that was not computed."""
         return [self._of(batch, place) for batch in batches]
 
     def _of(self, batch: MicroBatch, place: Place) -> torch.Tensor:
-        keys = [(KINDS.index(place.kind), place.step, *identity) for identity in batch.completions.identity.tolist()]
-        missing = next((where for where, key in zip(batch.where, keys, strict=False) if key not in self.values), None)
-        if missing is not None:
-            raise RunError("the reference's log-probabilities lack a row", where=missing, fix="remove the cache folder")
+        keys = [place.key(identity) for identity in batch.completions.identity.tolist()]
+        for key, pair in zip(keys, batch.completions.pair.tolist(), strict=True):
+            if key not in self.values:
+                where = batch.where[pair]
+                raise RunError("the reference's values lack a row", where=where, fix="remove the cache folder")
         found = [self.values[key][second] for key, second in zip(keys, _seconds(batch), strict=True)]
         return torch.tensor(found, dtype=torch.float32, device=batch.input_ids.device)
 
     def has(self, place: Place, identity: tuple[int, int]) -> bool:
-        return (KINDS.index(place.kind), place.step, *identity) in self.values
+        return place.key(identity) in self.values
 
     def add(self, batch: MicroBatch, sums: torch.Tensor, place: Place) -> None:
         for identity, second, value in zip(
             batch.completions.identity.tolist(), _seconds(batch), sums.tolist(), strict=True
         ):
-            key = KINDS.index(place.kind), place.step, *identity
+            key = place.key(identity)
             first = self.values.get(key, (0.0, 0.0))[0]
             self.values[key] = (first, value) if second else (value, 0.0)
 
@@ -183,7 +187,7 @@ class Precompute:
         return ReferenceTable()
 
 
-def _write(folder: Path, values: dict[tuple[int, int, int, int], tuple[float, float]]) -> None:
+def _write(folder: Path, values: dict[Key, tuple[float, float]]) -> None:
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +198,7 @@ def _write(folder: Path, values: dict[tuple[int, int, int, int], tuple[float, fl
     partial.replace(final)
 
 
-def _read(file: Path) -> dict[tuple[int, int, int, int], tuple[float, float]]:
+def _read(file: Path) -> dict[Key, tuple[float, float]]:
     from safetensors.numpy import load_file
 
     held = load_file(file)

@@ -57,8 +57,8 @@ def build_method(parts: MethodParts) -> Method:
         return Paired(loss, _reference(parts, None) if loss.needs_reference else None)
     mismatched = mismatched_of(config, parts.load_tokenizer().bos_token_id) if loss.needs_mismatched else None
     reference = _reference(parts, mismatched)
-    runner, modules = trainee.divided.runner, _modules(trainee)
-    return Judged(loss, reference, trainee.mesh, runner, modules, mismatched, _sharer(parts))
+    policy = LiveReference(trainee.divided.runner, _modules(trainee), nullcontext)
+    return Judged(loss, reference, policy, trainee.mesh, mismatched, _sharer(parts))
 
 
 def _reference(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:

@@ -77,7 +77,10 @@ class Verification:
             expected = Recorder()
             if self._world.rank == 0:
                 run_training(
-                    _resolve(subject.method, flags, reference, 1).config, World(self._world.device), Layout(), expected
+                    resolve_in_world(subject.method, flags | {"output_dir": str(reference)}, 1).config,
+                    World(self._world.device),
+                    Layout(),
+                    expected,
                 )
             self._world.meet(f"reference {number}")
             for place, case in enumerate(case for case in cases if subject.takes(case)):
@@ -93,7 +96,8 @@ class Verification:
         """(seconds, difference from one process, why the layout was refused)."""
         output, started, recorder = self._folder / key, time.perf_counter(), Recorder()
         try:
-            resolved = _resolve(*wanted, output, self._world.size)
+            method, flags = wanted
+            resolved = resolve_in_world(method, flags | {"output_dir": str(output)}, self._world.size)
             run_training(resolved.config, self._world.within(key), resolved.layout, recorder)
         except UserError as error:
             self._world.meet(key)
@@ -137,8 +141,9 @@ def read_verdicts(folder: Path) -> list[Verdict]:
     ]
 
 
-def _resolve(method: str, values: dict[str, Any], output: Path, world: int) -> Resolved:
-    given = {name: Given(value, name, "flag") for name, value in (values | {"output_dir": str(output)}).items()}
+def resolve_in_world(method: str, flags: dict[str, Any], world: int) -> Resolved:
+    """The config and layout of a command with these flags in so many processes."""
+    given = {name: Given(value, name, "flag") for name, value in flags.items()}
     env = {} if world == 1 else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
     return resolve(method, given, env=env)
 
