@@ -11,11 +11,11 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import bench_cpu  # noqa: E402
 import gpu_check  # noqa: E402
-from bench import tables, workload  # noqa: E402
+from bench import campaign, pairs, tables, workload  # noqa: E402
 from bench.measure import PROBE, Run, evaluate, run_command  # noqa: E402
-from bench.tools import SETTINGS, TOOLS, command  # noqa: E402
+from bench.preference_tools import DPO  # noqa: E402
+from bench.tools import SFT  # noqa: E402
 
 TRAINING = """
 import importlib.util, sys
@@ -28,6 +28,8 @@ for _ in range(2):
     table.train()
     (table(ids) + positions(torch.arange(4))).sum().backward()
     table(ids[:1])
+    with torch.no_grad():
+        table(ids)
     table.eval()
     table(ids)
     optimizer.step()
@@ -37,6 +39,7 @@ for _ in range(2):
 def probe(tmp_path, code):
     environment = os.environ | {
         "PYTHONPATH": str(PROBE), "BENCH_LOG": str(tmp_path / "log"), "BENCH_PAD_ID": "0", "BENCH_VOCABULARY": "64",
+        "BENCH_MARK_ID": "6",
     }  # fmt: skip
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     return [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
@@ -45,21 +48,30 @@ def probe(tmp_path, code):
 def test_probe_counts_real_ids_that_enter_the_token_embedding_in_training_mode(tmp_path):
     rows = probe(tmp_path, TRAINING)
     assert [row["kind"] for row in rows] == ["step", "step", "end"]
-    for row in rows[:2]:  # both forward passes in training mode; neither the evaluation nor the position embedding
-        assert (row["real"], row["padding"]) == (7, 5)
+    for row in rows[:2]:  # both passes in training; no evaluation, reference or position embedding
+        assert (row["real"], row["padding"], row["marked"]) == (7, 5, 2)
         assert row["rss"] > 50 * 2**20
     assert rows[1]["time"] >= rows[0]["time"]
 
 
 def test_rate_leaves_out_skipped_steps_and_the_time_before_them():
     rows = [
-        {"kind": "step", "time": 100.0 + t, "real": real, "padding": 100, "rss": (1 + i) << 20, "threads": 2}
+        {
+            "kind": "step",
+            "time": 100.0 + t,
+            "real": real,
+            "padding": 100,
+            "marked": 6,
+            "rss": (1 + i) << 20,
+            "threads": 2,
+        }
         for i, (t, real) in enumerate([(0, 5000), (2, 300), (4, 500)])
     ]
-    rows.append({"kind": "end", "time": 110.0, "real": 0, "padding": 0, "rss": 9 << 20, "threads": 2})
+    rows.append({"kind": "end", "time": 110.0, "real": 0, "padding": 0, "marked": 0, "rss": 9 << 20, "threads": 2})
     run = Run("tool", "setting", 1, "log")
     evaluate(run, rows, start=90.0, skip=1)
     assert run.tokens_per_second == pytest.approx((300 + 500) / 4)
+    assert run.pairs_per_second == pytest.approx((3 + 3) / 4)
     assert run.padding == pytest.approx(200 / 1000)
     assert run.first_step_seconds == pytest.approx(10.0)
     assert run.peak_rss_mib == pytest.approx(9.0)
@@ -73,9 +85,16 @@ def test_command_output_is_kept_and_a_slow_one_is_stopped(tmp_path):
     assert code is None
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.tool}-{s.name}")
-def test_every_command_asks_for_the_same_training(setting, tmp_path):
-    line = command(setting, Path("/env/bin/python"), workload.Workload(tmp_path), tmp_path / "out", 7)
+EVERY = [
+    (benchmark, kept, setting)
+    for benchmark, kept in ((SFT, workload.Workload), (DPO, pairs.PairWorkload))
+    for setting in benchmark.settings
+]
+
+
+@pytest.mark.parametrize(("benchmark", "kept", "setting"), EVERY, ids=lambda s: getattr(s, "name", ""))
+def test_every_command_asks_for_the_same_training(benchmark, kept, setting, tmp_path):
+    line = benchmark.command(setting, Path("/env/bin/python"), kept(tmp_path), tmp_path / "out", 7)
     assert line[0].startswith("/env/bin/")
     flags = dict(zip(line, line[1:], strict=False))
     wanted = {"max steps": "7", "micro batch": "4"}
@@ -85,16 +104,17 @@ def test_every_command_asks_for_the_same_training(setting, tmp_path):
         or flags.get("--train.micro_batch_size"),
     }  # fmt: skip
     assert found == wanted
-    assert any("1e-4" in part or "0.0001" in part for part in line)
-    assert {setting.tool for setting in SETTINGS} == set(TOOLS)
+    rate = {"bench_cpu": ("1e-4", "0.0001"), "bench_preference": ("1e-5",)}[benchmark.name]
+    assert any(value in part for part in line for value in rate)
+    assert {setting.tool for setting in benchmark.settings} == set(benchmark.tools)
 
 
 def test_packed_settings_take_fewer_steps():
-    options = bench_cpu.parse(["--steps", "25", "--skip", "2"])
-    packed = next(setting for setting in SETTINGS if setting.packed)
-    single = next(setting for setting in SETTINGS if not setting.packed)
-    assert bench_cpu.steps_of(single, options, 160.0) == 27
-    assert bench_cpu.steps_of(packed, options, 160.0) == 6
+    options = campaign.parse(SFT, None, ["--steps", "25", "--skip", "2"])
+    packed = next(setting for setting in SFT.settings if setting.packed)
+    single = next(setting for setting in SFT.settings if not setting.packed)
+    assert campaign.steps_of(SFT, single, options, 160.0) == 27
+    assert campaign.steps_of(SFT, packed, options, 160.0) == 6
 
 
 def finished(tool, setting, rate, **more):
@@ -109,21 +129,21 @@ def test_tables_show_medians_ratios_goals_and_every_failure():
         finished("trl", "as shipped", 525.0),
         Run("litgpt", "as shipped", 1, "/logs/litgpt.txt", failure="exit code 1"),
     ]
-    lines = tables.summarise(runs)
+    lines = tables.summarise(SFT, runs)
     assert [(line.tool, line.runs) for line in lines] == [("swiftlite", 2), ("trl", 1), ("litgpt", 0)]
-    assert lines[0].tokens_per_second == 2100 and lines[1].of_swiftlite == pytest.approx(0.25)
-    text = tables.text_table(lines)
+    assert lines[0].rate == 2100 and lines[1].of_swiftlite == pytest.approx(0.25)
+    text = tables.text_table(SFT, lines)
     assert "FAILED, exit code 1: see /logs/litgpt.txt" in text
-    found = tables.goals(lines)
+    found = tables.goals(SFT, lines)
     assert any("shipped: 4.00x (goal 1.8x): reached" in goal for goal in found)
     assert any("first step" in goal and goal.endswith(": reached") for goal in found)
     assert any("memory" in goal and goal.endswith(": NOT reached") for goal in found)
 
 
-def test_the_document_has_a_place_for_both_tables(tmp_path):
+def test_the_document_has_a_place_for_every_table(tmp_path):
     page = tmp_path / "performance.md"
     page.write_text((SCRIPTS.parent / "docs" / "performance.md").read_text())
-    for name in ("bench_cpu", "gpu_check"):
+    for name in ("bench_cpu", "bench_preference", "gpu_check"):
         tables.fill(page, name, f"figures of {name}")
         tables.fill(page, name, f"newer figures of {name}")
     text = page.read_text()
@@ -146,6 +166,25 @@ def test_rows_have_the_lengths_that_were_asked_for(tmp_path):
     encoded = tokenizer([tokenizer.apply_chat_template(row, tokenize=False) for row in rows], add_special_tokens=False)
     assert sum(map(len, encoded["input_ids"])) == facts["tokens"]
     assert workload.PAD_ID not in {token for ids in encoded["input_ids"] for token in ids}
+
+
+def test_pairs_have_the_lengths_and_the_marks_that_were_asked_for(tmp_path):
+    made = pairs.make_pairs(tmp_path / "w", seed=3)
+    facts = made.facts()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made.model)
+    with made.rows.open() as file:
+        rows = [json.loads(line) for line in file]
+    texts = [tokenizer.apply_chat_template(row["prompt"] + row[key], tokenize=False)
+             for row in rows for key in ("chosen", "rejected")]  # fmt: skip
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert all(ids.count(facts["mark"]) == 1 for ids in encoded)
+    prompts = tokenizer([row["prompt"][0]["content"] for row in rows])["input_ids"]
+    assert min(map(len, prompts)) >= 180 and max(map(len, prompts)) <= 601
+    answers = tokenizer([row[key][0]["content"] for row in rows for key in ("chosen", "rejected")])["input_ids"]
+    assert min(map(len, answers)) >= 30 and max(map(len, answers)) <= 201
+    assert abs(sum(map(len, prompts)) + sum(map(len, answers)) + 9 * len(rows) - facts["described"]["tokens"]) < 900
 
 
 def test_gpu_run_is_ended_once_its_metrics_are_there(tmp_path):

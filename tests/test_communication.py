@@ -42,7 +42,7 @@ def sent(layout: Layout, model: ModelShape, step: Step) -> dict[tuple[str, str],
         (
             Layout(dp_shard=4, sharding="full"), MODEL, STEP,
             {
-                ("fsdp", "all-gather"): 3 / 4 * (2 * 3 * 100 * 2 + 40 * 4),
+                ("fsdp", "all-gather"): 3 / 4 * (1.5 * 3 * 100 * 2 + 40 * 4),
                 ("fsdp", "reduce-scatter"): 3 / 4 * 140 * 4,
             },
         ),
@@ -57,7 +57,7 @@ def sent(layout: Layout, model: ModelShape, step: Step) -> dict[tuple[str, str],
         (
             Layout(dp_replicate=2, dp_shard=2, sharding="full"), MODEL, STEP,
             {
-                ("fsdp", "all-gather"): 1 / 2 * (2 * 3 * 100 * 2 + 40 * 4),
+                ("fsdp", "all-gather"): 1 / 2 * (1.5 * 3 * 100 * 2 + 40 * 4),
                 ("fsdp", "reduce-scatter"): 1 / 2 * 140 * 4,
                 ("dp_replicate", "all-reduce"): 140 * 4 / 2,
             },
@@ -110,9 +110,9 @@ def sent(layout: Layout, model: ModelShape, step: Step) -> dict[tuple[str, str],
         (
             Layout(dp_shard=4, expert_parallel=2, sharding="full"), MIXTURE, ONE,
             {
-                ("fsdp", "all-gather"): 3 / 4 * (2 * 100 * 2 + 40 * 4),
+                ("fsdp", "all-gather"): 3 / 4 * (1.5 * 100 * 2 + 40 * 4),
                 ("fsdp", "reduce-scatter"): 3 / 4 * 140 * 4,
-                ("efsdp", "all-gather"): 1 / 2 * 2 * 32 * 2,
+                ("efsdp", "all-gather"): 1 / 2 * 1.5 * 32 * 2,
                 ("efsdp", "reduce-scatter"): 1 / 2 * 32 * 4,
                 ("ep", "all-to-all"): 4 * 1 / 2 * 2 * 10 * 2 * 8 * 2,
             },

@@ -291,8 +291,10 @@ def test_metrics_add_up_over_micro_batches():
         "rewards/margin": 1.0,
         "logps/chosen": -60.0,
         "logps/rejected": -57.0,
+        "kl/reference": -1.0,  # (-1 + 1) / 2 + 0 + (-1 - 1) / 2
     }
     assert not any(value.requires_grad for value in Preference().metrics(pair).values())
+    assert "kl/reference" not in Preference((("cpo", 1.0),)).metrics(pair)
 
 
 @pytest.mark.parametrize(

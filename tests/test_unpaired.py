@@ -107,12 +107,14 @@ def test_unpaired_metrics_are_sums_of_each_label():
         "logps/rejected": -70.0,
         "count/chosen": 2.0,
         "count/rejected": 2.0,
+        "kl/reference": 4.0,
     }
     assert metric_means(sums) == {
         "rewards/chosen": 0.5,
         "rewards/rejected": -1.75,
         "rewards/accuracy": 0.5,
         "rewards/margin": 2.25,
+        "kl/reference": 1.0,
         "logps/chosen": -15.0,
         "logps/rejected": -35.0,
     }
@@ -123,6 +125,7 @@ def test_a_step_of_one_label_has_no_mean_of_the_other():
     means = metric_means({name: value.item() for name, value in Unpaired().metrics(scores).items()})
     assert means["rewards/rejected"] is means["rewards/margin"] is means["logps/rejected"] is None
     assert means["rewards/accuracy"] == 1
+    assert "kl/reference" not in Unpaired("apo_zero_unpaired").metrics(scores)  # it compares with no z0
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Parts of `scripts/bench_cpu.py`: environments, workload, commands of each tool, probe, measuring and tables."""
+"""Parts of the scripts that compare tools: settings, commands, environments, workloads, probe, measuring, tables."""

@@ -28,6 +28,7 @@ class Run:
     round: int
     log: str
     failure: str | None = None
+    pairs_per_second: float | None = None
     tokens_per_second: float | None = None
     padding: float | None = None
     first_step_seconds: float | None = None
@@ -47,20 +48,24 @@ def busy_seconds() -> float:
     return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def run_environment(folder: Path, threads: int) -> dict[str, str]:
-    """The same for all: thread count, no hub, caches of this run's own so that nothing is tokenised beforehand."""
+def run_environment(folder: Path, threads: int, mark: int | None) -> dict[str, str]:
+    """The same for all: thread count, no hub, caches of this run's own so that nothing is tokenised beforehand.
+
+    mark: a token id to be counted beside all others.
+    """
     environment = {
         name: value for name, value in os.environ.items() if name not in {"PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"}
     }
     return environment | {
         "PYTHONPATH": str(PROBE), "BENCH_LOG": str(folder / "steps.jsonl"), "BENCH_PAD_ID": str(PAD_ID),
-        "BENCH_VOCABULARY": str(VOCABULARY), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+        "BENCH_VOCABULARY": str(VOCABULARY), "BENCH_MARK_ID": "" if mark is None else str(mark),
+        "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "MODELSCOPE_CACHE": str(folder / "modelscope"),
     }  # fmt: skip
 
 
 def run_command(
-    command: list[str], folder: Path, threads: int, timeout: float
+    command: list[str], folder: Path, threads: int, timeout: float, mark: int | None = None
 ) -> tuple[int | None, float, float, float]:
     """Run `command`, its output in `folder/log.txt`.
 
@@ -72,7 +77,7 @@ def run_command(
         output.flush()
         busy, start = busy_seconds(), time.time()
         process = subprocess.Popen(
-            command, cwd=folder, env=run_environment(folder, threads), stdin=subprocess.DEVNULL, stdout=output,
+            command, cwd=folder, env=run_environment(folder, threads, mark), stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         finished, status, usage = 0, 0, None
@@ -88,10 +93,23 @@ def run_command(
     return (process.returncode if finished else None), start, seconds, others
 
 
-def measure(run: Run, command: list[str], folder: Path, *, steps: int, skip: int, threads: int, timeout: float) -> Run:
-    """Fill in `run` from one run of `command` in `folder` (emptied first), which should take `steps` steps."""
+def measure(
+    run: Run,
+    command: list[str],
+    folder: Path,
+    *,
+    steps: int,
+    skip: int,
+    threads: int,
+    timeout: float,
+    mark: int | None = None,
+) -> Run:
+    """Fill in `run` from one run of `command` in `folder` (emptied first), which should take `steps` steps.
+
+    mark: the token that each of a pair's two answers has once.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    code, start, run.wall_seconds, run.others_cores = run_command(command, folder, threads, timeout)
+    code, start, run.wall_seconds, run.others_cores = run_command(command, folder, threads, timeout, mark)
     log = folder / "steps.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     evaluate(run, rows, start=start, skip=skip)
@@ -119,7 +137,9 @@ def evaluate(run: Run, rows: list[dict], *, start: float, skip: int) -> None:
     if skip < 1 or not measured:
         return
     real, padding = sum(row["real"] for row in measured), sum(row["padding"] for row in measured)
-    run.tokens_per_second = real / (measured[-1]["time"] - steps[skip - 1]["time"])
+    seconds = measured[-1]["time"] - steps[skip - 1]["time"]
+    run.tokens_per_second = real / seconds
+    run.pairs_per_second = sum(row["marked"] for row in measured) / 2 / seconds
     run.padding = padding / (real + padding)
 
 

@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.measure import Run, median
-from bench.tools import SETTINGS
+from bench.settings import Benchmark
 
 BEGIN, END = "<!-- {name}: begin -->", "<!-- {name}: end -->"
-HEADER = ("tool", "setting", "tokens/s", "of swiftlite", "padding", "first step s", "peak MiB", "others' cores", "runs")
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Line:
     setting: str
     kind: str
     runs: int
-    tokens_per_second: float | None
+    rate: float | None
     lowest: float | None
     highest: float | None
     of_swiftlite: float | None
@@ -32,20 +31,20 @@ class Line:
     logs: list[str]
 
 
-def summarise(runs: list[Run]) -> list[Line]:
-    """One line a setting, in the order of SETTINGS; settings without a run are left out."""
+def summarise(benchmark: Benchmark, runs: list[Run]) -> list[Line]:
+    """One line a setting, in their order; settings without a run are left out."""
     lines = []
-    base = median([run for run in runs if _is(run, "swiftlite", "defaults") and not run.failure], "tokens_per_second")
-    for setting in SETTINGS:
+    base = median([run for run in runs if _is(run, "swiftlite", "defaults") and not run.failure], benchmark.rate)
+    for setting in benchmark.settings:
         of_setting = [run for run in runs if _is(run, setting.tool, setting.name)]
         good = [run for run in of_setting if not run.failure]
         if not of_setting:
             continue
-        rate = median(good, "tokens_per_second")
-        rates = [run.tokens_per_second for run in good if run.tokens_per_second is not None]
+        rate = median(good, benchmark.rate)
+        rates = [value for run in good if (value := vars(run)[benchmark.rate]) is not None]
         lines.append(
             Line(
-                tool=setting.tool, setting=setting.name, kind=setting.kind, runs=len(good), tokens_per_second=rate,
+                tool=setting.tool, setting=setting.name, kind=setting.kind, runs=len(good), rate=rate,
                 lowest=min(rates, default=None), highest=max(rates, default=None),
                 of_swiftlite=rate / base if rate and base else None, padding=median(good, "padding"),
                 first_step_seconds=median(good, "first_step_seconds"), peak_rss_mib=median(good, "peak_rss_mib"),
@@ -61,13 +60,21 @@ def _is(run: Run, tool: str, setting: str) -> bool:
     return run.tool == tool and run.setting == setting
 
 
+def _header(benchmark: Benchmark) -> tuple[str, ...]:
+    return (
+        "tool", "setting", benchmark.unit, "of swiftlite", "padding", "first step s", "peak MiB", "others' cores",
+        "runs",
+    )  # fmt: skip
+
+
 def _cells(line: Line) -> list[str]:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    rate = number(line.tokens_per_second, ",.0f")
+    form = ",.0f" if line.rate is None or line.rate >= 100 else ".2f"
+    rate = number(line.rate, form)
     if line.runs > 1 and line.lowest is not None and line.highest is not None:
-        rate += f" ({line.lowest:,.0f}-{line.highest:,.0f})"
+        rate += f" ({line.lowest:{form}}-{line.highest:{form}})"
     count = str(line.runs) + (f", {len(line.failures)} FAILED" if line.failures else "")
     return [
         line.tool, line.setting, rate, number(line.of_swiftlite, ".2f"), number(line.padding, ".0%"),
@@ -76,9 +83,10 @@ def _cells(line: Line) -> list[str]:
     ]  # fmt: skip
 
 
-def text_table(lines: list[Line]) -> str:
-    table = [list(HEADER), *(_cells(line) for line in lines)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+def text_table(benchmark: Benchmark, lines: list[Line]) -> str:
+    header = _header(benchmark)
+    table = [list(header), *(_cells(line) for line in lines)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     rendered = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     rendered.insert(1, "-" * max(map(len, rendered)))
     failed = [
@@ -93,7 +101,7 @@ def markdown_table(header: tuple[str, ...], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [list(header), ["---"] * len(header), *rows])
 
 
-def goals(lines: list[Line]) -> list[str]:
+def goals(benchmark: Benchmark, lines: list[Line]) -> list[str]:
     """The goals for swiftlite's defaults, each with what was measured. Empty without a run of it and of a peer."""
     own = next((line for line in lines if line.kind == "swiftlite" and line.setting == "defaults" and line.runs), None)
     peers = [line for line in lines if line.kind != "swiftlite" and line.runs]
@@ -106,18 +114,18 @@ def goals(lines: list[Line]) -> list[str]:
             reached = value / best >= limit if at_least else value / best <= limit
             found.append(f"{what}: {value / best:.2f}x (goal {limit}x): {'reached' if reached else 'NOT reached'}")
 
-    for kind, factor in (("shipped", 1.8), ("tuned", 1.2)):
-        rates = [line.tokens_per_second for line in peers if line.kind == kind and line.tokens_per_second]
-        best = max(rates, default=None)
-        compare(f"tokens/s against the best peer, {kind}", own.tokens_per_second, best, factor, True)
-    starts = [line.first_step_seconds for line in peers if line.first_step_seconds]
-    compare("first step against the fastest peer", own.first_step_seconds, min(starts, default=None), 0.7, False)
-    memory = [line.peak_rss_mib for line in peers if line.peak_rss_mib]
-    compare("peak memory against the leanest peer", own.peak_rss_mib, min(memory, default=None), 1.0, False)
+    for kind, factor in benchmark.kinds.items():
+        best = max((line.rate for line in peers if line.kind == kind and line.rate), default=None)
+        compare(f"{benchmark.unit} against the best peer, {kind}", own.rate, best, factor, True)
+    if benchmark.first_step is not None:
+        first = min((line.first_step_seconds for line in peers if line.first_step_seconds), default=None)
+        compare("first step against the fastest peer", own.first_step_seconds, first, benchmark.first_step, False)
+    memory = min((line.peak_rss_mib for line in peers if line.peak_rss_mib), default=None)
+    compare("peak memory against the leanest peer", own.peak_rss_mib, memory, benchmark.memory, False)
     return found
 
 
-def markdown(lines: list[Line], facts: dict) -> str:
+def markdown(benchmark: Benchmark, lines: list[Line], facts: dict) -> str:
     """The table, the goals and what they were measured on, for docs/performance.md."""
     machine, rows = facts["machine"], facts["workload"]
     tools = "; ".join(
@@ -127,10 +135,10 @@ def markdown(lines: list[Line], facts: dict) -> str:
     parts = [
         f"Measured on {facts['date']}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
         f"{facts['threads']} threads a tool; medians of {facts['rounds']} interleaved round(s); "
-        f"{rows['rows']} rows of {rows['shortest']}-{rows['longest']} tokens (median {rows['median']:.0f}, "
-        f"mean {rows['mean']:.0f}).",
-        markdown_table(HEADER, [_cells(line) for line in lines]),
-        "\n".join(f"- {goal}" for goal in goals(lines)),
+        f"{rows['rows']} {rows.get('what', 'rows')} of {rows['shortest']}-{rows['longest']} tokens "
+        f"(median {rows['median']:.0f}, mean {rows['mean']:.0f}).",
+        markdown_table(_header(benchmark), [_cells(line) for line in lines]),
+        "\n".join(f"- {goal}" for goal in goals(benchmark, lines)),
         "\n".join(f"- {line.tool}, {line.setting}: failed, {failure}" for line in lines for failure in line.failures),
         f"Versions: {tools}.",
     ]
@@ -153,7 +161,7 @@ def fill(file: Path, name: str, text: str) -> None:
     file.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
-def as_json(lines: list[Line], runs: list[Run], facts: dict) -> dict:
+def as_json(benchmark: Benchmark, lines: list[Line], runs: list[Run], facts: dict) -> dict:
     """Everything that was measured, with the facts of machine, versions and workload."""
     summary = [asdict(line) for line in lines]
-    return {**facts, "summary": summary, "goals": goals(lines), "runs": [asdict(run) for run in runs]}
+    return {**facts, "summary": summary, "goals": goals(benchmark, lines), "runs": [asdict(run) for run in runs]}

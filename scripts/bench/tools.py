@@ -1,4 +1,4 @@
-"""The command line of every tool and configuration that is measured.
+"""The command line of every tool and configuration that `scripts/bench_cpu.py` measures.
 
 All train the same rows with micro-batches of 4 x 2, fp32, AdamW, a constant rate of 1e-4 where the tool has one, loss
 on the answers only, and neither save in between nor evaluate. "shipped" leaves the tool's speed settings as they come;
@@ -8,28 +8,13 @@ on the answers only, and neither save in between nor evaluate. "shipped" leaves 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
-from bench.workload import MAX_LENGTH, Workload
+from bench.pairs import PairWorkload
+from bench.settings import ACCUMULATION, MAX_LENGTH, MICRO_BATCH, Benchmark, Setting
+from bench.workload import Workload
 
-MICRO_BATCH, ACCUMULATION, LEARNING_RATE = 4, 2, "1e-4"
-TOOLS = ("swiftlite", "trl", "llamafactory", "ms-swift", "litgpt")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """tool and name say which run it is; kind: `swiftlite`, `shipped` or `tuned`.
-
-    packed: a step holds 8 packs of max length instead of 8 rows, so fewer steps see as many tokens.
-    """
-
-    tool: str
-    name: str
-    kind: str
-    flags: tuple[str, ...] = ()
-    packed: bool = False
-
+LEARNING_RATE = "1e-4"
 
 SETTINGS = (
     Setting("swiftlite", "defaults", "swiftlite", packed=True),
@@ -58,28 +43,27 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def command(setting: Setting, python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
-    """The command of `setting` by the tool's own entry point beside `python`, for `steps` optimizer steps."""
-    build = {
-        "swiftlite": _swiftlite, "trl": _trl, "llamafactory": _llamafactory, "ms-swift": _ms_swift, "litgpt": _litgpt,
-    }[setting.tool]  # fmt: skip
-    return [*build(python, workload, output, steps), *setting.flags]
-
-
-def _swiftlite(python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
+def swiftlite(
+    method: str, python: Path, workload: Workload | PairWorkload, output: Path, steps: int, learning_rate: str
+) -> list[str]:
+    """swiftlite's own command line for full tuning by a method."""
     return [
-        str(python), "-m", "swiftlite", "sft", "--model", str(workload.model), "--dataset", str(workload.rows),
+        str(python), "-m", "swiftlite", method, "--model", str(workload.model), "--dataset", str(workload.rows),
         "--tuner", "full", "--micro-batch-size", str(MICRO_BATCH),
         "--global-batch-size", str(MICRO_BATCH * ACCUMULATION), "--max-length", str(MAX_LENGTH),
-        "--learning-rate", LEARNING_RATE, "--lr-scheduler", "constant", "--precision", "fp32",
+        "--learning-rate", learning_rate, "--lr-scheduler", "constant", "--precision", "fp32",
         "--output-dir", str(output / "out"), "--cache-dir", str(output / "cache"), "--max-steps", str(steps),
     ]  # fmt: skip
 
 
-def _hf_trainer(output: Path, steps: int) -> list[str]:
+def _swiftlite(python: Path, workload: Workload, output: Path, steps: int) -> list[str]:
+    return swiftlite("sft", python, workload, output, steps, LEARNING_RATE)
+
+
+def hf_trainer(output: Path, steps: int, learning_rate: str = LEARNING_RATE) -> list[str]:
     """What the tools built on transformers' Trainer have in common."""
     return [
-        "--output_dir", str(output / "out"), "--max_steps", str(steps), "--learning_rate", LEARNING_RATE,
+        "--output_dir", str(output / "out"), "--max_steps", str(steps), "--learning_rate", learning_rate,
         "--lr_scheduler_type", "constant", "--per_device_train_batch_size", str(MICRO_BATCH),
         "--gradient_accumulation_steps", str(ACCUMULATION), "--logging_steps", "1", "--save_strategy", "no",
         "--report_to", "none", "--use_cpu", "true", "--bf16", "false",
@@ -90,7 +74,7 @@ def _trl(python: Path, workload: Workload, output: Path, steps: int) -> list[str
     return [
         str(python.parent / "trl"), "sft", "--model_name_or_path", str(workload.model),
         "--dataset_name", str(workload.chat), "--assistant_only_loss", "true", "--max_length", str(MAX_LENGTH),
-        "--dtype", "float32", *_hf_trainer(output, steps),
+        "--dtype", "float32", *hf_trainer(output, steps),
     ]  # fmt: skip
 
 
@@ -99,7 +83,7 @@ def _llamafactory(python: Path, workload: Workload, output: Path, steps: int) ->
         str(python.parent / "llamafactory-cli"), "train", "--stage", "sft", "--do_train", "true",
         "--model_name_or_path", str(workload.model), "--dataset_dir", str(workload.llamafactory), "--dataset", "bench",
         "--template", "chatml", "--finetuning_type", "full", "--cutoff_len", str(MAX_LENGTH),
-        *_hf_trainer(output, steps),
+        *hf_trainer(output, steps),
     ]  # fmt: skip
 
 
@@ -108,7 +92,7 @@ def _ms_swift(python: Path, workload: Workload, output: Path, steps: int) -> lis
         str(python.parent / "swift"), "sft", "--model", str(workload.model), "--model_type", "qwen2",
         "--template", "chatml", "--dataset", str(workload.rows), "--tuner_type", "full", "--torch_dtype", "float32",
         "--max_length", str(MAX_LENGTH), "--split_dataset_ratio", "0", "--use_hf", "true", "--check_model", "false",
-        *_hf_trainer(output, steps),
+        *hf_trainer(output, steps),
     ]  # fmt: skip
 
 
@@ -122,3 +106,17 @@ def _litgpt(python: Path, workload: Workload, output: Path, steps: int) -> list[
         "--train.global_batch_size", str(MICRO_BATCH * ACCUMULATION), "--train.max_seq_length", str(MAX_LENGTH),
         "--train.max_steps", str(steps), "--train.lr_warmup_steps", "1",
     ]  # fmt: skip
+
+
+SFT = Benchmark(
+    name="bench_cpu",
+    rate="tokens_per_second",
+    settings=SETTINGS,
+    commands={
+        "swiftlite": _swiftlite, "trl": _trl, "llamafactory": _llamafactory, "ms-swift": _ms_swift, "litgpt": _litgpt,
+    },
+    pack_tokens=MAX_LENGTH,
+    kinds={"shipped": 1.8, "tuned": 1.2},
+    first_step=0.7,
+    memory=1.0,
+)  # fmt: skip

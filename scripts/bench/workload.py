@@ -11,13 +11,12 @@ import math
 import random
 import shutil
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 VOCABULARY = 8192
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PAD_ID = 0  # LitGPT pads with 0, whatever the tokenizer says; so 0 is the padding of everyone and is in no text
-MAX_LENGTH = 1024
 SHAPE = {
     "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
     "intermediate_size": 768, "vocab_size": VOCABULARY, "max_position_embeddings": 2048, "rope_theta": 10000.0,
@@ -124,9 +123,8 @@ def train_tokenizer(words: Words):
     return tokenizer
 
 
-def make_rows(words: Words, tokenizer, seed: int) -> tuple[list[dict], list[int]]:
-    """(rows with `question` and `answer`, tokens of each row with the chat template's)."""
-    chance = random.Random(seed + 1)
+def piece_budget(words: Words, tokenizer) -> Callable[[str, int], tuple[str, int]]:
+    """A function of (mark, budget): sentences that end in `mark` with at most `budget` tokens, and how many."""
     sizes: dict[str, int] = {}
 
     def text(mark: str, budget: int) -> tuple[str, int]:
@@ -140,6 +138,13 @@ def make_rows(words: Words, tokenizer, seed: int) -> tuple[list[dict], list[int]
             used += sizes[piece]
         raise AssertionError("the stream of words is endless")
 
+    return text
+
+
+def make_rows(words: Words, tokenizer, seed: int) -> tuple[list[dict], list[int]]:
+    """(rows with `question` and `answer`, tokens of each row with the chat template's)."""
+    chance = random.Random(seed + 1)
+    text = piece_budget(words, tokenizer)
     frame = f"{START}user\n{END}\n{START}assistant\n{END}\n"
     overhead = len(tokenizer.encode(frame).ids)
     rows, lengths = [], []

@@ -300,8 +300,15 @@ class Preference:
         return chosen.detach(), rejected.detach()
 
     def metrics(self, scores: PairScores) -> dict[str, torch.Tensor]:
-        """`reward_metrics` of `rewards`, and `logps/*`, whole completions' log-probabilities: sums over these pairs."""
+        """`reward_metrics` of `rewards`, and `logps/*`, whole completions' log-probabilities: sums over these pairs.
+
+        With a reference also `kl/reference`, a pair's mean of log ref(y) - log pi(y): in the mean over answers that the
+        reference would give that is KL(ref || pi), of data from elsewhere an estimate, which may be negative.
+        """
         policy = {"logps/chosen": scores.chosen, "logps/rejected": scores.rejected}
+        if self.needs_reference:
+            terms = _Terms(scores.double(), self, 0.0)
+            policy["kl/reference"] = -(terms.chosen_logratio + terms.rejected_logratio) / 2
         sums = {name: value.detach().double().sum().float() for name, value in policy.items()}
         return reward_metrics(*self.rewards(scores)) | sums
 

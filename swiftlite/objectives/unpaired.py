@@ -76,7 +76,8 @@ class Unpaired:
         """Sums over these rows, fp32 scalars, to be added over micro-batches and ranks and given to `metric_means`.
 
         `*/chosen` are of desirable rows, `*/rejected` of undesirable ones, `count/*` how many these are. The reward is
-        b r; `rewards/accuracy` counts rows on their label's side of z0.
+        b r; `rewards/accuracy` counts rows on their label's side of z0. `kl/reference` is kto's z0 for every row,
+        its estimate of KL(pi || ref).
         """
         ratio = _logratio(scores).detach()
         reward, policy = self.beta * ratio, scores.policy.detach().double()
@@ -87,6 +88,8 @@ class Unpaired:
             sums[f"rewards/{name}"] = (reward * mask).sum()
             sums[f"logps/{name}"] = (policy * mask).sum()
             sums[f"count/{name}"] = mask.sum()
+        if self.needs_mismatched:
+            sums["kl/reference"] = torch.full_like(ratio, z0).sum()
         return {name: value.float() for name, value in sums.items()}
 
 
@@ -104,7 +107,8 @@ def metric_means(sums: dict[str, float]) -> dict[str, float | None]:
         for name, count in counts.items()
     }
     rows = sum(counts.values())
-    means["rewards/accuracy"] = sums["rewards/accuracy"] / rows if rows else None
+    for name in {"rewards/accuracy", "kl/reference"} & set(sums):
+        means[name] = sums[name] / rows if rows else None
     chosen, rejected = means["rewards/chosen"], means["rewards/rejected"]
     means["rewards/margin"] = None if chosen is None or rejected is None else chosen - rejected
     return means

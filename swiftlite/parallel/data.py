@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from swiftlite.parallel.experts import experts_of
 from swiftlite.parallel.mesh import Mesh
 
 
@@ -50,19 +52,29 @@ class DataParallel:
 def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, options: DataParallel) -> None:
     """Make each layer a unit of its own and the rest of `root` (embedding, norm, head) another, in place.
 
-    root: the module whose `forward` starts a step; layers: decoder layers, in order.
+    root: the module whose `forward` starts a step; layers: decoder layers, in order. A layer's experts are a unit too,
+    so that attention and router can run while they are gathered.
     """
     if mesh.size("dp_replicate") * mesh.size("fsdp") == 1 and not options.offload:
         return
     shared = mesh.stored["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh.stored["fsdp"]
-    units = [layer for layer in layers if _parameters(layer) >= max(1, options.min_params)]
-    for unit in units:
+    of_layers = [_units(layer, options.min_params) for layer in layers]
+    units = [unit for of_layer in of_layers for unit in of_layer]
+    for unit in reversed(units):  # the inner before the outer
         fully_shard(unit, mesh=shared, **options.unit(mesh.device))
     fully_shard(root, mesh=shared, **options.root(mesh.device))
     for unit in (root, *units):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # the other half of a plain SUM, on gloo and NCCL alike
-    _prefetch(units)
+    if of_layers and of_layers[-1]:  # its backward follows at once: given back, it would be gathered again for that
+        of_layers[-1][0].set_reshard_after_forward(False)
+    _prefetch(of_layers)
+
+
+def _units(layer: nn.Module, min_params: int) -> list[nn.Module]:
+    """The layer and then what is a unit inside it, but for what is too small and what expert parallelism has taken."""
+    inner = [experts for experts in experts_of(layer) if not isinstance(experts, FSDPModule)]
+    return [unit for unit in (layer, *inner) if _parameters(unit) >= max(1, min_params)]
 
 
 def _parameters(layer: nn.Module) -> int:
@@ -75,11 +87,14 @@ def _policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def _prefetch(units: list[nn.Module]) -> None:
-    """Gather a layer's weights while its neighbour computes."""
-    for unit, following in zip(units, units[1:], strict=False):
+def _prefetch(of_layers: list[list[nn.Module]]) -> None:
+    """Gather a unit's weights while the one before it computes: a layer is entered before its experts both ways."""
+    forward = [unit for of_layer in of_layers for unit in of_layer]
+    backward = [unit for of_layer in reversed(of_layers) for unit in of_layer]
+    for unit, following in pairwise(forward):
         unit.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([unit])
+    for unit, following in pairwise(backward):
+        unit.set_modules_to_backward_prefetch([following])
 
 
 def reduce_at_last_micro_batch(root: nn.Module, is_last: bool, sharding: str) -> None:

@@ -67,7 +67,7 @@ def check_expert_parallel(base: PreTrainedModel, layout: Layout) -> None:
 
 
 def _check_experts(name: str, experts: nn.Module, size: int) -> None:
-    if name.endswith(".base_layer"):
+    if _has_adapter(name):
         raise UserError(
             "LoRA on the experts themselves cannot be divided over expert-parallel ranks",
             where=name,
@@ -83,6 +83,18 @@ def _check_experts(name: str, experts: nn.Module, size: int) -> None:
             f"--expert-parallel-size {size} does not divide the {experts.num_experts} experts of a layer",
             fix=f"use --expert-parallel-size {near}",
         )
+
+
+def _has_adapter(name: str) -> bool:
+    return name.endswith(".base_layer")
+
+
+def experts_of(layer: nn.Module) -> list[nn.Module]:
+    """The fused experts of a decoder layer that can be gathered apart from the rest of it.
+
+    An adapter on the experts themselves computes their weights before it calls them: these stay with their layer.
+    """
+    return [experts for name, experts in _find_experts(layer) if not _has_adapter(name)]
 
 
 def _find_experts(base: nn.Module) -> list[tuple[str, nn.Module]]:

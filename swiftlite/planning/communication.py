@@ -162,8 +162,9 @@ class _Plan:
     def weights(self) -> Iterator[Traffic]:
         """FSDP2 over `dp_shard x cp`, replicas over `dp_replicate` (ZeRO, arXiv 1910.02054, section 7).
 
-        A layer is gathered in the compute type: with full sharding before each forward and each backward, with grad_op
-        and in a pipeline once a step. Embedding, norm and head are gathered as they are stored, once a step.
+        A layer is gathered in the compute type: with full sharding before each forward and (but for the last one, whose
+        backward follows at once) each backward, with grad_op and in a pipeline once a step. Embedding, norm and head
+        are gathered as they are stored, once a step.
         Gradients are scattered once, in fp32, and what a rank keeps of them is summed over the replicas.
         """
         model, layout = self.model, self.layout
@@ -184,12 +185,12 @@ class _Plan:
             gathered = self._gathers() * model.experts.count / ep * self.step.compute
             yield from self._share("efsdp", layout.dp_shard * layout.cp // ep, gathered, model.experts.trained / ep)
 
-    def _gathers(self, *, ends: bool = False) -> int:
-        """How often in a step."""
+    def _gathers(self, *, ends: bool = False) -> float:
+        """How often in a step, in the mean over layers."""
         if self.step.schedule is not None:
             return 1
         if self.layout.sharding == "full" and not ends:
-            return 2 * self.micro_batches
+            return (2 - 1 / self.model.depth) * self.micro_batches
         return self.micro_batches if self.step.sync_every_microbatch else 1
 
     def _share(self, dimension: str, shards: int, gathered: float, trained: float) -> Iterator[Traffic]:

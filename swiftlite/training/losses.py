@@ -56,7 +56,10 @@ class PairLoss:
     preference: Preference
     pairs: int
     running_reward: float = 0.0
-    names: tuple[str, ...] = PAIR_SUMS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*PAIR_SUMS, "kl/reference") if self.preference.needs_reference else PAIR_SUMS
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         answers = batch.completions
@@ -101,7 +104,10 @@ class RowLoss:
     unpaired: Unpaired
     rows: int
     z0: float
-    names: tuple[str, ...] = ROW_SUMS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*ROW_SUMS, "kl/reference") if self.unpaired.needs_mismatched else ROW_SUMS
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         answers = batch.completions

@@ -1,8 +1,9 @@
 """Measures a training command from inside, without changing it: put this folder on PYTHONPATH and name a log file.
 
 Python imports `sitecustomize` in every process that the command starts. As soon as one imports torch, two hooks are
-set: token ids that enter a token embedding in training mode are counted, and each optimizer step writes one JSON line
-with the time, the real ids (not padding), the padding ids and the peak resident memory of that process.
+set: token ids that enter a token embedding in training are counted, and each optimizer step writes one JSON line
+with the time, the real ids (not padding), the padding ids, those of one marked token and the peak resident memory of
+that process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 
 LOG = os.environ.get("BENCH_LOG")
 PAD_ID = int(os.environ.get("BENCH_PAD_ID", "0"))
+MARK_ID = int(os.environ.get("BENCH_MARK_ID") or -1)  # a token that each answer has once
 VOCABULARY = int(os.environ.get("BENCH_VOCABULARY", "0"))  # smaller embeddings (positions, types) hold no token ids
 
 
@@ -30,24 +32,25 @@ class Counter:
     """Ids since the last step, and the lines of the log."""
 
     def __init__(self) -> None:
-        self.real = self.padding = self.steps = 0
+        self.real = self.padding = self.marked = self.steps = 0
         self.process = os.getpid()
 
     def count(self, ids) -> None:
         real = int(ids.ne(PAD_ID).sum())
         self.real += real
         self.padding += ids.numel() - real
+        self.marked += int(ids.eq(MARK_ID).sum())
 
     def write(self, kind: str) -> None:
         import torch
 
         row = {
             "kind": kind, "time": time.time(), "pid": self.process, "step": self.steps, "real": self.real,
-            "padding": self.padding, "rss": peak_rss(), "threads": torch.get_num_threads(),
+            "padding": self.padding, "marked": self.marked, "rss": peak_rss(), "threads": torch.get_num_threads(),
         }  # fmt: skip
         with open(LOG, "a") as file:
             file.write(json.dumps(row) + "\n")
-        self.real = self.padding = 0
+        self.real = self.padding = self.marked = 0
 
     def step(self, *_: object) -> None:
         if self.real + self.padding == 0:  # a wrapper around the optimizer fires a second time for the same step
@@ -69,7 +72,8 @@ def install() -> None:
     forward = torch.nn.Embedding.forward
 
     def counted(self, input):
-        if self.training and self.num_embeddings >= VOCABULARY:
+        # a reference's pass may be in training mode too, but it has no gradients
+        if self.training and torch.is_grad_enabled() and self.num_embeddings >= VOCABULARY:
             counter.count(input)
         return forward(self, input)
 
