@@ -47,7 +47,9 @@ def test_help_imports_nothing_heavy(words):
 def test_help_lists_commands_and_panels(run):
     code, out, _ = run("--help")
     assert code == 0
-    assert all(command in out for command in ("sft", "pretrain", "train", "inspect", "infer", "recipes", "report"))
+    assert all(
+        command in out for command in ("sft", "pretrain", "train", "inspect", "infer", "export", "recipes", "report")
+    )
     code, out, _ = run("sft", "--help")
     assert code == 0
     for panel in ("Model", "Data", "Tuner", "Optimization", "Parallelism", "Memory", "Checkpoints", "Logging"):
@@ -116,12 +118,14 @@ def test_a_mistake_is_one_block_and_exit_code_2(run, line, said):
         ("dpo --loss sigmoid:-1", "weight"),
         ("kto --loss kto apo_zero_unpaired", "one loss"),
         ("kto --loss sigmoid", "apo_zero_unpaired"),
+        ("dpo --label-smoothing 0.1 --loss hinge", "--label-smoothing does not act on the loss hinge"),
+        ("dpo --simpo-gamma 0.3", "--loss simpo"),
     ],
 )
-def test_a_loss_that_is_not_there_is_found_in_a_dry_run(run, line, said):
+def test_a_loss_that_is_not_there_or_not_served_is_found_in_a_dry_run(run, line, said):
     code, out, err = run(*line.split(), "--model", "m/x", "--dry-run")
     assert (code, out) == (2, "")
-    assert said in err and err.startswith("error: ") and "--loss" in err
+    assert said in err and err.startswith("error: ") and "loss" in err
 
 
 @pytest.mark.parametrize(

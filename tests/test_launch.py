@@ -40,7 +40,8 @@ def close(one: Path, other: Path) -> bool:
 def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
     flags = [*flags, "--eval-fraction", "0.2", "--eval-steps", "2"]  # what is saved right behind an evaluation is whole
     one, two, mixed = tmp_path / "one", tmp_path / "two", tmp_path / "mixed"
-    several = ["--nproc-per-node", "2", "--parallel", "fsdp", "--save-steps", "2", "--keep-checkpoints", "9"]
+    several = ["--nproc-per-node", "2", "--parallel", "fsdp", "--save-steps", "2", "--keep-checkpoints", "9",
+               "--async-save"]  # fmt: skip
     assert run(*SWIFTLITE, "sft", *flags, "--max-steps", "6", "-o", one).returncode == 0
     done = run(*SWIFTLITE, "sft", *flags, *several, "--max-steps", "6", "-o", two)
     assert done.returncode == 0, done.stderr
@@ -100,10 +101,10 @@ def ranks_of(parent: int) -> list[int]:
     return [int(line.split()[0]) for line in listed.splitlines() if "spawn_main" in line]
 
 
-def started_run(tmp_path, flags, *more) -> subprocess.Popen:
+def started_run(tmp_path, flags, *more, steps=100_000) -> subprocess.Popen:
     """A run of two processes, once its second step is logged."""
     out = tmp_path / "out"
-    words = [*SWIFTLITE, "sft", *flags, "--nproc-per-node", "2", "--max-steps", "100000", "-o", str(out), *more]
+    words = [*SWIFTLITE, "sft", *flags, "--nproc-per-node", "2", "--max-steps", str(steps), "-o", str(out), *more]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
     for line in process.stdout:
         if re.match(r"step +2/", line):
@@ -134,6 +135,17 @@ def test_a_killed_process_ends_the_run_at_once(tmp_path, flags):
     assert process.returncode == 1
     assert "killed by SIGKILL" in err and "Traceback" not in err
     wait_gone(ranks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_process_is_started_again_from_the_newest_checkpoint(tmp_path, flags):
+    process = started_run(tmp_path, flags, "--max-restarts", "1", "--save-steps", "5", steps=30)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "killed by SIGKILL" in err and "starting again" in err
+    assert [row["step"] for row in metrics(tmp_path / "out")] == list(range(1, 31))
+    assert (tmp_path / "out" / "model").is_dir()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")

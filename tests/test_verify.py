@@ -9,7 +9,7 @@ from test_launch import ENV, SWIFTLITE
 from swiftlite.cli.errors import show_error
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.start import Machines, start_processes
-from swiftlite.verification.cases import Case, Subject
+from swiftlite.verification.cases import FULL, LORA, Case, Subject, cases
 from swiftlite.verification.run import read_verdicts, verify_in_process, write_rows
 
 
@@ -45,6 +45,27 @@ def test_four_processes_in_products(tmp_path):
         tmp_path, 4, "-a", "gemma3", "--method", "sft", *(word for name in products for word in ("-l", name))
     )
     assert equal(verdicts) >= set(products)
+
+
+# bf16 has 8 bits of mantissa: sums in another order differ by up to 2^-8 in a value, much less in a mean.
+BF16_LOSS, BF16_NORM = 2**-9, 2**-6
+
+
+def test_bf16_layouts_differ_from_one_process_by_rounding_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    models = {"llama": str(write_toy(tmp_path / "model", toy_config("llama")))}
+    write_rows(tmp_path)
+    subjects = [
+        Subject("llama", name, flags | {"precision": "bf16"}) for name, flags in (("full", FULL), ("lora", LORA))
+    ]
+    chosen = [case for case in cases(2) if case.name in ("fsdp full 2", "ddp 2", "tp 2", "pp 2", "cp 2")]
+    with pytest.raises(SystemExit) as ended:
+        start_processes(Machines(2), verify_in_process, str(tmp_path), models, subjects, chosen, show_error)
+    assert ended.value.code == 0
+    verdicts = read_verdicts(tmp_path)
+    assert len(verdicts) == 10
+    for verdict in verdicts:
+        assert 0 < verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
 
 
 def without_reduction() -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -239,6 +239,18 @@ def newest_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
         passed_over[step] = f"{folder.name}: {problems[0]}"
     lines = partial | passed_over
     return newest, [lines[step] for step in sorted(lines, reverse=True)]
+
+
+def point_at(output: Path, targets: Mapping[str, Path | None]) -> None:
+    """Let `checkpoints/NAME` be a link to each folder that is given. A file system without links does without them."""
+    for name, folder in targets.items():
+        link = output / "checkpoints" / name
+        aside = link.with_name(f".{name}{PARTIAL}")
+        if folder is not None and folder.is_dir() and (link.is_symlink() or not link.exists()):
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+                aside.symlink_to(folder.name, target_is_directory=True)
+                aside.replace(link)
 
 
 def retain(output: Path, keep: int, *, protect: Collection[Path] = ()) -> None:

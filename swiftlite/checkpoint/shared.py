@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -16,8 +17,18 @@ from swiftlite.parallel.mesh import Mesh
 OTHER_FAILED = "another process could not save"
 
 
+class Together(Protocol):
+    """Processes that can agree, such as those of a `Mesh`. rank: this one's number."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def any(self, here: bool) -> bool:
+        """Whether something holds in at least one of them."""
+
+
 def write_together(
-    mesh: Mesh, final: Path, create: Callable[[Path], None], write: Callable[[Path], None], *, manifest: bool = True
+    mesh: Together, final: Path, create: Callable[[Path], None], write: Callable[[Path], None], *, manifest: bool = True
 ) -> None:
     """Make the folder `final`: rank 0 calls `create(folder)`, then everyone `write(folder)`, then rank 0 commits it.
 
@@ -32,17 +43,17 @@ def write_together(
             create(folder)
 
         leads = mesh.rank == 0
-        _in_turn(mesh, begin if leads else _nothing)
-        _in_turn(mesh, lambda: write(folder))
-        _in_turn(mesh, stack.pop_all().close if leads else _nothing)
+        in_turn(mesh, begin if leads else nothing)
+        in_turn(mesh, lambda: write(folder))
+        in_turn(mesh, stack.pop_all().close if leads else nothing)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """The part of those who only wait."""
 
 
-def _in_turn(mesh: Mesh, work: Callable[[], None]) -> None:
-    """Do one's part, then wait for all; raises where one of them failed."""
+def in_turn(mesh: Together, work: Callable[[], None]) -> None:
+    """Do one's part, then wait for all. Raises on every process where one of them failed."""
     problem: Exception | None = None
     try:
         work()

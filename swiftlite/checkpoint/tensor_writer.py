@@ -26,7 +26,9 @@ NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1}
+UNITS = {
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class FilePlan:
         for entry, dtype in shard:
             begin = header[entry.name]["data_offsets"][0]
             self.slots.append(Slot(entry, dtype, file, start + begin))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(self._sizes.values())
 
     def create(self, folder: Path) -> None:
         """Make the files in their full size, with their headers, and the index where there are several."""

@@ -101,7 +101,7 @@ def run_commands() -> dict[str, RunCommand]:
 
 def build_app(chosen: RunCommand | None = None) -> typer.Typer:
     """The Typer app. chosen: the one command that gets its options; the others are only listed."""
-    from swiftlite.cli import infer, recipes, report, verify
+    from swiftlite.cli import export, infer, recipes, report, verify
 
     app = typer.Typer(
         help=ABOUT,
@@ -115,7 +115,7 @@ def build_app(chosen: RunCommand | None = None) -> typer.Typer:
     app.callback()(_top)
     for name, command in run_commands().items():
         command.add(app, with_options=command is chosen, name=name, hidden=name != command.name)
-    for module in (infer, recipes, report, verify):
+    for module in (infer, export, recipes, report, verify):
         module.register(app)
     return app
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swiftlite.config.flags import all_flags
-from swiftlite.config.methods import pack_capacity
+from swiftlite.config.methods import PREFERENCE, pack_capacity
 
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
@@ -21,7 +21,14 @@ SHOWN_RANKS = 8
 
 
 def show_plan(resolved: Resolved) -> None:
-    """Print to stdout; settings that somebody gave are marked with who did."""
+    """Print to stdout; settings that somebody gave are marked with who did.
+
+    Raises UserError for options of a preference loss that would not act.
+    """
+    if resolved.config.method in PREFERENCE:
+        from swiftlite.training.methods import preference_of  # seconds, for torch
+
+        preference_of(resolved.config)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_configuration(resolved))
     console.print(_plan(resolved))

@@ -23,6 +23,7 @@ from swiftlite.config.setting import (
     TUNER,
     flag,
 )
+from swiftlite.config.survival import SurvivalSettings
 from swiftlite.config.types import (
     BelowOne,
     Columns,
@@ -46,7 +47,7 @@ from swiftlite.config.types import (
 Tracker = Annotated[Literal["tensorboard", "wandb", "swanlab", "trackio"], Spelling()]
 
 
-class RunConfig(PreferenceSettings):
+class RunConfig(PreferenceSettings, SurvivalSettings):
     """Everything that defines one run. Made by `resolve`; immutable afterwards."""
 
     model_config = ConfigDict(

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 NULL_WORDS = ("none", "null", "~", "")
+DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 # What other tools call a choice of ours.
 SWITCH = {"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"}
@@ -123,11 +124,31 @@ def _size(value: Any) -> Any:
     return text.upper().replace("IB", "iB")
 
 
+def _duration(value: Any) -> Any:
+    text = str(value).strip().lower().replace(" ", "")
+    if text.isdigit():
+        text += "s"
+    if isinstance(value, bool) or not DURATION.fullmatch(text) or seconds_of(text) == 0:
+        raise PydanticCustomError("duration", "it is not a time such as 3h55m, 90m or 1d")
+    return text
+
+
+def seconds_of(text: str) -> int:
+    """Seconds of a checked `Duration`.
+
+    >>> seconds_of("3h55m")
+    14100
+    """
+    parts = DURATION.fullmatch(text).groups()
+    return sum(int(part or 0) * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=True))
+
+
 Number = BeforeValidator(_no_bool)
 NullWord = BeforeValidator(_null_word)
 Names = Annotated[list[str], BeforeValidator(_to_list)]
 Columns = Annotated[dict[str, str], BeforeValidator(_to_columns)]
 Size = Annotated[str, BeforeValidator(_size)]
+Duration = Annotated[str, BeforeValidator(_duration)]
 ToList = BeforeValidator(_to_list)
 
 Count = Annotated[int, Field(ge=1), Number]

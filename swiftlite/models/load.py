@@ -59,7 +59,7 @@ def import_architecture(model_config: PretrainedConfig, *, classifier: bool = Fa
     classifier: the model that gives one score to a sequence, instead of the causal language model.
     """
     with collector_paused():
-        auto = _auto_class(classifier)
+        auto = auto_class(classifier=classifier)
         known = type(model_config) in auto._model_mapping
         if known:
             auto._model_mapping[type(model_config)]
@@ -72,7 +72,8 @@ def import_architecture(model_config: PretrainedConfig, *, classifier: bool = Fa
         )
 
 
-def _auto_class(classifier: bool) -> Any:
+def auto_class(*, classifier: bool) -> Any:
+    """transformers' Auto class; classifier: as in `import_architecture`."""
     import transformers
 
     return transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM
@@ -97,7 +98,7 @@ def build_model(
     from transformers import GenerationConfig
 
     with hub_errors(source, "model"), quiet(), _parameters_on_meta():
-        model = _auto_class(classifier).from_config(
+        model = auto_class(classifier=classifier).from_config(
             model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     if not model.can_generate():

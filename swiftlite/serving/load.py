@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.errors import UserError
+from swiftlite.models.anatomy import SCORE_HEAD
 from swiftlite.models.dtypes import DTYPES, fast_at_bf16
-from swiftlite.models.load import hub_errors, load_config, quiet
+from swiftlite.models.load import auto_class, hub_errors, load_config, quiet
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import grow_vocabulary
 from swiftlite.serving.source import ModelSource
@@ -29,10 +30,13 @@ def load_for_answers(
     chat_template: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    device: torch.device | None = None,
+    classifier: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in evaluation mode on its device, and the tokenizer.
+    """The model in evaluation mode on its device (a GPU where there is one), and the tokenizer.
 
-    chat_template: a built-in name, a Jinja file, or `none` for plain completion. Raises UserError.
+    chat_template: a built-in name, a Jinja file, or `none` for plain completion; classifier: it gives a score, no
+    words. Raises UserError.
     """
     config = load_config(source.base, revision=revision, trust_remote_code=trust_remote_code)
     if Path(source.base).expanduser().is_dir():
@@ -47,9 +51,14 @@ def load_for_answers(
     )
     if plain:
         tokenizer.chat_template = None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = answer_dtype(precision, device, config)
-    model = _load_whole(source.base, config, dtype, revision, trust_remote_code)
+    if classifier and source.adapter is not None:
+        config.num_labels = 1  # a reward model's
+    model = _load_whole(
+        source.base, config, dtype, revision, trust_remote_code,
+        kind=auto_class(classifier=classifier), from_adapter=SCORE_HEAD if source.adapter else None,
+    )  # fmt: skip
     if source.adapter is not None:
         grow_vocabulary(model, len(tokenizer))  # the adapter may have brought new tokens
         model = _add_adapter(model, source.adapter)
@@ -57,17 +66,22 @@ def load_for_answers(
 
 
 def _load_whole(
-    source: str, config: PretrainedConfig, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+    source: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    revision: str | None,
+    trust_remote_code: bool,
+    *,
+    kind: Any,
+    from_adapter: str | None,
 ) -> PreTrainedModel:
-    """The model with every weight read from safetensors by transformers.
+    """The model with every weight read from safetensors by transformers. from_adapter: a module the adapter will bring.
 
     What that would leave random or mismatched is an error here: raises UserError where a tensor is missing, foreign or
     of another shape.
     """
-    from transformers import AutoModelForCausalLM
-
     with hub_errors(source, "model"), quiet():
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             source,
             config=config,
             dtype=dtype,
@@ -77,12 +91,13 @@ def _load_whole(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # collected below into one message instead of the first of many
         )
-    _check_report(source, report)
+    _check_report(source, report, from_adapter)
     return model
 
 
-def _check_report(source: str, report: dict) -> None:
-    missing, foreign = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+def _check_report(source: str, report: dict, from_adapter: str | None) -> None:
+    missing = sorted(key for key in report["missing_keys"] if key.split(".")[0] != from_adapter)
+    foreign = sorted(report["unexpected_keys"])
     mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in report["mismatched_keys"]]
     for names, problem in ((mismatched, "have another shape than config.json says"), (missing, "are missing")):
         if names:

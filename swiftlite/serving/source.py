@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from swiftlite.config.names import model_name
 from swiftlite.errors import UserError
@@ -25,6 +26,14 @@ class ModelSource:
     base: str
     adapter: Path | None
     tokenizer: str
+
+    def is_classifier(self) -> bool:
+        """Whether it gives scores instead of words, as reward models do. Raises UserError."""
+        if self.adapter is not None:
+            return _json(self.adapter / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
+        config = Path(self.base) / MODEL_CONFIG
+        names = _json(config).get("architectures") if config.is_file() else None
+        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def find_source(model: str | None, adapter: str | None) -> ModelSource:
@@ -93,15 +102,19 @@ def _with_adapter(folder: Path, base: str | None) -> ModelSource:
     return _checked(ModelSource(source, folder, str(folder) if own_tokenizer else source))
 
 
-def _base_of(folder: Path) -> str:
-    path = folder / ADAPTER_CONFIG
+def _json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again"
         ) from error
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _base_of(folder: Path) -> str:
+    path = folder / ADAPTER_CONFIG
+    base = _json(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(
             "the adapter does not say which model it belongs to",

@@ -7,6 +7,7 @@ through `train_here`.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,19 +31,32 @@ def launch(config: RunConfig, layout: Layout, report: Report) -> None:
     """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     with prepared_in_background(config, tokenizer_loader(config), when=first_here):
-        if layout.world > 1 and not under_torchrun(os.environ):
-            from swiftlite.parallel.start import Machines, start_processes
-
-            machines = Machines(
-                processes=config.nproc_per_node or layout.world // (config.nnodes or 1),
-                nodes=config.nnodes or 1,
-                node=config.node_rank or 0,
-                address=config.master_addr or "127.0.0.1",
-                port=config.master_port,
-            )
-            start_processes(machines, train_in_process, config.model_dump(), layout, report)
+        if (layout.world > 1 or config.max_restarts) and not under_torchrun(os.environ):
+            _start(config, layout, report)
         else:
             train_here(config, layout, report)
+
+
+def _start(config: RunConfig, layout: Layout, report: Report) -> None:
+    """Start this machine's processes, again from the newest checkpoint where they failed while running."""
+    from swiftlite.parallel.start import Machines, start_processes
+
+    machines = Machines(
+        processes=config.nproc_per_node or layout.world // (config.nnodes or 1),
+        nodes=config.nnodes or 1,
+        node=config.node_rank or 0,
+        address=config.master_addr or "127.0.0.1",
+        port=config.master_port,
+    )
+    for left in reversed(range(config.max_restarts + 1)):
+        try:
+            start_processes(machines, train_in_process, config.model_dump(), layout, report)
+        except (RunError, SystemExit) as failure:
+            code = report(failure) if left and isinstance(failure, RunError) else getattr(failure, "code", None)
+            if not left or code != RunError.exit_code:
+                raise
+        print(f"starting again from the newest checkpoint; {left - 1} restarts left", file=sys.stderr)
+        config = config.model_copy(update={"resume": "auto"})
 
 
 def train_in_process(values: dict[str, object], layout: Layout, report: Report) -> int:

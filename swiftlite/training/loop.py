@@ -21,18 +21,21 @@ from swiftlite.training.reference import evaluating
 from swiftlite.training.schedule import rate_at, warmup_steps
 from swiftlite.training.share import StepShare, share_in
 from swiftlite.training.step import StepOutcome, StepRunner
+from swiftlite.training.stopping import Stopped
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import BatchPlan, StepBatch
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
-    """A signal asked the run to stop; the step was finished and a checkpoint saved."""
+class NotFinite(RunError):
+    """Loss or gradient of a step are no numbers. Every process raises it, and no weight has been changed."""
 
-    def __init__(self, signal: int) -> None:
-        super().__init__(signal)
-        self.signal = signal
+
+class Save(Protocol):
+    """Writes a checkpoint of the present state. last: the run ends behind it."""
+
+    def __call__(self, *, last: bool) -> None: ...
 
 
 class Listener(Protocol):
@@ -79,51 +82,57 @@ class Parts:
 
 
 class Loop:
-    """Runs the plan from `progress.step` on; `save` writes a checkpoint of the present state."""
+    """Runs the plan from `progress.step` on."""
 
     def __init__(
         self,
         parts: Parts,
         progress: Progress,
         listener: Listener,
-        save: Callable[[], None],
+        save: Save,
         stop_requested: Callable[[], int | None],
+        alive: Callable[[], None],
     ) -> None:
+        """stop_requested: gives a reason to stop, or None; alive: is called whenever something has been done."""
         self._parts, self.progress, self._listener = parts, progress, listener
-        self._save, self._stop_requested = save, stop_requested
+        self._save, self._stop_requested, self._alive = save, stop_requested, alive
         self._scale = LossScale(**progress.loss_scale) if progress.loss_scale else parts.precision.loss_scale()
         self._peak = peak_flops(parts.mesh.device, parts.precision.dtype)
         config = parts.config
         self._warmup = warmup_steps(parts.plan.total_steps, config.warmup_steps, config.warmup_ratio)
 
     def run(self) -> None:
-        """Train to the end of the plan. Raises Stopped after a signal, RunError where numbers are not finite."""
+        """Train to the end of the plan. Raises Stopped where the run was asked to, NotFinite."""
         total, config = self._parts.plan.total_steps, self._parts.config
         for module in self._parts.modules:
             module.train()
         clock = time.perf_counter()
         for batch, share, data_seconds in self._prepared_steps():
             row = self._step(batch, share)
+            self._alive()
             last = batch.step == total
-            signal, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
+            reason, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
             row |= self._speed(share, time.perf_counter() - clock, data_seconds, peak)
             if self._parts.eval_plan is not None and self._due(config.eval_steps, batch.step, last):
                 row |= self._evaluate()
+                self._alive()
             if last or batch.step % config.log_steps == 0 or "eval_loss" in row:
                 self._listener.log(row)
-            if signal or self._due(config.save_steps, batch.step, last):
-                self._save()
+            reason = None if last else reason  # it has ended by itself
+            if reason or self._due(config.save_steps, batch.step, last):
+                self._save(last=last or bool(reason))
+                self._alive()
             clock = time.perf_counter()  # evaluation and saving are no part of a step
-            if signal:
-                raise Stopped(signal)
+            if reason:
+                raise Stopped(reason)
             if self._should_stop_early():
                 patience = config.early_stopping_patience
                 self._listener.message(f"stopped at step {batch.step}: no better eval loss for {patience} evaluations")
                 return
 
-    def _agree(self, signal: int | None, peak: float) -> tuple[int | None, float]:
-        """(a signal that any process got, the largest peak memory of all): processes must stop at the same step."""
-        values = torch.tensor([float(signal or 0), peak], dtype=torch.float64, device=self._parts.mesh.device)
+    def _agree(self, reason: int | None, peak: float) -> tuple[int | None, float]:
+        """(a reason to stop that any process has, the largest peak memory): all have to stop at the same step."""
+        values = torch.tensor([float(reason or 0), peak], dtype=torch.float64, device=self._parts.mesh.device)
         number, peak = self._parts.mesh.largest(values).tolist()
         return int(number) or None, peak
 
@@ -191,7 +200,7 @@ class Loop:
         if self._parts.config.on_nonfinite == "skip":
             self._skip(step, f"{what} is not finite")
             return False
-        raise RunError(
+        raise NotFinite(
             f"the {what} of step {step} is not finite",
             where=self._rows(share, outcome),
             fix="look at these rows, lower --learning-rate or use --precision fp32; "

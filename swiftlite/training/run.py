@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,13 @@ from swiftlite.checkpoint.folder import (
     check_folder,
     list_checkpoints,
     newest_checkpoint,
+    point_at,
     retain,
     step_folder,
 )
-from swiftlite.checkpoint.shared import to_write, write_together
+from swiftlite.checkpoint.saver import Saver
+from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
+from swiftlite.checkpoint.space import Space, check_space
 from swiftlite.checkpoint.state import (
     load_resume_state,
     plan_resume_file,
@@ -29,6 +31,7 @@ from swiftlite.checkpoint.state import (
     resume_tensors,
     write_trainer_state,
 )
+from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning
 from swiftlite.data.prepare import PreparedData, prepare_data
@@ -37,16 +40,20 @@ from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
-from swiftlite.training.loop import Loop, Parts, Progress, Stopped
+from swiftlite.training.loop import Loop, NotFinite, Parts, Progress
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import describe_device
 from swiftlite.training.setup import Trainee, build_trainee, check_model
 from swiftlite.training.setup_method import MethodParts, build_method
+from swiftlite.training.stopping import Stopped, stop_requests
+from swiftlite.training.watchdog import watchdog
 
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
+
+SECONDS_TO_FINISH = 60  # of a checkpoint that is being written when the run fails
 
 
 def run_training(config: RunConfig, world: World, layout: Layout, reporter: Reporter | None = None) -> None:
@@ -57,7 +64,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
     Raises UserError for what the user can mend (before anything is written), RunError for what fails while running,
     SystemExit with 128 + signal after a signal, once a checkpoint is saved.
     """
-    output = Path(config.output_dir)
+    began, output = time.monotonic(), Path(config.output_dir)
     reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
     with reporter:
         resume = find_resume(config, output, world, reporter.message)
@@ -81,10 +88,10 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         session = Session(config, output, prepared, trainee, method, load, reporter)
         session.restore(resume)
         try:
-            session.train()
+            session.train(began)
         except Stopped as stopped:
-            reporter.message(f"stopped by signal {stopped.signal}; go on with --resume auto --output-dir {output}")
-            raise SystemExit(128 + stopped.signal) from None
+            reporter.message(f"stopped {stopped.words}; go on with --resume auto --output-dir {output}")
+            raise SystemExit(stopped.exit_code) from None
 
 
 def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[str], None]) -> Path | None:
@@ -156,6 +163,10 @@ class Session:
         self._mesh = trainee.mesh
         self._optimizer = build_optimizer(trainee.trained(), config)
         self._progress = Progress()
+        on_gpu = trainee.mesh.device.type == "cuda"
+        self._saver = Saver(
+            trainee.mesh, background=config.async_save == "on" or (config.async_save == "auto" and on_gpu)
+        )
 
     @property
     def _leads(self) -> bool:
@@ -177,9 +188,10 @@ class Session:
         self._progress = Progress(**state["progress"])
         self._method.state = self._progress.method
 
-    def train(self) -> None:
-        """Run the loop, then write model/, audit, plots and page."""
+    def train(self, began: float) -> None:
+        """Run the loop, then write model/, audit, plots and page. began: of the run, by time.monotonic."""
         config, trainee, plan = self._config, self._trainee, self._prepared.train
+        in_turn(self._mesh, self._check_space if self._leads else nothing)
         self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
         if self._leads:
             self._write_start()
@@ -199,38 +211,91 @@ class Session:
             flops=trainee.flops,
             memory_gib=peak_memory_gib,
         )
-        with stop_signals() as requested, _memory_errors():
-            loop = Loop(parts, self._progress, self._reporter, self.save_checkpoint, requested)
-            loop.run()
+        watch = watchdog(self._output / "stacks", self._mesh.rank)
+        with stop_requests(config.stop_after, began) as requested, watch as alive, _memory_errors():
+            loop = Loop(parts, self._progress, self._reporter, self.save_checkpoint, requested, alive)
+            try:
+                loop.run()
+                self._saver.finish()
+            except NotFinite:  # on every process alike, before anything was changed
+                if self._progress.step:
+                    self.save_checkpoint(last=True)
+                raise
+            except Exception:
+                with suppress(Exception):  # what is being written may still be completed; the first error counts
+                    self._saver.finish(SECONDS_TO_FINISH)
+                raise
         self._write_result()
 
-    def save_checkpoint(self) -> None:
-        """Write a complete checkpoint, then drop the ones beyond `--keep-checkpoints` (never the best one)."""
-        config, trainee, progress = self._config, self._trainee, self._progress
-        final = step_folder(self._output, progress.step)
+    def _check_space(self) -> None:
+        """Raises UserError where checkpoints and result will not fit the disk."""
+        config, files = self._config, self._trainee.files
+        saves = -(-self._prepared.train.total_steps // config.save_steps) - self._progress.step // config.save_steps
+        space = Space(
+            checkpoint=files.plan.size + self._resume_plan(moments=True).size,
+            result=files.plan.size,
+            saves=saves,
+            keep=config.keep_checkpoints + (self._prepared.eval is not None),  # the best one is kept beside them
+            kept=len(list_checkpoints(self._output)),
+        )
+        check_space(self._output, space)
+
+    def _resume_plan(self, *, moments: bool) -> FilePlan:
+        return plan_resume_file(self._trainee.trained_shapes, masters=self._masters, moments=moments)
+
+    @property
+    def _masters(self) -> bool:
+        """Whether a checkpoint's model is a rounded copy of the weights that are trained."""
+        files = self._trainee.files
+        return not files.adapter and files.dtype != torch.float32
+
+    def save_checkpoint(self, *, last: bool) -> None:
+        """Write a complete checkpoint, then drop the ones beyond `--keep-checkpoints` (never the best one).
+
+        last: the run ends behind it, so it is written when this returns. Raises RunError where this one or the one
+        before could not be saved, unless the user wants to go on then (but for the last).
+        """
+        with self._failure_borne(last=False):
+            self._saver.finish()  # the one before
+        with self._failure_borne(last=last):
+            self._save(step_folder(self._output, self._progress.step))
+            if last:
+                self._saver.finish()
+
+    @contextmanager
+    def _failure_borne(self, *, last: bool) -> Iterator[None]:
+        try:
+            yield
+        except RunError as error:
+            if last or self._config.on_save_failure == "stop":
+                raise
+            self._reporter.message(f"warning: {error.what}; training goes on (--on-save-failure continue)")
+
+    def _save(self, final: Path) -> None:
         if self._mesh.any(final.exists()):
             return
+        config, trainee, progress = self._config, self._trainee, self._progress
         state = {"progress": asdict(progress), "data": self._prepared.fingerprint, "seed": config.seed}
-        masters = not trainee.files.adapter and trainee.files.dtype != torch.float32
         uncounted = trainee.uncounted()
         counted = [(name, p) for name, p in trainee.trained() if id(p) not in uncounted]
-        tensors = resume_tensors(counted, self._optimizer, masters=masters)
-        plan = plan_resume_file(trainee.trained_shapes, masters=masters, moments=bool(self._optimizer.state))
+        tensors = resume_tensors(counted, self._optimizer, masters=self._masters)
+        plan = self._resume_plan(moments=bool(self._optimizer.state))
 
         def create(folder: Path) -> None:
             self._create_model(folder)
             plan.create(folder)
             write_trainer_state(folder, state)
 
-        def write(folder: Path) -> None:
-            self._write_model(folder)
-            plan.write(folder, to_write(self._mesh, tensors.items()))
+        best = None if progress.best_step is None else step_folder(self._output, progress.best_step)
 
-        write_together(self._mesh, final, create, write)
-        if self._leads:
-            best = set() if progress.best_step is None else {step_folder(self._output, progress.best_step)}
-            retain(self._output, config.keep_checkpoints, protect=best)
-        self._reporter.message(f"saved {final.name}")
+        def done() -> None:
+            if self._leads:
+                point_at(self._output, {"latest": final, "best": best})
+                retain(self._output, config.keep_checkpoints, protect={best} - {None})
+            self._reporter.message(f"saved {final.name}")
+
+        model = trainee.files.plan, to_write(self._mesh, trainee.tensors())
+        self._saver.write(final, create, [model, (plan, to_write(self._mesh, tensors.items()))], done)
 
     def _create_model(self, folder: Path) -> None:
         trainee = self._trainee
@@ -275,32 +340,6 @@ class Session:
             "device": f"{describe_device(self._mesh.device)}, {trainee.precision.name}",
             "output": str(self._output),
         }
-
-
-@contextmanager
-def stop_signals() -> Iterator[Any]:
-    """SIGINT and SIGTERM ask the loop to stop after its step; another one a second later interrupts at once.
-
-    Yields a function that gives the signal's number, or None. A terminal signals every process of a run, and the one
-    that started them passes it on: what follows at once is the same signal.
-    """
-    seen: list[int] = []
-    first = 0.0
-
-    def note(number: int, _frame: object) -> None:
-        nonlocal first
-        if seen and time.monotonic() - first > 1:
-            raise KeyboardInterrupt
-        if not seen:
-            seen.append(number)
-            first = time.monotonic()
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: seen[0] if seen else None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -1,0 +1,91 @@
+"""Checkpoints written while training goes on: from a copy in the host's memory, by a thread in each process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from swiftlite.checkpoint.boxes import Holding
+from swiftlite.checkpoint.shared import Together, write_together
+from swiftlite.checkpoint.tensor_writer import FilePlan
+from swiftlite.parallel.mesh import Mesh
+
+PATIENCE = timedelta(hours=2)  # of a process whose part is written for one whose disk is slow
+
+Parts = list[tuple[FilePlan, dict[str, list[Holding]]]]
+
+
+class Saver:
+    """Writes one checkpoint at a time."""
+
+    def __init__(self, mesh: Mesh, *, background: bool) -> None:
+        """background: by a thread; every process makes its saver at the same place."""
+        self._together: Together = _Beside(mesh) if background else mesh
+        self._background = background
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    def write(self, final: Path, create: Callable[[Path], None], parts: Parts, done: Callable[[], None]) -> None:
+        """Make the folder `final`, as `write_together`. create: rank 0's part; parts: what this process holds of each
+        plan's tensors; done: called when the folder is complete.
+
+        Raises what went wrong with it where nothing is written in the background, else `finish` does. The one before
+        has to be finished.
+        """
+        if not self._background:
+            self._write(final, create, parts, done)
+            return
+        copies = [(plan, {name: _copied(held) for name, held in of.items()}) for plan, of in parts]
+
+        def work() -> None:
+            try:
+                self._write(final, create, copies, done)
+            except BaseException as problem:  # noqa: BLE001 - raised again by whoever asks for the result
+                self._problem = problem
+
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, final: Path, create: Callable[[Path], None], parts: Parts, done: Callable[[], None]) -> None:
+        def write(folder: Path) -> None:
+            for plan, held in parts:
+                plan.write(folder, held)
+
+        write_together(self._together, final, create, write)
+        done()
+
+    def finish(self, patience: float | None = None) -> None:
+        """Wait until what was begun is written. Raises what went wrong with it, on every process alike.
+
+        patience: seconds after which it is given up.
+        """
+        if self._thread is not None:
+            self._thread.join(patience)
+            self._thread = None
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise problem
+
+
+def _copied(held: list[Holding]) -> list[Holding]:
+    return [Holding(holding.box, holding.tensor.detach().to("cpu", copy=True)) for holding in held]
+
+
+class _Beside:
+    """The processes of a mesh, agreeing in a group of their own: the training's collectives go on meanwhile."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank = mesh.rank
+        self._group = None if mesh.stored is None else dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def any(self, here: bool) -> bool:
+        if self._group is None:
+            return here
+        value = torch.tensor(float(here))
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
+        return bool(value.item())

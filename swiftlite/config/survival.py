@@ -1,0 +1,34 @@
+"""The settings of what a run does when time, disk or a process ends before it does."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel
+
+from swiftlite.config.setting import CHECKPOINTS, RUN, flag
+from swiftlite.config.types import Duration, NullWord, Spelling, Whole
+
+ON_OFF = {"true": "on", "yes": "on", "false": "off", "no": "off"}
+
+
+class SurvivalSettings(BaseModel):
+    """A part of `RunConfig`."""
+
+    on_save_failure: Annotated[Literal["stop", "continue"], Spelling()] = flag(
+        "stop", CHECKPOINTS, "Where a checkpoint cannot be saved: end the run, or train on and try again at the next."
+    )
+    async_save: Annotated[Literal["auto", "on", "off"], Spelling(ON_OFF)] = flag(
+        "auto",
+        CHECKPOINTS,
+        "Write checkpoints while training goes on, from a copy in the host's memory; `auto`: on GPUs.",
+        bare="on",
+    )
+    stop_after: Annotated[Duration | None, NullWord] = flag(
+        None,
+        RUN,
+        "Time after which the run saves a checkpoint and ends, for clusters with a limit: 3h55m, 90m.",
+        shown="no limit",
+        metavar="3h55m|90m|1d",
+    )
+    max_restarts: Whole = flag(
+        0, RUN, "How often to start again from the newest checkpoint after a process was killed or hung."
+    )

@@ -1,0 +1,186 @@
+"""`swiftlite export`: an adapter merged into its base, a model in another number type or in other shards, checked.
+
+Merging happens in fp32 and is rounded once, at the end. Nothing is believed: the merged model must answer prompts as
+base and adapter do, and what lies on the disk must be its weights, bit for bit, before the folder gets its name.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from swiftlite.checkpoint.boxes import Holding, holdings, whole
+from swiftlite.checkpoint.catalog import stored_tensors
+from swiftlite.checkpoint.export import ModelFiles, create_model_files, plan_files
+from swiftlite.checkpoint.folder import atomic_folder
+from swiftlite.checkpoint.weights import TensorFolder, read_overlap
+from swiftlite.config.types import Size
+from swiftlite.errors import RunError, UserError
+from swiftlite.models.dtypes import DTYPES
+from swiftlite.models.load import load_config
+from swiftlite.serving.load import load_for_answers
+from swiftlite.serving.source import ModelSource, find_source
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does it take? Explain step by step.",
+    "Übersetze ins Englische: Der frühe Vogel fängt den Wurm. 你好，世界！",
+)
+MERGE_TOLERANCE = 1e-4  # of logits by their 2-norm: one product in place of two, in fp32, through all layers
+SPARE = 1.01  # disk beside the tensors: headers, tokenizer, configs
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """dtype: auto (that of the base), bf16, fp16 or fp32; prompts: what the result is checked with."""
+
+    model: str | None
+    adapter: str | None
+    output: Path
+    dtype: str = "auto"
+    max_shard_size: str = "5GB"
+    prompts: list[str] = field(default_factory=list)
+    chat_template: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was done. size: bytes of tensors; merge: relative difference of logits that merging made in fp32, None
+    without an adapter; total: the same of the result, rounded; agreement: share of positions whose likeliest token is
+    that of base and adapter.
+    """
+
+    folder: Path
+    dtype: torch.dtype
+    size: int
+    merge: float | None
+    total: float
+    agreement: float
+
+
+def run_export(options: ExportOptions) -> Exported:
+    """Write `options.output`. Raises UserError for what the user can mend, RunError where a check fails."""
+    if options.output.exists():
+        raise UserError(
+            f"{options.output} is already there", where="--output-dir", fix="name a folder that does not exist yet"
+        )
+    largest = _shard_size(options.max_shard_size)
+    source = find_source(options.model, options.adapter)
+    dtype = _dtype(options, source)
+    model, tokenizer = load_for_answers(
+        source,
+        precision="fp32",
+        chat_template=options.chat_template,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+        device=torch.device("cpu"),  # a model that fits no GPU in fp32 may well fit the memory
+        classifier=source.is_classifier(),
+    )
+    prompts = [_encode(text, tokenizer) for text in options.prompts or PROMPTS]
+    logits = _logits(model, prompts)
+    merge = None
+    if source.adapter is not None:
+        model = model.merge_and_unload(safe_merge=True)
+        merge = _relative(_logits(model, prompts), logits)
+        if merge > MERGE_TOLERANCE:
+            raise RunError(
+                f"the merged model's logits differ by {merge:.1e} from those of base and adapter",
+                where=str(source.adapter),
+                fix="nothing was written; serve base and adapter as they are, and please report model and adapter",
+            )
+    files = plan_files(model, model, dtype=dtype, max_shard_size=largest)
+    _write(options.output, files, model, tokenizer)
+    _round(model, dtype)
+    rounded = _logits(model, prompts)
+    return Exported(
+        options.output, dtype, files.plan.size, merge, _relative(rounded, logits), _agreement(rounded, logits)
+    )
+
+
+def _shard_size(text: str) -> str:
+    try:
+        return TypeAdapter(Size).validate_python(text)
+    except ValidationError as error:
+        raise UserError(error.errors()[0]["msg"], where=f"--max-shard-size {text}", fix="give a size") from error
+
+
+def _dtype(options: ExportOptions, source: ModelSource) -> torch.dtype:
+    if options.dtype == "auto":
+        config = load_config(source.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
+        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if options.dtype not in DTYPES:
+        raise UserError(
+            f"unknown number type {options.dtype!r}", where="--dtype", fix=f"give auto, {', '.join(DTYPES)}"
+        )
+    return DTYPES[options.dtype]
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """`[1, tokens]`."""
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return tokenizer(text, return_tensors="pt")["input_ids"]
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, prompts: list[torch.Tensor]) -> torch.Tensor:
+    """fp32 `[all positions, vocabulary]`."""
+    return torch.cat([model(input_ids=ids, use_cache=False).logits[0].float() for ids in prompts])
+
+
+def _relative(logits: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((logits - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+
+
+def _agreement(logits: torch.Tensor, wanted: torch.Tensor) -> float:
+    return (logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()
+
+
+@torch.no_grad()
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """The values that a model of `dtype` has, in fp32: what rounding to bf16 does to a product is not ours to judge."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+def _write(folder: Path, files: ModelFiles, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    place = next(parent for parent in folder.absolute().parents if parent.exists())
+    needed, free = files.plan.size * SPARE, shutil.disk_usage(place).free
+    if needed > free:
+        raise UserError(
+            f"the result takes {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free",
+            where=str(place),
+            fix="free space or name a folder on another disk",
+        )
+    with atomic_folder(folder, manifest=False, again="export again") as partial:
+        create_model_files(partial, files, model, model, tokenizer)
+        files.plan.write(partial, {name: holdings(tensor) for name, tensor in stored_tensors(model)})
+        _read_back(partial, files, dict(stored_tensors(model)))
+
+
+def _read_back(folder: Path, files: ModelFiles, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise RunError where a file does not hold the model's own bits."""
+    stored = TensorFolder(folder)
+    for slot in files.plan.slots:
+        entry, tensor = slot.entry, tensors[slot.entry.owner]
+        wanted = tensor[entry.box.slices_of(whole(tensor.shape))].to(slot.dtype)
+        found = torch.empty_like(wanted)
+        read_overlap(stored, entry, Holding(entry.box, found))
+        if not torch.equal(found, wanted):
+            raise RunError(
+                f"{entry.name} was read back from the disk with other values", where=str(folder), fix="check the disk"
+            )

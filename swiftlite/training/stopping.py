@@ -1,0 +1,62 @@
+"""What asks a run to stop after its step: a signal, or the end of the time it was given."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from swiftlite.config.types import seconds_of
+
+TIME_IS_UP = 1  # beside the numbers of the signals that are handled, and below them: a signal goes first
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The run was asked to stop; the step was finished and a checkpoint saved. reason: a signal, or TIME_IS_UP."""
+
+    def __init__(self, reason: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    @property
+    def words(self) -> str:
+        return "after its time was up" if self.reason == TIME_IS_UP else f"by signal {self.reason}"
+
+    @property
+    def exit_code(self) -> int:
+        """0 where the user asked for it beforehand."""
+        return 0 if self.reason == TIME_IS_UP else 128 + self.reason
+
+
+@contextmanager
+def stop_requests(stop_after: str | None, began: float) -> Iterator[Callable[[], int | None]]:
+    """Yields a function that gives a reason to stop, or None.
+
+    stop_after: a checked `Duration`, counted from `began` (of time.monotonic). SIGINT and SIGTERM ask once; another one
+    a second later interrupts at once. A terminal signals every process of a run, and the one that started them passes
+    it on: what follows at once is the same signal.
+    """
+    seen: list[int] = []
+    first = 0.0
+    end = None if stop_after is None else began + seconds_of(stop_after)
+
+    def note(number: int, _frame: object) -> None:
+        nonlocal first
+        if seen and time.monotonic() - first > 1:
+            raise KeyboardInterrupt
+        if not seen:
+            seen.append(number)
+            first = time.monotonic()
+
+    def reason() -> int | None:
+        if seen:
+            return seen[0]
+        return TIME_IS_UP if end is not None and time.monotonic() >= end else None
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield reason
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,159 @@
+"""What a run leaves behind where time, numbers or the disk end it, and how it goes on from there."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+
+import pytest
+from test_parity import metrics, settings
+from test_run import same_weights, train
+
+from swiftlite.checkpoint import saver as saver_module
+from swiftlite.checkpoint import space as space_module
+from swiftlite.checkpoint.folder import check_folder, list_checkpoints
+from swiftlite.checkpoint.space import Space
+from swiftlite.config.types import seconds_of
+from swiftlite.errors import RunError, UserError
+from swiftlite.training import loop as loop_module
+from swiftlite.training.loop import NotFinite
+
+
+@pytest.fixture
+def base(tmp_path, tiny_model, write_rows, chat_rows):
+    return settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=6, save_steps=2)
+
+
+def steps_of(output) -> list[int]:
+    return [row["step"] for row in metrics(output)]
+
+
+def test_time_is_up_after_a_step_and_the_run_goes_on_later(base, tmp_path, monkeypatch):
+    clock = iter(range(0, 10_000, 30))
+    monkeypatch.setattr("swiftlite.training.run.time.monotonic", lambda: next(clock))
+    with pytest.raises(SystemExit) as stopped:
+        train(base, stop_after="1m30s", save_steps=100)
+    assert stopped.value.code == 0
+    monkeypatch.undo()
+    (saved,) = list_checkpoints(tmp_path / "out")
+    last = int(saved.name.removeprefix("step-"))
+    assert 1 <= last < 6 and steps_of(tmp_path / "out") == list(range(1, last + 1))
+    assert not (tmp_path / "out" / "model").exists()
+    train(base, resume="auto")
+    train(base, output_dir=str(tmp_path / "whole"))
+    files = [tmp_path / name / "model" / "model.safetensors" for name in ("out", "whole")]
+    assert same_weights(*files)
+    assert steps_of(tmp_path / "out") == steps_of(tmp_path / "whole")
+
+
+def test_numbers_that_are_not_finite_leave_a_checkpoint_of_the_step_before(base, tmp_path):
+    with pytest.raises(NotFinite, match="is not finite"):
+        train(base, learning_rate=1e30, warmup_ratio=0.0, save_steps=100, max_grad_norm=1.0)
+    (saved,) = list_checkpoints(tmp_path / "out")
+    assert check_folder(saved, deep=True) == []
+    assert steps_of(tmp_path / "out")[-1] == int(saved.name.removeprefix("step-"))
+
+
+@pytest.mark.parametrize("background", ["off", "on"])
+def test_a_save_that_fails_ends_the_run_or_does_not(base, tmp_path, monkeypatch, background):
+    base = base | {"async_save": background}
+    real, failed = saver_module.write_together, []
+
+    def full_once(mesh, final, *arguments, **more):
+        if not failed:
+            failed.append(final)
+            raise RunError(f"{final.name} cannot be saved: the disk is full")
+        real(mesh, final, *arguments, **more)
+
+    monkeypatch.setattr(saver_module, "write_together", full_once)
+    with pytest.raises(RunError, match="the disk is full"):
+        train(base)
+    assert not list_checkpoints(tmp_path / "out")
+    failed.clear()
+    train(base, output_dir=str(tmp_path / "on"), on_save_failure="continue", save_steps=2)
+    assert [folder.name for folder in list_checkpoints(tmp_path / "on")] == ["step-00000006", "step-00000004"]
+    assert (tmp_path / "on" / "model").is_dir()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(base, tmp_path, monkeypatch):
+    train(base)
+    real, begun = saver_module.write_together, threading.Event()
+
+    def slow(mesh, final, create, write, **more):
+        if final.name == "step-00000002":
+            begun.set()
+            while len(steps_of(tmp_path / "aside")) < 3:  # step 3 is logged before step 2 is written
+                time.sleep(0.01)
+        real(mesh, final, create, write, **more)
+
+    monkeypatch.setattr(saver_module, "write_together", slow)
+    train(base, output_dir=str(tmp_path / "aside"), async_save="on", keep_checkpoints=9)
+    assert begun.is_set()
+    for name in ("model", "checkpoints/step-00000004", "checkpoints/step-00000006"):
+        files = [tmp_path / run / name / "model.safetensors" for run in ("out", "aside")]
+        assert same_weights(*files), name
+    train(base, output_dir=str(tmp_path / "more"), resume=str(tmp_path / "aside" / "checkpoints" / "step-00000002"))
+    assert same_weights(
+        tmp_path / "more" / "model" / "model.safetensors", files[1].parents[2] / "model" / files[1].name
+    )
+
+
+def test_a_step_that_takes_too_long_leaves_its_stacks(base, tmp_path, monkeypatch):
+    train(base)
+    assert not (tmp_path / "out" / "stacks").exists()
+    monkeypatch.setattr("swiftlite.training.watchdog.SECONDS", 0.2)
+    real = loop_module.clip_gradients
+
+    def slow(*arguments):
+        time.sleep(0.5)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop_module, "clip_gradients", slow)
+    train(base, output_dir=str(tmp_path / "slow"), max_steps=1)
+    stacks = (tmp_path / "slow" / "stacks" / "rank-00000.txt").read_text()
+    assert "in slow" in stacks and "in _step" in stacks
+
+
+def test_the_disk_is_asked_before_the_first_step(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(space_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
+    with pytest.raises(UserError, match="GiB of disk") as error:
+        train(base)
+    assert "--keep-checkpoints" in error.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_worst_moment_has_one_checkpoint_more_than_are_kept():
+    space = Space(checkpoint=100, result=10, saves=9, keep=2, kept=0)
+    spare = space_module.SPARE
+    assert space.needed == 310 + spare
+    assert Space(100, 10, saves=1, keep=2, kept=0).needed == 110 + spare
+    assert Space(100, 10, saves=9, keep=2, kept=2).needed == 110 + spare  # resumed
+
+
+def test_latest_and_best_are_links_that_can_be_resumed_from(base, tmp_path):
+    values = base | {"eval_fraction": 0.2, "eval_steps": 1, "save_steps": 1, "learning_rate": 0.3, "max_steps": 4}
+    train(values, keep_checkpoints=1)
+    kept = tmp_path / "out" / "checkpoints"
+    best = min(metrics(tmp_path / "out"), key=lambda row: row["eval_loss"])["step"]
+    assert (kept / "latest").resolve().name == "step-00000004"
+    assert (kept / "best").resolve().name == f"step-{best:08d}"
+    train(values, output_dir=str(tmp_path / "more"), resume=str(kept / "latest"), max_steps=4)
+    assert (tmp_path / "more" / "model").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("3h55m", 14100), ("1d", 86400), ("2m5s", 125), ("1D 1H", 90000)]
+)
+def test_times_are_read(base, text, seconds):
+    from swiftlite.config.resolve import resolve_config
+
+    assert seconds_of(resolve_config("sft", **base, stop_after=text).stop_after) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "5x", "1m1h", "-3"])
+def test_what_is_no_time_is_refused(base, text):
+    from swiftlite.config.resolve import resolve_config
+
+    with pytest.raises(UserError, match="3h55m"):
+        resolve_config("sft", **base, stop_after=text)
