@@ -1,6 +1,6 @@
 """Write preference pairs that can be checked: sums, differences and products with a right and a wrong answer, as jsonl.
 
-python scripts/make_arithmetic_pairs.py [--count 600] [--largest 30] [--seed 7] > pairs.jsonl
+python scripts/make_arithmetic_pairs.py [--count 1300] [--largest 30] [--seed 7] > pairs.jsonl
 
 A question comes once, also with its numbers exchanged, so whatever part of the file is held out is new to a model that
 trains on the rest. The wrong answers are mistakes that people make: a bit off, ten off, another operation.
@@ -58,7 +58,7 @@ def _wrong(a: int, sign: str, b: int, chance: random.Random) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=600, help="how many pairs")
+    parser.add_argument("--count", type=int, default=1300, help="how many pairs")
     parser.add_argument("--largest", type=int, default=30, help="the largest number in a question")
     parser.add_argument("--seed", type=int, default=7)
     asked = parser.parse_args()

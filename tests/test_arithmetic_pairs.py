@@ -26,7 +26,7 @@ def test_answers_can_be_checked():
 
 def test_the_file_of_the_recipe_is_what_the_script_writes():
     lines = (recipes_folder() / "smollm2" / "arithmetic.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == list(pairs(600, 30, 7))
+    assert [json.loads(line) for line in lines] == list(pairs(1300, 30, 7))
 
 
 def test_more_pairs_than_questions_are_refused():

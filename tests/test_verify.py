@@ -22,7 +22,8 @@ def verdicts_of(tmp_path, world: int, *words: str) -> list[dict]:
 
 
 def equal(verdicts: list[dict]) -> set[str]:
-    return {verdict["case"] for verdict in verdicts if verdict["difference"] is not None}
+    """The layouts, of runs that went on in another one the last."""
+    return {verdict["case"].rpartition(" -> ")[2] for verdict in verdicts if verdict["difference"] is not None}
 
 
 def test_two_processes_in_every_layout(tmp_path):
@@ -32,11 +33,21 @@ def test_two_processes_in_every_layout(tmp_path):
     assert not [verdict for verdict in verdicts if verdict["refused"]]
 
 
-def test_preferences_in_layouts_of_two_processes(tmp_path):
+def test_preferences_go_on_in_other_layouts(tmp_path):
     layouts = ["fsdp grad_op 2", "tp 2", "pp 2 zero-bubble", "cp 2"]
-    words = ["--method", "dpo", "--method", "rm", "--method", "kto", *(w for name in layouts for w in ("-l", name))]
+    words = [
+        "--resume",
+        "--method",
+        "dpo",
+        "--method",
+        "rm",
+        "--method",
+        "kto",
+        *(w for name in layouts for w in ("-l", name)),
+    ]
     verdicts = verdicts_of(tmp_path, 2, "-a", "llama-tied", *words)
     assert len(verdicts) == 12 and equal(verdicts) == set(layouts)
+    assert [v["case"] for v in verdicts[:2]] == ["one process -> fsdp grad_op 2", "fsdp grad_op 2 -> tp 2"]
 
 
 def test_four_processes_in_products(tmp_path):

@@ -42,6 +42,9 @@ def verify(
     method: Annotated[
         list[str] | None, typer.Option(help="Only this one: sft, dpo, rm or kto; may be given again.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Each layout goes on from a checkpoint of the one before it.")
+    ] = False,
     report: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE")] = None,
 ) -> None:
     """Print the table. Exit code 1 where a layout differs. Raises UserError for names that do not exist."""
@@ -70,7 +73,7 @@ def verify(
         config = shallow_config(model, layers) if model else None
         models = {name: str(write_toy(Path(folder) / name, config or toy_config(name, layers))) for name in chosen}
         wanted = [subject for subject in subjects(chosen) if subject.method in (method or methods)]
-        verdicts = _run(Path(folder), nproc_per_node, models, wanted, picked)
+        verdicts = _run(Path(folder), nproc_per_node, models, wanted, picked, resume)
     if report is not None:
         report.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")
     from rich.console import Console
@@ -83,13 +86,13 @@ def verify(
         raise typer.Exit(1)
 
 
-def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases: list) -> list[Verdict]:
+def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases: list, resumed: bool) -> list[Verdict]:
     from swiftlite.parallel.start import Machines, start_processes
     from swiftlite.verification.run import read_verdicts, verify_in_process, write_rows
 
     write_rows(folder)
     try:
-        start_processes(Machines(count), verify_in_process, str(folder), models, subjects, cases, show_error)
+        start_processes(Machines(count), verify_in_process, str(folder), models, subjects, cases, show_error, resumed)
     except SystemExit as stop:
         if stop.code:
             raise

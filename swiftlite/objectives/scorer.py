@@ -109,13 +109,28 @@ class TokenScorer(nn.Module):
         self.eval()
         device = next(self.parameters()).device
         probe, entering = _probe(self.base.config.get_text_config().vocab_size, device), self._probe_hidden(device)
-        hidden = self._decode(probe, entering).last_hidden_state
         alone = self._decode(probe.second(), None if entering is None else entering[:, 3:]).last_hidden_state
-        self._check_documents(hidden, alone)
         if self._has_head and not self._anatomy.gives_scores:
-            own = self.base(**decoder_inputs(probe, entering)).logits[0].float().to(hidden.device)
+            hidden, own = self._with_own_logits(probe, entering)
             self._check_head(hidden, own, probe)
+        else:
+            hidden = self._decode(probe, entering).last_hidden_state
+        self._check_documents(hidden, alone)
         self.train(was_training)
+
+    def _with_own_logits(self, probe: _Probe, entering: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the decoder's last hidden states, the model's own logits `[8, vocabulary]`) of one pass."""
+        seen: list[torch.Tensor] = []
+
+        def keep(_module: nn.Module, _args: object, output) -> None:  # noqa: ANN001 - the decoder's own class
+            seen.append(output.last_hidden_state)
+
+        handle = self._anatomy.decoder.register_forward_hook(keep)
+        try:
+            logits = self.base(**decoder_inputs(probe, entering)).logits[0]
+        finally:
+            handle.remove()
+        return seen[0], logits.float().to(seen[0].device)
 
     @property
     def _has_head(self) -> bool:

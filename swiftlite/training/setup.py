@@ -32,7 +32,7 @@ from swiftlite.models.tuners import (
     to_master_precision,
 )
 from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
-from swiftlite.parallel.data import DataParallel
+from swiftlite.parallel.data import DataParallel, reshard
 from swiftlite.parallel.experts import check_expert_parallel
 from swiftlite.parallel.mesh import Mesh, build_mesh
 from swiftlite.parallel.stages import check_pipeline
@@ -93,6 +93,13 @@ class Trainee:
         """Whether a forward pass of the base draws random numbers in training; adapters begin as zero all the same."""
         values = self.base.config.get_text_config().to_dict()
         return any(value and isinstance(value, float) for key, value in values.items() if key.endswith(DROPOUTS))
+
+    def check(self) -> None:
+        """Run a few tokens, as in a step. Raises UserError for an architecture that cannot be trained as it is."""
+        for part in self.divided.parts:
+            with self.precision.compute(self.mesh.device):  # FSDP's units have their weights in the compute type
+                part.scorer.check()
+            reshard(part.scorer)
 
     def uncounted(self) -> set[int]:
         """Ids of the trained parameters here that are copies of a tied one which another stage counts and saves."""
@@ -176,8 +183,6 @@ def build_trainee(
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
         fill(((name, tensor) for name, tensor, _ in part.tensors()), sources, fresh)
         _start_dora(part.model)
-        with precision.compute(world.device):  # as in a step: FSDP's units have their weights in the compute type
-            part.scorer.check()
     return trainee
 
 

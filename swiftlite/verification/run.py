@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftlite.checkpoint.folder import step_folder
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
@@ -21,7 +22,7 @@ from swiftlite.training.run import run_training
 from swiftlite.verification.cases import Case, Subject
 from swiftlite.verification.compare import Difference, compare
 
-STEPS = 5
+STEPS, SAVED = 5, 3  # steps of a run, and after which of them it saves a checkpoint
 VERDICTS = "verdicts.jsonl"
 ROWS = {
     "sft": ("rows.jsonl", toy_rows),
@@ -65,15 +66,19 @@ class Verdict:
 class Verification:
     """One world in which every subject is trained in every layout."""
 
-    def __init__(self, folder: Path, models: dict[str, str], world: World) -> None:
-        """folder: of rows and runs, seen by all processes; models: architecture -> folder."""
-        self._folder, self._models, self._world = folder, models, world
+    def __init__(self, folder: Path, models: dict[str, str], world: World, *, resumed: bool = False) -> None:
+        """folder: of rows and runs, seen by all processes; models: architecture -> folder; resumed: each layout goes on
+        from the checkpoint that the one before it wrote on its way, the first from that of one process.
+        """
+        self._folder, self._models, self._world, self._resumed = folder, models, world, resumed
 
     def verdicts(self, subjects: list[Subject], cases: list[Case]) -> Iterator[Verdict]:
         """The verdict of each cell as it is reached, on rank 0; every process has to run through them."""
         for number, subject in enumerate(subjects):
             flags = _shared_flags(self._folder, self._models[subject.architecture], subject.method) | subject.flags
             reference = self._folder / f"reference-{number}"
+            if self._resumed:
+                flags |= {"save_steps": SAVED}
             expected = Recorder()
             if self._world.rank == 0:
                 run_training(
@@ -83,18 +88,32 @@ class Verification:
                     expected,
                 )
             self._world.meet(f"reference {number}")
+            before, name = reference, "one process"
             for place, case in enumerate(case for case in cases if subject.takes(case)):
-                wanted = subject.method, flags | case.flags
-                found = self._difference(wanted, f"{number}-{place}", expected.rows, reference)
-                yield Verdict(subject.name, case.name, *found)
-            if self._world.rank == 0:
-                shutil.rmtree(reference)
+                wanted, output = flags | case.flags, self._folder / f"{number}-{place}"
+                if self._resumed:
+                    wanted |= {"resume": str(step_folder(before, SAVED))}
+                found = self._difference((subject.method, wanted), output, expected.rows, reference)
+                yield Verdict(subject.name, f"{name} -> {case.name}" if self._resumed else case.name, *found)
+                if output.exists():
+                    if before != reference:
+                        self._remove(before)
+                    before, name = output, case.name
+            if before != reference:
+                self._remove(before)
+            self._remove(reference)
+
+    def _remove(self, folder: Path) -> None:
+        """Once nobody reads it any more."""
+        self._world.meet(f"done with {folder.name}")
+        if self._world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _difference(
-        self, wanted: tuple[str, dict[str, Any]], key: str, expected: list[dict[str, Any]], reference: Path
+        self, wanted: tuple[str, dict[str, Any]], output: Path, expected: list[dict[str, Any]], reference: Path
     ) -> tuple[float, Difference | None, str | None]:
         """(seconds, difference from one process, why the layout was refused)."""
-        output, started, recorder = self._folder / key, time.perf_counter(), Recorder()
+        key, started, recorder = output.name, time.perf_counter(), Recorder()
         try:
             method, flags = wanted
             resolved = resolve_in_world(method, flags | {"output_dir": str(output)}, self._world.size)
@@ -106,9 +125,8 @@ class Verification:
         self._world.meet(key)
         if self._world.rank != 0:
             return seconds, None, None
-        difference = compare(recorder.rows, expected, output / "model", reference / "model")
-        shutil.rmtree(output)
-        return seconds, difference, None
+        expected = expected[SAVED:] if self._resumed else expected
+        return seconds, compare(recorder.rows, expected, output / "model", reference / "model"), None
 
 
 def verify_in_process(
@@ -117,13 +135,14 @@ def verify_in_process(
     subjects: list[Subject],
     cases: list[Case],
     report: Callable[[BaseException], int],
+    resumed: bool = False,
 ) -> int:
     """The life of one process of `swiftlite verify`: rank 0 appends each verdict to `verdicts.jsonl` and prints it.
 
-    report: tells the user of an error, in the process that fails first.
+    report: tells the user of an error, in the process that fails first; resumed: as in `Verification`.
     """
     with joined() as world, world.told_once(report):
-        for verdict in Verification(Path(folder), models, world).verdicts(subjects, cases):
+        for verdict in Verification(Path(folder), models, world, resumed=resumed).verdicts(subjects, cases):
             if world.rank == 0:
                 with (Path(folder) / VERDICTS).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
