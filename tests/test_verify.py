@@ -48,6 +48,9 @@ def test_preferences_go_on_in_other_layouts(tmp_path):
     verdicts = verdicts_of(tmp_path, 2, "-a", "llama-tied", *words)
     assert len(verdicts) == 12 and equal(verdicts) == set(layouts)
     assert [v["case"] for v in verdicts[:2]] == ["one process -> fsdp grad_op 2", "fsdp grad_op 2 -> tp 2"]
+    assert "tp 2 -> cp 2" in {v["case"] for v in verdicts} and "cp 2 -> pp 2 zero-bubble" in {
+        v["case"] for v in verdicts
+    }
 
 
 def test_four_processes_in_products(tmp_path):

@@ -112,10 +112,9 @@ def _write_large(folder: Path) -> Path:
 
 def measure_storage(folder: Path, model: Path, cases: list[Case]) -> dict[str, list[Found]]:
     """For each layout what each of its ranks found. folder: for what is written."""
-    for world in sorted({case.world for case in cases}):
-        mine = [case for case in cases if case.world == world]
+    for case in cases:  # in new processes: what one has given back to itself would hide what the next one takes
         try:
-            start_processes(Machines(world), _measure_in_process, str(folder), str(model), mine)
+            start_processes(Machines(case.world), _measure_in_process, str(folder), str(model), case)
         except SystemExit as ended:
             if ended.code:
                 raise
@@ -125,16 +124,15 @@ def measure_storage(folder: Path, model: Path, cases: list[Case]) -> dict[str, l
     return {row["case"]: [Found(**found) for found in row["ranks"]] for row in rows}
 
 
-def _measure_in_process(folder: str, model: str, cases: list[Case]) -> int:
+def _measure_in_process(folder: str, model: str, case: Case) -> int:
     with joined() as world, world.told_once(show_error):
-        for number, case in enumerate(cases):
-            found = _measure(Path(folder), Path(model), case, world.within(str(number)))
-            ranks: list[Any] = [None] * world.size
-            dist.all_gather_object(ranks, asdict(found))
-            if world.rank == 0:
-                with (Path(folder) / RESULTS).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"case": case.name, "ranks": ranks}) + "\n")
-                print(f"{model}: {case.name}: measured", file=sys.stderr, flush=True)
+        found = _measure(Path(folder), Path(model), case, world)
+        ranks: list[Any] = [None] * world.size
+        dist.all_gather_object(ranks, asdict(found))
+        if world.rank == 0:
+            with (Path(folder) / RESULTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"case": case.name, "ranks": ranks}) + "\n")
+            print(f"{model}: {case.name}: measured", file=sys.stderr, flush=True)
     return 0
 
 

@@ -92,7 +92,8 @@ def load_resume_state(
         state = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
         for kind, tensor in state.items():
             _read(file, f"{name}.{kind}", tensor)
-        state[COUNTER] = file.read(f"{name}.{COUNTER}").to(parameter.device)
+        # A copy: what is read twice, for both ends of a tied weight, is the same memory and would count twice.
+        state[COUNTER] = file.read(f"{name}.{COUNTER}").to(parameter.device, copy=True)
         optimizer.state[parameter] = state
 
 

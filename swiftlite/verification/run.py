@@ -22,7 +22,7 @@ from swiftlite.training.run import run_training
 from swiftlite.verification.cases import Case, Subject
 from swiftlite.verification.compare import Difference, compare
 
-STEPS, SAVED = 5, 3  # steps of a run, and after which of them it saves a checkpoint
+STEPS = 5
 VERDICTS = "verdicts.jsonl"
 ROWS = {
     "sft": ("rows.jsonl", toy_rows),
@@ -68,7 +68,8 @@ class Verification:
 
     def __init__(self, folder: Path, models: dict[str, str], world: World, *, resumed: bool = False) -> None:
         """folder: of rows and runs, seen by all processes; models: architecture -> folder; resumed: each layout goes on
-        from the checkpoint that the one before it wrote on its way, the first from that of one process.
+        from a checkpoint of the one before it, a step further each time; after the last but one step the next layout
+        goes on from step 1 of one process again.
         """
         self._folder, self._models, self._world, self._resumed = folder, models, world, resumed
 
@@ -78,7 +79,7 @@ class Verification:
             flags = _shared_flags(self._folder, self._models[subject.architecture], subject.method) | subject.flags
             reference = self._folder / f"reference-{number}"
             if self._resumed:
-                flags |= {"save_steps": SAVED}
+                flags |= {"save_steps": 1, "keep_checkpoints": STEPS}
             expected = Recorder()
             if self._world.rank == 0:
                 run_training(
@@ -91,17 +92,22 @@ class Verification:
             before, name = reference, "one process"
             for place, case in enumerate(case for case in cases if subject.takes(case)):
                 wanted, output = flags | case.flags, self._folder / f"{number}-{place}"
-                if self._resumed:
-                    wanted |= {"resume": str(step_folder(before, SAVED))}
-                found = self._difference((subject.method, wanted), output, expected.rows, reference)
-                yield Verdict(subject.name, f"{name} -> {case.name}" if self._resumed else case.name, *found)
+                done = 1 + place % (STEPS - 1) if self._resumed else 0
+                if done == 1:
+                    before, name = self._exchange(before, reference, reference), "one process"
+                if done:
+                    wanted |= {"resume": str(step_folder(before, done))}
+                found = self._difference((subject.method, wanted), output, expected.rows[done:], reference)
+                yield Verdict(subject.name, f"{name} -> {case.name}" if done else case.name, *found)
                 if output.exists():
-                    if before != reference:
-                        self._remove(before)
-                    before, name = output, case.name
-            if before != reference:
-                self._remove(before)
-            self._remove(reference)
+                    before, name = self._exchange(before, output, reference), case.name
+            self._remove(self._exchange(before, reference, reference))
+
+    def _exchange(self, old: Path, new: Path, reference: Path) -> Path:
+        """`new`; the old run is removed where it is neither that nor the reference."""
+        if old not in (new, reference):
+            self._remove(old)
+        return new
 
     def _remove(self, folder: Path) -> None:
         """Once nobody reads it any more."""
@@ -125,7 +131,6 @@ class Verification:
         self._world.meet(key)
         if self._world.rank != 0:
             return seconds, None, None
-        expected = expected[SAVED:] if self._resumed else expected
         return seconds, compare(recorder.rows, expected, output / "model", reference / "model"), None
 
 
