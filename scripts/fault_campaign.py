@@ -136,6 +136,8 @@ def _group(process: Path) -> int | None:
 
 def attempt(subject: Subject, number: int, seed: int, work: Path, seconds: float) -> Outcome:
     """Run once, killed by chance. seconds: what the undisturbed run took."""
+    from swiftlite.verification.compare import weights_difference  # loads torch, which reads its threads once
+
     chance = random.Random(f"{seed}/{number}")
     output, log = work / f"run-{number}", work / f"run-{number}.log"
     shutil.rmtree(output, ignore_errors=True)
@@ -155,7 +157,8 @@ def attempt(subject: Subject, number: int, seed: int, work: Path, seconds: float
             kills, saving = kills + 1, saving + during
     code = wait(start(line, log), time.monotonic() + LONGEST)
     problem = None if code == 0 else f"exit code {code}"
-    difference = float("inf") if problem else compare(output / "model", reference_folder(work, subject) / "model")
+    reference = reference_folder(work, subject)
+    difference = float("inf") if problem else weights_difference(output / "model", reference / "model")
     if problem is None and difference > 1e-5:
         problem = f"weights differ by {difference:.1e}"
     if problem is None:
@@ -168,21 +171,6 @@ def is_saving(output: Path, step: int) -> bool:
     """Whether a checkpoint of this step or a later one is being written."""
     parts = [path.name for path in output.glob("checkpoints/.step-*.partial")]
     return any(int(name.split("-")[1].split(".")[0]) >= step for name in parts)
-
-
-def compare(folder: Path, reference: Path) -> float:
-    """Largest relative difference of a tensor, infinite where names or shapes differ."""
-    from safetensors.torch import load_file
-
-    mine, theirs = (
-        {name: tensor for file in sorted(place.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-        for place in (folder, reference)
-    )
-    if not theirs or {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in theirs.items()}:
-        return float("inf")
-    return max(
-        ((mine[n].double() - t.double()).norm() / t.double().norm().clamp(min=1e-12)).item() for n, t in theirs.items()
-    )
 
 
 def reference_folder(work: Path, subject: Subject) -> Path:

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from test_parity import settings, train_alone
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from swiftlite.checkpoint import space
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_pairs
-from swiftlite.serving import export as export_module
 from swiftlite.serving.export import ExportOptions, run_export
 
 LORA = {"tuner": "lora", "lora_rank": 4, "lora_alpha": 64, "learning_rate": 1e-2}  # so that the adapter is heard
@@ -109,7 +109,7 @@ def test_what_goes_wrong_leaves_nothing(trained, tmp_path, monkeypatch, tiny_mod
         export(run, tmp_path / "new", dtype="fp12")
     with pytest.raises(UserError, match="neither a model"):
         export(tmp_path / "there", tmp_path / "new")
-    monkeypatch.setattr(export_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(UserError, match="GiB are free"):
         export(run, tmp_path / "new")
     monkeypatch.undo()

@@ -175,7 +175,7 @@ def _same_everywhere(world: World, here: bool) -> bool:
 
 def _save_checkpoint(trainee: Trainee, optimizer: torch.optim.Optimizer, final: Path, world: World) -> float:
     """Seconds of what `training.run.Session.save_checkpoint` writes but for its counters."""
-    masters = trainee.files.dtype != torch.float32
+    masters = trainee.files.rounded
     uncounted = trainee.uncounted()
     counted = [(name, p) for name, p in trainee.trained() if id(p) not in uncounted]
     tensors = resume_tensors(counted, optimizer, masters=masters)

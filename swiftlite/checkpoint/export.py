@@ -27,6 +27,11 @@ class ModelFiles:
     dtype: torch.dtype
     adapter: bool
 
+    @property
+    def rounded(self) -> bool:
+        """Whether they hold a rounded copy of the weights that are trained, which are kept beside them then."""
+        return not self.adapter and self.dtype != torch.float32
+
 
 def plan_files(model: nn.Module, base: PreTrainedModel, *, dtype: torch.dtype, max_shard_size: str) -> ModelFiles:
     """Lay the files out while the model is whole and on `meta`.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from swiftlite.errors import UserError
 
+GIB = 2**30
 SPARE = 16 << 20  # beside tensors: headers, tokenizers, metrics, curves
 
 
@@ -29,17 +30,20 @@ class Space:
         grown = min(self.saves, max(0, self.keep - self.kept) + 1)
         return grown * self.checkpoint + self.result + SPARE
 
-
-def check_space(output: Path, space: Space) -> None:
-    """Raise UserError where the file system of `output` has less free than `space` needs."""
-    place = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(place).free
-    if space.needed > free:
-        gib = 2**30
-        raise UserError(
-            f"the run needs {space.needed / gib:.2f} GiB of disk and {free / gib:.2f} GiB are free: "
-            f"{space.checkpoint / gib:.2f} GiB a checkpoint, {space.keep} kept and one being written, "
-            f"{space.result / gib:.2f} GiB for model/",
-            where=str(place),
-            fix="free space, name another --output-dir, or lower --keep-checkpoints",
+    def words(self) -> str:
+        return (
+            f"{self.checkpoint / GIB:.2f} GiB a checkpoint, {self.keep} kept and one being written, "
+            f"{self.result / GIB:.2f} GiB for model/"
         )
+
+
+def check_space(folder: Path, needed: float, what: str, *, details: str = "", fix: str) -> None:
+    """Raise UserError where the file system of `folder`, which need not be there yet, has less free than `needed`.
+
+    needed: bytes; what: needs them, for the error, details: behind the numbers.
+    """
+    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        numbers = f"{needed / GIB:.2f} GiB of disk and {free / GIB:.2f} GiB are free"
+        raise UserError(f"{what} needs {numbers}{details and ': '}{details}", where=str(place), fix=fix)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, model_option
+
 if TYPE_CHECKING:
     from swiftlite.serving.export import Exported
 
-MODEL = "Model folder, adapter folder, run folder, checkpoint, hub id or short name."
 DTYPE = "Number type of the result: auto (that of the base), bf16, fp16 or fp32."
 PROMPT = "Check the result with this; may be given again. [default: four of our own]"
 
@@ -22,18 +23,16 @@ def register(app: typer.Typer) -> None:
 
 def export(
     output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="A folder that is not there yet.")],
-    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL, metavar="NAME|PATH")] = None,
-    adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge into the model.", metavar="PATH")] = None,
+    model: Model = None,
+    adapter: Annotated[str | None, model_option(help="LoRA adapter to merge into the model.", metavar="PATH")] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE)] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file, such as 5GB.", metavar="SIZE")] = "5GB",
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help=PROMPT)] = None,
     chat_template: Annotated[
-        str | None, typer.Option(help="Built-in name or Jinja file to save. [default: the model's]")
+        str | None, model_option(help="Built-in name or Jinja file to save. [default: the model's]")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Hands the flags over to `swiftlite.serving.export`."""
     from swiftlite.serving.export import ExportOptions, run_export

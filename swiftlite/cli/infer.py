@@ -7,14 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-MODEL = "Model folder, adapter folder, run folder, checkpoint, hub id or short name."
+from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, model_option
+
 PRECISION = "auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs."
 TEMPLATE = "`chatml`, a Jinja file, or `none` for plain text. [default: the model's]"
 ROWS = "jsonl rows: messages, prompt, Alpaca, ..."
-
-
-def _model(*names: str, **details: Any) -> Any:
-    return typer.Option(*names, rich_help_panel="Model", **details)
 
 
 def _answer(*names: str, **details: Any) -> Any:
@@ -31,8 +28,8 @@ def register(app: typer.Typer) -> None:
 
 
 def infer(
-    model: Annotated[str | None, _model("--model", "-m", help=MODEL, metavar="NAME|PATH")] = None,
-    adapter: Annotated[str | None, _model(help="LoRA adapter to put on the model.", metavar="PATH")] = None,
+    model: Model = None,
+    adapter: Annotated[str | None, model_option(help="LoRA adapter to put on the model.", metavar="PATH")] = None,
     prompt: Annotated[
         list[str] | None, _answer("--prompt", "-p", help="Answer this and leave; may be given again.")
     ] = None,
@@ -46,12 +43,10 @@ def infer(
     top_k: Annotated[int, _answer(help="Sample from the K likeliest; 0: all.")] = 0,
     stream: Annotated[bool, _answer("--stream/--no-stream", help="Print answers as they grow.")] = True,
     seed: Annotated[int, _answer(help="Decides what is sampled.")] = 42,
-    precision: Annotated[str, _model(help=PRECISION)] = "auto",
-    chat_template: Annotated[str | None, _model(help=TEMPLATE, metavar="NAME|FILE")] = None,
-    revision: Annotated[str | None, _model(help="Branch, tag or commit on the hub.")] = None,
-    trust_remote_code: Annotated[
-        bool, _model("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    precision: Annotated[str, model_option(help=PRECISION)] = "auto",
+    chat_template: Annotated[str | None, model_option(help=TEMPLATE, metavar="NAME|FILE")] = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Hands the flags over to `swiftlite.serving.infer`."""
     from swiftlite.serving.infer import InferOptions, run_infer

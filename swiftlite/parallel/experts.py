@@ -51,7 +51,7 @@ def check_expert_parallel(base: PreTrainedModel, layout: Layout) -> None:
     size = layout.expert_parallel
     if size == 1:
         return
-    found = dict(_find_experts(base))
+    found = dict(find_experts(base))
     if not found:
         raise UserError(
             f"{type(base).__name__} has no experts that --expert-parallel-size could divide",
@@ -94,10 +94,10 @@ def experts_of(layer: nn.Module) -> list[nn.Module]:
 
     An adapter on the experts themselves computes their weights before it calls them: these stay with their layer.
     """
-    return [experts for name, experts in _find_experts(layer) if not _has_adapter(name)]
+    return [experts for name, experts in find_experts(layer) if not _has_adapter(name)]
 
 
-def _find_experts(base: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_experts(base: nn.Module) -> list[tuple[str, nn.Module]]:
     """Fused experts, by name: what transformers' `use_experts_implementation` marks with these attributes."""
     marks = {"num_experts", "is_transposed", "has_gate"}
     return [(name, module) for name, module in base.named_modules() if marks <= vars(module).keys()]
@@ -111,7 +111,7 @@ def apply_expert_parallel(base: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Mo
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    found = [experts for _, experts in _find_experts(base)]
+    found = [experts for _, experts in find_experts(base)]
     ALL_EXPERTS_FUNCTIONS.register(NAME, expert_parallel_forward)
     for experts in found:
         own = type(experts).forward.__wrapped__  # what transformers calls eager

@@ -16,6 +16,7 @@ from torch import nn
 
 from swiftlite.models.anatomy import dissect
 from swiftlite.parallel.context import divide_heads
+from swiftlite.parallel.experts import find_experts
 from swiftlite.parallel.stages import Schedule
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class ModelShape:
         """base: on any device (`meta` will do), whole, with its adapters and with what is frozen marked so."""
         anatomy, config = dissect(base), base.config.get_text_config()
         values = config.to_dict()
-        mixtures = [m for m in anatomy.layers.modules() if {"num_experts", "is_transposed"} <= vars(m).keys()]
+        mixtures = [experts for _, experts in find_experts(anatomy.layers)]
         in_experts = {id(p) for mixture in mixtures for p in mixture.parameters()}
         in_layers = {id(p) for p in anatomy.layers.parameters()}
         shared = {id(p) for p in anatomy.embedding.parameters()} & {id(p) for p in anatomy.head.parameters()}

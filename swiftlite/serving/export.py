@@ -6,7 +6,6 @@ base and adapter do, and what lies on the disk must be its weights, bit for bit,
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +17,11 @@ from swiftlite.checkpoint.boxes import Holding, holdings, whole
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, create_model_files, plan_files
 from swiftlite.checkpoint.folder import atomic_folder
+from swiftlite.checkpoint.space import check_space
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.config.types import Size
 from swiftlite.errors import RunError, UserError
-from swiftlite.models.dtypes import DTYPES
+from swiftlite.models.dtypes import named_dtype, source_dtype
 from swiftlite.models.load import load_config
 from swiftlite.serving.load import load_for_answers
 from swiftlite.serving.source import ModelSource, find_source
@@ -117,14 +117,10 @@ def _shard_size(text: str) -> str:
 
 
 def _dtype(options: ExportOptions, source: ModelSource) -> torch.dtype:
-    if options.dtype == "auto":
-        config = load_config(source.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
-        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    if options.dtype not in DTYPES:
-        raise UserError(
-            f"unknown number type {options.dtype!r}", where="--dtype", fix=f"give auto, {', '.join(DTYPES)}"
-        )
-    return DTYPES[options.dtype]
+    if options.dtype != "auto":
+        return named_dtype(options.dtype, "--dtype")
+    config = load_config(source.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    return source_dtype(config)
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -158,14 +154,7 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _write(folder: Path, files: ModelFiles, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    place = next(parent for parent in folder.absolute().parents if parent.exists())
-    needed, free = files.plan.size * SPARE, shutil.disk_usage(place).free
-    if needed > free:
-        raise UserError(
-            f"the result takes {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free",
-            where=str(place),
-            fix="free space or name a folder on another disk",
-        )
+    check_space(folder, files.plan.size * SPARE, "the result", fix="free space or name a folder on another disk")
     with atomic_folder(folder, manifest=False, again="export again") as partial:
         create_model_files(partial, files, model, model, tokenizer)
         files.plan.write(partial, {name: holdings(tensor) for name, tensor in stored_tensors(model)})

@@ -11,7 +11,7 @@ import torch
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD
-from swiftlite.models.dtypes import DTYPES, fast_at_bf16
+from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
 from swiftlite.models.load import auto_class, hub_errors, load_config, quiet
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import grow_vocabulary
@@ -113,13 +113,9 @@ def _check_report(source: str, report: dict, from_adapter: str | None) -> None:
 def answer_dtype(precision: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
     """`auto`: on a GPU the type of the model's files, on a CPU bf16 where it is fast, else fp32. Raises UserError."""
     if precision != "auto":
-        if precision not in DTYPES:
-            raise UserError(
-                f"unknown precision {precision!r}", where="--precision", fix=f"give auto, {', '.join(DTYPES)}"
-            )
-        return DTYPES[precision]
+        return named_dtype(precision, "--precision", kind="precision")
     if device.type == "cuda":
-        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        return source_dtype(config)
     return torch.bfloat16 if fast_at_bf16(device) else torch.float32
 
 

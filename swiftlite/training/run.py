@@ -239,16 +239,12 @@ class Session:
             keep=config.keep_checkpoints + (self._prepared.eval is not None),  # the best one is kept beside them
             kept=len(list_checkpoints(self._output)),
         )
-        check_space(self._output, space)
+        fix = "free space, name another --output-dir, or lower --keep-checkpoints"
+        check_space(self._output, space.needed, "the run", details=space.words(), fix=fix)
 
     def _resume_plan(self, *, moments: bool) -> FilePlan:
-        return plan_resume_file(self._trainee.trained_shapes, masters=self._masters, moments=moments)
-
-    @property
-    def _masters(self) -> bool:
-        """Whether a checkpoint's model is a rounded copy of the weights that are trained."""
-        files = self._trainee.files
-        return not files.adapter and files.dtype != torch.float32
+        trainee = self._trainee
+        return plan_resume_file(trainee.trained_shapes, masters=trainee.files.rounded, moments=moments)
 
     def save_checkpoint(self, *, last: bool) -> None:
         """Write a complete checkpoint, then drop the ones beyond `--keep-checkpoints` (never the best one).
@@ -279,7 +275,7 @@ class Session:
         state = {"progress": asdict(progress), "data": self._prepared.fingerprint, "seed": config.seed}
         uncounted = trainee.uncounted()
         counted = [(name, p) for name, p in trainee.trained() if id(p) not in uncounted]
-        tensors = resume_tensors(counted, self._optimizer, masters=self._masters)
+        tensors = resume_tensors(counted, self._optimizer, masters=trainee.files.rounded)
         plan = self._resume_plan(moments=bool(self._optimizer.state))
 
         def create(folder: Path) -> None:

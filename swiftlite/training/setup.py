@@ -23,7 +23,7 @@ from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
-from swiftlite.models.dtypes import DTYPES
+from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
 from swiftlite.models.tuners import (
     apply_tuner,
@@ -220,7 +220,7 @@ def _on_meta(
     precision: Precision,
 ) -> Trainee:
     """What is known of the whole model, and then its parts."""
-    saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else _source_dtype(model_config)
+    saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(model_config)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
     known = {
@@ -334,10 +334,6 @@ def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
             where=config.model,
             fix=f"give --max-length {longest} or less",
         )
-
-
-def _source_dtype(model_config: PretrainedConfig) -> torch.dtype:
-    return model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.float32
 
 
 def _choose_checkpointing(

@@ -32,7 +32,7 @@ def compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]], folder: 
     return Difference(
         loss=max(_relative(row["loss"], other["loss"]) for row, other in zip(rows, expected, strict=True)),
         norm=max(_relative(row["grad_norm"], other["grad_norm"]) for row, other in zip(rows, expected, strict=True)),
-        weights=_weights(folder, reference),
+        weights=weights_difference(folder, reference),
     )
 
 
@@ -42,10 +42,10 @@ def _relative(value: float | None, expected: float | None) -> float:
     return abs(value - expected) / max(abs(expected), 1e-12)
 
 
-def _weights(folder: Path, reference: Path) -> float:
-    """Largest 2-norm of a tensor's difference, relative to the tensor's own."""
+def weights_difference(folder: Path, reference: Path) -> float:
+    """Largest 2-norm of a tensor's difference, relative to the tensor's own; infinite where tensors are others."""
     mine, theirs = _tensors(folder), _tensors(reference)
-    if mine.keys() != theirs.keys():
+    if not theirs or mine.keys() != theirs.keys():
         return math.inf
     worst = 0.0
     for name, tensor in theirs.items():

@@ -1,0 +1,21 @@
+"""Options of every command that loads a finished model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+SOURCE = "Model folder, adapter folder, run folder, checkpoint, hub id or short name."
+
+
+def model_option(*names: str, **details: Any) -> Any:
+    """An option in the panel that says which model is meant, and how it is read."""
+    return typer.Option(*names, rich_help_panel="Model", **details)
+
+
+Model = Annotated[str | None, model_option("--model", "-m", help=SOURCE, metavar="NAME|PATH")]
+Revision = Annotated[str | None, model_option(help="Branch, tag or commit on the hub.")]
+TrustRemoteCode = Annotated[
+    bool, model_option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
