@@ -50,6 +50,7 @@ def verify(
     """Print the table. Exit code 1 where a layout differs. Raises UserError for names that do not exist."""
     from swiftlite.models.toys import shallow_config, toy_architectures, toy_config, write_toy
     from swiftlite.verification.cases import DEFAULT_ARCHITECTURES, cases, subjects
+    from swiftlite.verification.run import read_verdicts
 
     chosen = tuple(architecture or ([Path(model).name] if model else DEFAULT_ARCHITECTURES))
     unknown = [name for name in chosen if name not in toy_architectures()]
@@ -73,9 +74,11 @@ def verify(
         config = shallow_config(model, layers) if model else None
         models = {name: str(write_toy(Path(folder) / name, config or toy_config(name, layers))) for name in chosen}
         wanted = [subject for subject in subjects(chosen) if subject.method in (method or methods)]
-        verdicts = _run(Path(folder), nproc_per_node, models, wanted, picked, resume)
-    if report is not None:
-        report.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")
+        try:
+            verdicts = _run(Path(folder), nproc_per_node, models, wanted, picked, resume)
+        finally:  # hours of verdicts are worth keeping where the last one fails
+            if report is not None:
+                _write_report(read_verdicts(Path(folder)), report)
     from rich.console import Console
 
     console = Console()
@@ -84,6 +87,10 @@ def verify(
     console.print(table(verdicts))
     if not all(verdict.passed for verdict in verdicts):
         raise typer.Exit(1)
+
+
+def _write_report(verdicts: list[Verdict], path: Path) -> None:
+    path.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")
 
 
 def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases: list, resumed: bool) -> list[Verdict]:
