@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from test_parity import metrics, settings
@@ -17,7 +18,8 @@ from swiftlite.checkpoint.space import Space
 from swiftlite.config.types import seconds_of
 from swiftlite.errors import RunError, UserError
 from swiftlite.training import loop as loop_module
-from swiftlite.training.loop import NotFinite
+from swiftlite.training.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
+from swiftlite.training.step import DirectStep
 
 
 @pytest.fixture
@@ -157,3 +159,93 @@ def test_what_is_no_time_is_refused(base, text):
 
     with pytest.raises(UserError, match="3h55m"):
         resolve_config("sft", **base, stop_after=text)
+
+
+@pytest.fixture
+def one_long_row(base, write_rows, chat_rows):
+    """Unpacked rows in their order, the last step's far longer than the others."""
+    answer = {"role": "assistant", "content": "again and again " * 40}
+    rows = [*chat_rows[:11], {"messages": [{"role": "user", "content": "repeat"}, answer]}]
+    more = {"packing": False, "shuffle": False, "max_length": 512, "global_batch_size": 2, "micro_batch_size": 1}
+    return base | more | {"dataset": [str(write_rows("long.jsonl", rows))], "save_steps": 100}
+
+
+def short_of_memory(monkeypatch, too_much) -> list[tuple[int, int]]:
+    """Let steps fail as if there were no memory. too_much: of step and longest micro-batch. Returns what was tried."""
+    real, tried = DirectStep.train, []
+
+    def train_step(self, step, batches, *arguments):
+        tried.append((step, max(batch.tokens for batch in batches)))
+        if too_much(*tried[-1]):
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        return real(self, step, batches, *arguments)
+
+    monkeypatch.setattr(DirectStep, "train", train_step)
+    return tried
+
+
+def test_the_longest_rows_are_tried_first_and_change_nothing(one_long_row, tmp_path, monkeypatch, capsys):
+    tried = short_of_memory(monkeypatch, lambda *_: False)
+    train(one_long_row)
+    longest = max(tokens for _, tokens in tried[1:])
+    assert tried[0] == (0, longest) and [step for step, _ in tried[1:]] == [1, 2, 3, 4, 5, 6]
+    assert f"the longest micro-batch, {longest:,} tokens, fits" in capsys.readouterr().out
+    tried.clear()
+    train(one_long_row, output_dir=str(tmp_path / "without"), warm_check=False)
+    assert [step for step, _ in tried] == [1, 2, 3, 4, 5, 6]
+    for file in ("model/model.safetensors", "checkpoints/step-00000006/resume.safetensors"):
+        assert same_weights(tmp_path / "out" / file, tmp_path / "without" / file)
+    tried.clear()
+    train(one_long_row, output_dir=str(tmp_path / "short"), max_steps=3)
+    assert max(tokens for _, tokens in tried) < longest, "the long row is not reached"
+
+
+def test_rows_that_do_not_fit_memory_are_named_before_the_first_step(one_long_row, tmp_path, monkeypatch):
+    short_of_memory(monkeypatch, lambda _, tokens: tokens > 150)
+    with pytest.raises(OutOfMemory, match="in the check of the longest rows") as error:
+        train(one_long_row)
+    assert "long.jsonl:12" in error.value.where and "--activation-checkpointing full" in error.value.fix
+    assert not metrics(tmp_path / "out") and not list_checkpoints(tmp_path / "out")
+
+
+def test_memory_that_runs_out_leaves_a_checkpoint_of_the_step_before(one_long_row, tmp_path, monkeypatch):
+    short_of_memory(monkeypatch, lambda step, _: step == 4)
+    with pytest.raises(OutOfMemory, match="in step 4"):
+        train(one_long_row)
+    (saved,) = list_checkpoints(tmp_path / "out")
+    assert saved.name == "step-00000003" and check_folder(saved, deep=True) == []
+    monkeypatch.undo()
+    train(one_long_row, resume="auto")
+    train(one_long_row, output_dir=str(tmp_path / "whole"))
+    assert same_weights(*(tmp_path / name / "model" / "model.safetensors" for name in ("out", "whole")))
+
+
+def test_a_loss_that_stays_up_ends_the_run_with_no_checkpoint_since(base, tmp_path, monkeypatch, capsys):
+    real = DirectStep.train
+
+    def train_step(self, step, *arguments):
+        outcome = real(self, step, *arguments)
+        return replace(outcome, loss=outcome.loss + 50) if step == 22 or step > 24 else outcome
+
+    monkeypatch.setattr(DirectStep, "train", train_step)
+    values = base | {"max_steps": 30, "save_steps": 1, "log_steps": 10}
+    with pytest.raises(LossSpike, match="step 27 and of the 2 before it") as error:
+        train(values)
+    assert "rows.jsonl:" in error.value.where
+    assert "step 22: loss" in capsys.readouterr().out
+    assert [folder.name for folder in list_checkpoints(tmp_path / "out")] == ["step-00000024", "step-00000023"]
+    train(values, output_dir=str(tmp_path / "on"), on_loss_spike="warn")
+    said = capsys.readouterr().out
+    assert "step 27: loss" in said and "step 28: loss" not in said
+    assert (tmp_path / "on" / "model").is_dir()
+
+
+def test_a_spike_is_far_beyond_what_came_before():
+    watch = SpikeWatch([])
+    assert not any(watch.is_spike(loss) for loss in [9.0, *[2.0, 2.5] * 9])
+    assert not watch.is_spike(60.0), "too few losses to compare with"
+    watch = SpikeWatch([2.0, 2.5] * 10)
+    assert not watch.is_spike(3.9) and watch.is_spike(11.0) and watch.count == 1
+    assert not watch.is_spike(2.2) and watch.count == 0
+    steady = SpikeWatch([0.001] * 30)
+    assert not steady.is_spike(0.9) and steady.is_spike(4.0)

@@ -22,6 +22,12 @@ class SurvivalSettings(BaseModel):
         "Write checkpoints while training goes on, from a copy in the host's memory; `auto`: on GPUs.",
         bare="on",
     )
+    on_loss_spike: Annotated[Literal["stop", "warn"], Spelling()] = flag(
+        "stop", RUN, "A loss that jumps far above all recent ones for three steps: end the run, or only say so."
+    )
+    warm_check: bool = flag(
+        True, RUN, "Try the longest micro-batches once before the first step, so that too little memory shows at once."
+    )
     stop_after: Annotated[Duration | None, NullWord] = flag(
         None,
         RUN,

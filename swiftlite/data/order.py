@@ -115,6 +115,13 @@ class BatchPlan:
             done += count
             epoch += 1
 
+    def longest(self, count: int) -> list[Pack]:
+        """The packs of the first epoch with the most tokens, `count` of them, the longest last; a run that ends before
+        the epoch does has only those of its steps."""
+        taken = self._pack_tokens()[: self.total_steps * self._options.global_batch_size]
+        places = np.argsort(taken, kind="stable")[-count:]
+        return [self._read_pack(self._packs(0)[place]) for place in places]
+
     @property
     def row_counts(self) -> dict[str, int]:
         """Distinct rows that take part, per data set."""

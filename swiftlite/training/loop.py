@@ -5,31 +5,31 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from swiftlite.errors import RunError
+from swiftlite.data.batches import MicroBatch
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors
 from swiftlite.training.flops import FlopCounter, peak_flops
+from swiftlite.training.losses import TokenLoss
 from swiftlite.training.methods import Method, check_start
-from swiftlite.training.optimizer import clip_gradients, set_rate
+from swiftlite.training.optimizer import clip_gradients, make_moments, set_rate
 from swiftlite.training.precision import LossScale, Precision
 from swiftlite.training.reference import evaluating
 from swiftlite.training.schedule import rate_at, warmup_steps
 from swiftlite.training.share import StepShare, share_in
 from swiftlite.training.step import StepOutcome, StepRunner
 from swiftlite.training.stopping import Stopped
+from swiftlite.training.warm_check import longest_share, tokens_of_longest
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import BatchPlan, StepBatch
-
-
-class NotFinite(RunError):
-    """Loss or gradient of a step are no numbers. Every process raises it, and no weight has been changed."""
 
 
 class Save(Protocol):
@@ -55,6 +55,7 @@ class Progress:
     best_step: int | None = None
     evaluations_without_gain: int = 0
     skipped_steps: list[int] = field(default_factory=list)
+    recent_losses: list[float] = field(default_factory=list)
     loss_scale: dict[str, Any] = field(default_factory=dict)
     method: dict[str, Any] = field(default_factory=dict)
 
@@ -97,15 +98,19 @@ class Loop:
         self._parts, self.progress, self._listener = parts, progress, listener
         self._save, self._stop_requested, self._alive = save, stop_requested, alive
         self._scale = LossScale(**progress.loss_scale) if progress.loss_scale else parts.precision.loss_scale()
+        self._spikes = SpikeWatch(progress.recent_losses)
         self._peak = peak_flops(parts.mesh.device, parts.precision.dtype)
         config = parts.config
         self._warmup = warmup_steps(parts.plan.total_steps, config.warmup_steps, config.warmup_ratio)
 
     def run(self) -> None:
-        """Train to the end of the plan. Raises Stopped where the run was asked to, NotFinite."""
+        """Train to the end of the plan. Raises Stopped where the run was asked to, StepFailed, LossSpike."""
         total, config = self._parts.plan.total_steps, self._parts.config
         for module in self._parts.modules:
             module.train()
+        if config.warm_check:
+            self._warm_up()
+            self._alive()
         clock = time.perf_counter()
         for batch, share, data_seconds in self._prepared_steps():
             row = self._step(batch, share)
@@ -119,7 +124,8 @@ class Loop:
             if last or batch.step % config.log_steps == 0 or "eval_loss" in row:
                 self._listener.log(row)
             reason = None if last else reason  # it has ended by itself
-            if reason or self._due(config.save_steps, batch.step, last):
+            calm = last or not self._spikes.count  # weights that may be spoilt do not push good ones out
+            if reason or (calm and self._due(config.save_steps, batch.step, last)):
                 self._save(last=last or bool(reason))
                 self._alive()
             clock = time.perf_counter()  # evaluation and saving are no part of a step
@@ -129,6 +135,24 @@ class Loop:
                 patience = config.early_stopping_patience
                 self._listener.message(f"stopped at step {batch.step}: no better eval loss for {patience} evaluations")
                 return
+
+    def _warm_up(self) -> None:
+        """Memory is taken as in the heaviest step to come; nothing is learnt. Raises OutOfMemory."""
+        parts = self._parts
+        share = longest_share(parts.config, parts.plan, parts.mesh, self.progress.step)
+        if share is None:
+            return
+        make_moments(parts.optimizer)
+        with self._memory_errors("the check of the longest rows", share.micro_batches):
+            parts.runner.train(0, share.micro_batches, TokenLoss(share.trained_tokens), self._scale.value, share.count)
+        parts.optimizer.zero_grad(set_to_none=True)
+        longest, peak = tokens_of_longest(share), parts.memory_gib()
+        self._listener.message(f"the longest micro-batch, {longest:,} tokens, fits: {peak:.2f} GiB of memory")
+
+    def _memory_errors(self, doing: str, batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """The weights may be saved afterwards where nobody else waits for this process."""
+        parts = self._parts
+        return memory_errors(doing, batches, parts.config, sound=parts.mesh.stored is None)
 
     def _agree(self, reason: int | None, peak: float) -> tuple[int | None, float]:
         """(a reason to stop that any process has, the largest peak memory): all have to stop at the same step."""
@@ -164,11 +188,15 @@ class Loop:
         method = parts.method
         share, make_loss = method.prepare(batch, share, "train")
         count = method.count(share)
-        outcome = parts.runner.train(batch.step, share.micro_batches, make_loss(count), self._scale.value, share.count)
+        with self._memory_errors(f"step {batch.step}", share.micro_batches):
+            outcome = parts.runner.train(
+                batch.step, share.micro_batches, make_loss(count), self._scale.value, share.count
+            )
         if self.progress.step == 0 and parts.checks_start:
             check_start(method, share, outcome.loss, parts.precision.dtype)
         norm = clip_gradients(parts.trained, config.max_grad_norm, parts.mesh, self._scale.value, parts.uncounted)
         if self._may_update(batch.step, share, outcome, norm):
+            self._watch_loss(batch.step, share, outcome)
             parts.optimizer.step()
             method.after(outcome.sums, count)
         self._scale.update(overflowed=not math.isfinite(norm))
@@ -202,9 +230,27 @@ class Loop:
             return False
         raise NotFinite(
             f"the {what} of step {step} is not finite",
-            where=self._rows(share, outcome),
+            where=self._rows(_not_finite(share, outcome)),
             fix="look at these rows, lower --learning-rate or use --precision fp32; "
             "--on-nonfinite skip leaves such steps out and counts them",
+        )
+
+    def _watch_loss(self, step: int, share: StepShare, outcome: StepOutcome) -> None:
+        """Say where the loss jumps. Raises LossSpike where it does not come down again."""
+        if not self._spikes.is_spike(outcome.loss):
+            return
+        rows = self._rows([_heaviest_loss(share, outcome)])
+        self._listener.message(f"step {step}: loss {outcome.loss:.4g} is {self._spikes.words()}; {rows}")
+        if self._spikes.count < PATIENCE:
+            return
+        if self._parts.config.on_loss_spike == "warn":
+            self._spikes.accept()
+            return
+        raise LossSpike(
+            f"the loss of step {step} and of the {PATIENCE - 1} before it is {self._spikes.words()}",
+            where=rows,
+            fix="look at these rows, lower --learning-rate and go on with --resume auto: no checkpoint was saved "
+            "since; --on-loss-spike warn trains on",
         )
 
     def _skip(self, step: int, why: str) -> None:
@@ -217,7 +263,8 @@ class Loop:
         with evaluating(parts.modules):
             for batch in parts.eval_plan.steps():
                 share, make_loss = method.prepare(batch, self._share(batch), "eval")
-                loss, found = parts.runner.evaluate(share.micro_batches, make_loss(1))
+                with self._memory_errors("the evaluation", share.micro_batches):
+                    loss, found = parts.runner.evaluate(share.micro_batches, make_loss(1))
                 total, count = total + loss, count + method.count(share)
                 sums.update(found)
         loss = total / max(1, count)
@@ -242,14 +289,23 @@ class Loop:
             "mfu": None if self._peak is None else round(flops / seconds / self._peak, 4),
         }
 
-    def _rows(self, share: StepShare, outcome: StepOutcome) -> str:
-        """The rows of the micro-batches whose loss is not finite, on any process; of all where only the gradient is."""
-        batches = share.micro_batches
-        bad = [b for b, loss in zip(batches, outcome.micro_losses, strict=True) if not math.isfinite(loss)]
-        chosen = bad if bad or not math.isfinite(outcome.loss) else batches
-        rows = self._parts.mesh.gather([where for b in chosen for where in b.where])
-        return "rows " + ", ".join(rows[:12]) + (f" and {len(rows) - 12} more" if len(rows) > 12 else "")
+    def _rows(self, batches: Sequence[MicroBatch]) -> str:
+        """The rows of these micro-batches and of those that the other processes name."""
+        return list_rows(self._parts.mesh.gather([where for batch in batches for where in batch.where]))
 
     @staticmethod
     def _due(every: int | None, step: int, last: bool) -> bool:
         return last or (every is not None and every > 0 and step % every == 0)
+
+
+def _not_finite(share: StepShare, outcome: StepOutcome) -> list[MicroBatch]:
+    """The micro-batches whose loss is not finite here; all where only the gradient is not."""
+    batches = share.micro_batches
+    bad = [b for b, loss in zip(batches, outcome.micro_losses, strict=True) if not math.isfinite(loss)]
+    return bad if bad or not math.isfinite(outcome.loss) else batches
+
+
+def _heaviest_loss(share: StepShare, outcome: StepOutcome) -> MicroBatch:
+    """The micro-batch here whose trained tokens have the highest loss."""
+    means = [loss / max(1, b.trained_tokens) for b, loss in zip(share.micro_batches, outcome.micro_losses, strict=True)]
+    return share.micro_batches[means.index(max(means))]

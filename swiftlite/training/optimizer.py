@@ -32,6 +32,18 @@ def build_optimizer(trained: list[tuple[str, nn.Parameter]], config: RunConfig) 
     )
 
 
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the state that its first update would make, so that its memory is taken."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in optimizer.state:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+
+
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate

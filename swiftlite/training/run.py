@@ -10,8 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from swiftlite.checkpoint.export import create_model_files
 from swiftlite.checkpoint.folder import (
     check_folder,
@@ -40,7 +38,8 @@ from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
-from swiftlite.training.loop import Loop, NotFinite, Parts, Progress
+from swiftlite.training.failures import StepFailed, is_out_of_memory
+from swiftlite.training.loop import Loop, Parts, Progress
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import describe_device
@@ -218,8 +217,9 @@ class Session:
             try:
                 loop.run()
                 self._saver.finish()
-            except NotFinite:  # on every process alike, before anything was changed
-                if self._progress.step:
+            except StepFailed as failure:
+                if failure.sound and self._progress.step:
+                    self._optimizer.zero_grad(set_to_none=True)
                     self.save_checkpoint(last=True)
                 raise
             except Exception:
@@ -343,7 +343,9 @@ class Session:
 def _memory_errors() -> Iterator[None]:
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise RunError(
             "the device ran out of memory",
             fix="lower --micro-batch-size or --max-length, or use --activation-checkpointing full",

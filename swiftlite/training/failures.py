@@ -1,0 +1,121 @@
+"""What ends a run in the middle of a step: numbers that are none, losses that jump, memory that does not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from swiftlite.data.batches import MicroBatch
+from swiftlite.errors import RunError
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+
+WINDOW, FEWEST = 50, 20  # losses that a new one is compared with
+LEAST_JUMP, RANGES = 1.0, 3.0  # of a spike, above the highest of them: in nats, and in how far they lie apart
+PATIENCE = 3  # spikes one after another that end a run
+
+
+class StepFailed(RunError):
+    """A step could not be finished; the weights are those of the step before. sound: every process is here and may save
+    them.
+    """
+
+    sound = True
+
+
+class NotFinite(StepFailed):
+    """Loss or gradient of a step are no numbers. Every process raises it."""
+
+
+class OutOfMemory(StepFailed):
+    """A process ran out of memory. The others, if there are any, wait for it in vain."""
+
+    def __init__(self, what: str, *, where: str, fix: str, sound: bool) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.sound = sound
+
+
+class LossSpike(RunError):
+    """The loss has left its range and does not come back: what the weights are worth is unknown."""
+
+
+@contextmanager
+def memory_errors(doing: str, batches: Sequence[MicroBatch], config: RunConfig, *, sound: bool) -> Iterator[None]:
+    """Turn what the device raises when its memory is full into OutOfMemory. doing: what needs it; batches: with what;
+    sound: the weights may be saved afterwards.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        longest = max(batches, key=lambda batch: batch.input_ids.shape[1])
+        raise OutOfMemory(
+            f"the device ran out of memory in {doing}",
+            where=f"a micro-batch of {longest.input_ids.shape[1]:,} tokens: {list_rows(longest.where)}",
+            fix=_less_memory(config),
+            sound=sound,
+        ) from error
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Also where PyTorch's pipelines have wrapped it. The CPU's allocator has no error class of its own."""
+    if error is None:
+        return False
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return True
+    return is_out_of_memory(error.__cause__)
+
+
+def _less_memory(config: RunConfig) -> str:
+    """What of the flags that save memory is not in use yet, the cheapest first."""
+    advice = []
+    if config.micro_batch_size > 1:
+        advice.append("--micro-batch-size 1")
+    if config.activation_checkpointing != "full":
+        advice.append("--activation-checkpointing full")
+    if config.tuner == "full":
+        advice.append("--tuner lora")
+    if config.offload == "none":
+        advice.append("--offload cpu")
+    return f"use {', '.join([*advice, 'a smaller --max-length'])} or more devices with --parallel fsdp"
+
+
+def list_rows(rows: Sequence[str]) -> str:
+    """Rows by file and line, the first dozen of them."""
+    return "rows " + ", ".join(rows[:12]) + (f" and {len(rows) - 12} more" if len(rows) > 12 else "")
+
+
+class SpikeWatch:
+    """Compares each step's loss with those before. A spike lies above the highest of the last 50 by more than three
+    times the distance between the highest and the lowest, and by more than 1.
+    """
+
+    def __init__(self, recent: list[float]) -> None:
+        """recent: the losses so far, the last ones; changed in place, so that a checkpoint can keep them."""
+        self._recent = recent
+        self.count = 0
+
+    def is_spike(self, loss: float) -> bool:
+        """Note a loss. `count`: how many spikes there have been one after another."""
+        recent = self._recent
+        if len(recent) >= FEWEST and loss > max(recent) + max(LEAST_JUMP, RANGES * (max(recent) - min(recent))):
+            self.count += 1
+            return True
+        self.count = 0
+        recent.append(loss)
+        del recent[:-WINDOW]
+        return False
+
+    def words(self) -> str:
+        """The range of the losses before."""
+        return f"far above the last {len(self._recent)} ({min(self._recent):.3g} to {max(self._recent):.3g})"
+
+    def accept(self) -> None:
+        """Begin anew: this is how high the loss is now."""
+        self._recent.clear()
+        self.count = 0

@@ -1,0 +1,43 @@
+"""The longest micro-batches of a run, once before its first step: what does not fit memory shows at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.share import StepShare, share_in
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.data.order import BatchPlan
+
+MICRO_BATCHES = 2  # of a rank: gradients of the first lie beside the activations of the second
+MUCH_LONGER = 1.02  # than what the next step has anyway
+
+
+def longest_share(config: RunConfig, plan: BatchPlan, mesh: Mesh, done: int) -> StepShare | None:
+    """This process's micro-batches of the plan's longest packs; None where the step after `done` has as long ones.
+
+    Every process calls it and gets an answer of the same kind. A pipeline has all micro-batches of a step under way, so
+    there it is a whole step.
+    """
+    layout, count = mesh.layout, config.global_batch_size
+    if layout.pp == 1:
+        count = min(count, MICRO_BATCHES * config.micro_batch_size * layout.data_ranks)
+    packs, following = plan.longest(count), next(plan.steps(done), None)
+    if packs is None or following is None:
+        return None
+    share = share_in(mesh, packs, config.micro_batch_size)
+    compared = [share, share_in(mesh, following.packs, config.micro_batch_size)]
+    lengths = torch.tensor([float(tokens_of_longest(one)) for one in compared], device=mesh.device)
+    longest, following_longest = mesh.largest(lengths).tolist()
+    if longest <= MUCH_LONGER * following_longest:
+        return None
+    return share if layout.pp > 1 else replace(share, micro_batches=share.micro_batches[-MICRO_BATCHES:])
+
+
+def tokens_of_longest(share: StepShare) -> int:
+    return max(batch.input_ids.shape[1] for batch in share.micro_batches)
