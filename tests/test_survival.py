@@ -125,12 +125,12 @@ def test_the_disk_is_asked_before_the_first_step(base, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_worst_moment_has_one_checkpoint_more_than_are_kept():
+def test_the_worst_moment_has_one_checkpoint_more_than_are_kept(tmp_path):
     space = Space(checkpoint=100, result=10, saves=9, keep=2, kept=0)
     spare = space_module.SPARE
-    assert space.needed == 310 + spare
-    assert Space(100, 10, saves=1, keep=2, kept=0).needed == 110 + spare
-    assert Space(100, 10, saves=9, keep=2, kept=2).needed == 110 + spare  # resumed
+    assert space.needed(tmp_path) == {tmp_path / "checkpoints": 300, tmp_path: 10 + spare}
+    assert Space(100, 10, saves=1, keep=2, kept=0).checkpoints == 100
+    assert Space(100, 10, saves=9, keep=2, kept=2).checkpoints == 100  # resumed
 
 
 def test_latest_and_best_are_links_that_can_be_resumed_from(base, tmp_path):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.checkpoint.boxes import Holding
-from swiftlite.checkpoint.shared import Together, write_together
+from swiftlite.checkpoint.shared import T, Together, write_together
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.parallel.mesh import Mesh
 
@@ -89,3 +89,10 @@ class _Beside:
         value = torch.tensor(float(here))
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
         return bool(value.item())
+
+    def collect(self, value: T) -> list[T]:
+        if self._group is None:
+            return [value]
+        found: list[T] = [value] * dist.get_world_size()
+        dist.all_gather_object(found, value, group=self._group)
+        return found

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from swiftlite.checkpoint.boxes import Holding, holdings
 from swiftlite.checkpoint.folder import GO_ON, atomic_folder, disk_errors, partial_folder
-from swiftlite.errors import RunError
+from swiftlite.errors import RunError, SwiftliteError
 from swiftlite.parallel.mesh import Mesh
 
-OTHER_FAILED = "another process could not save"
+T = TypeVar("T")
 
 
 class Together(Protocol):
@@ -25,6 +25,9 @@ class Together(Protocol):
 
     def any(self, here: bool) -> bool:
         """Whether something holds in at least one of them."""
+
+    def collect(self, value: T) -> list[T]:
+        """Every process's value, in the order of ranks."""
 
 
 def write_together(
@@ -53,14 +56,22 @@ def nothing() -> None:
 
 
 def in_turn(mesh: Together, work: Callable[[], None]) -> None:
-    """Do one's part, then wait for all. Raises on every process where one of them failed."""
+    """Do one's part, then wait for all. Where one of them failed, every process raises, the others for its reason."""
     problem: Exception | None = None
     try:
         work()
     except Exception as error:
         problem = error
     if mesh.any(problem is not None):
-        raise problem or RunError(OTHER_FAILED, fix="see its message")
+        reasons = [reason for reason in mesh.collect(_reason(problem)) if reason is not None]
+        what, where, fix = reasons[0]
+        raise problem or RunError(what, where=where, fix=fix)
+
+
+def _reason(problem: Exception | None) -> tuple[str, str | None, str | None] | None:
+    if problem is None or isinstance(problem, SwiftliteError):
+        return problem and (problem.what, problem.where, problem.fix)
+    return f"a process could not save: {type(problem).__name__}: {problem}", None, None
 
 
 def to_write(mesh: Mesh, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Holding]]:

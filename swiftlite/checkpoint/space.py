@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +26,13 @@ class Space:
     kept: int
 
     @property
-    def needed(self) -> int:
-        """Bytes more than now at the worst moment: the oldest checkpoint goes after the next is complete."""
-        grown = min(self.saves, max(0, self.keep - self.kept) + 1)
-        return grown * self.checkpoint + self.result + SPARE
+    def checkpoints(self) -> int:
+        """Bytes of them beyond those there are, at the worst moment: the oldest goes after the next is complete."""
+        return min(self.saves, max(0, self.keep - self.kept) + 1) * self.checkpoint
+
+    def needed(self, output: Path) -> dict[Path, int]:
+        """Bytes by folder: `checkpoints/` may be a link to another file system."""
+        return {output / "checkpoints": self.checkpoints, output: self.result + SPARE}
 
     def words(self) -> str:
         return (
@@ -37,13 +41,19 @@ class Space:
         )
 
 
-def check_space(folder: Path, needed: float, what: str, *, details: str = "", fix: str) -> None:
-    """Raise UserError where the file system of `folder`, which need not be there yet, has less free than `needed`.
+def check_space(needed: Mapping[Path, float], what: str, *, details: str = "", fix: str) -> None:
+    """Raise UserError where a file system has less free than is needed of it.
 
-    needed: bytes; what: needs them, for the error, details: behind the numbers.
+    needed: bytes by folder, which need not be there yet; what: needs them, for the error, details: behind the numbers.
     """
-    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        numbers = f"{needed / GIB:.2f} GiB of disk and {free / GIB:.2f} GiB are free"
-        raise UserError(f"{what} needs {numbers}{details and ': '}{details}", where=str(place), fix=fix)
+    by_system: dict[int, tuple[Path, float]] = {}
+    for folder, size in needed.items():
+        place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        system = place.stat().st_dev
+        before = by_system.get(system, (place, 0))[1]
+        by_system[system] = place, before + size
+    for place, size in by_system.values():
+        free = shutil.disk_usage(place).free
+        if size > free:
+            numbers = f"{size / GIB:.2f} GiB of disk and {free / GIB:.2f} GiB are free"
+            raise UserError(f"{what} needs {numbers}{details and ': '}{details}", where=str(place), fix=fix)

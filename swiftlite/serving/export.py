@@ -154,7 +154,7 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _write(folder: Path, files: ModelFiles, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    check_space(folder, files.plan.size * SPARE, "the result", fix="free space or name a folder on another disk")
+    check_space({folder: files.plan.size * SPARE}, "the result", fix="free space or name a folder on another disk")
     with atomic_folder(folder, manifest=False, again="export again") as partial:
         create_model_files(partial, files, model, model, tokenizer)
         files.plan.write(partial, {name: holdings(tensor) for name, tensor in stored_tensors(model)})

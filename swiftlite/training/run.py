@@ -240,7 +240,7 @@ class Session:
             kept=len(list_checkpoints(self._output)),
         )
         fix = "free space, name another --output-dir, or lower --keep-checkpoints"
-        check_space(self._output, space.needed, "the run", details=space.words(), fix=fix)
+        check_space(space.needed(self._output), "the run", details=space.words(), fix=fix)
 
     def _resume_plan(self, *, moments: bool) -> FilePlan:
         trainee = self._trainee
