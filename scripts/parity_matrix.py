@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import re
 from importlib.metadata import version
 from pathlib import Path
+
+from bench.campaign import machine
 
 PLACE = re.compile(r"(<!-- verify -->\n).*?(<!-- /verify -->)", re.DOTALL)
 
@@ -39,16 +39,6 @@ def table(verdicts: list[dict]) -> list[str]:
     return lines
 
 
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        model = next(
-            (line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), model
-        )
-    return f"{os.cpu_count()} cores, {model}; torch {version('torch')}, transformers {version('transformers')}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path, help="files that `swiftlite verify --json` wrote")
@@ -57,9 +47,11 @@ def main() -> None:
     verdicts = [verdict for path in options.reports for verdict in json.loads(path.read_text())]
     worst = [max(v["difference"][key] for v in verdicts if v["difference"]) for key in ("loss", "norm", "weights")]
     count = sum(verdict["difference"] is not None for verdict in verdicts)
+    facts = machine()
+    where = f"{facts['cores']} cores, {facts['cpu']}; torch {version('torch')}, transformers {version('transformers')}"
     text = "\n".join(
         [
-            f"Worst relative differences of loss / gradient norm over 5 steps, {machine()}. Over all {count} runs: "
+            f"Worst relative differences of loss / gradient norm over 5 steps, {where}. Over all {count} runs: "
             f"loss {worst[0]:.0e}, gradient norm {worst[1]:.0e}, a tensor of final weights {worst[2]:.0e} (2-norm).",
             "",
             *table(verdicts),
