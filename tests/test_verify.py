@@ -18,6 +18,7 @@ def verdicts_of(tmp_path, world: int, *words: str) -> list[dict]:
     command = [*SWIFTLITE, "verify", "--nproc-per-node", str(world), "--json", str(report), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=ENV | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert "UserWarning" not in done.stderr
     return json.loads(report.read_text())
 
 
@@ -152,3 +153,17 @@ def test_a_fault_turns_the_matrix_red(tmp_path, monkeypatch, fault, flags):
 def test_bad_words(words, said):
     done = subprocess.run([*SWIFTLITE, "verify", *words], capture_output=True, text=True, timeout=60, env=ENV)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_verification_that_is_ended_keeps_what_it_found(tmp_path):
+    report = tmp_path / "verdicts.json"
+    words = ["verify", "--nproc-per-node", "2", "-a", "llama", "--method", "sft", "--json", str(report)]
+    process = subprocess.Popen(
+        [*SWIFTLITE, *words], stdout=subprocess.PIPE, text=True, env=ENV | {"OMP_NUM_THREADS": "1"}
+    )
+    line = next(line for line in process.stdout if line.startswith("llama: "))
+    process.terminate()
+    process.communicate(timeout=120)
+    assert process.returncode == 143
+    found = json.loads(report.read_text())[0]
+    assert line.startswith(f"{found['subject']}: {found['case']}: equal")

@@ -85,7 +85,12 @@ def verify(
     if not console.is_terminal:
         console.width = WIDTH
     console.print(table(verdicts))
-    if not all(verdict.passed for verdict in verdicts):
+    refused = sum(verdict.difference is None for verdict in verdicts)
+    differing = sum(not verdict.passed for verdict in verdicts)
+    console.print(
+        f"{len(verdicts) - refused - differing} equal, {differing} differ, {refused} refused", highlight=False
+    )
+    if differing:
         raise typer.Exit(1)
 
 

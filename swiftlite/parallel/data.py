@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from swiftlite.parallel.experts import experts_of
+from swiftlite.parallel.experts import experts_of, hand_out_copies
 from swiftlite.parallel.mesh import Mesh
 
 
@@ -60,6 +60,8 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
     shared = mesh.stored["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh.stored["fsdp"]
     of_layers = [_units(layer, options.min_params) for layer in layers]
     units = [unit for of_layer in of_layers for unit in of_layer]
+    for experts in (unit for of_layer in of_layers for unit in of_layer[1:]):
+        hand_out_copies(experts)
     for unit in reversed(units):  # the inner before the outer
         fully_shard(unit, mesh=shared, **options.unit(mesh.device))
     fully_shard(root, mesh=shared, **options.root(mesh.device))

@@ -126,6 +126,13 @@ def apply_expert_parallel(base: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Mo
     return found
 
 
+def hand_out_copies(experts: nn.Module) -> None:
+    """Before it becomes an FSDP unit: FSDP notices by a unit's output when its backward begins, and would miss it where
+    that is a view which the model changes in place.
+    """
+    experts.register_forward_hook(lambda _module, _inputs, output: output.clone() if output._is_view() else output)
+
+
 def shard_experts(
     modules: list[nn.Module],
     mesh: DeviceMesh,
@@ -141,6 +148,7 @@ def shard_experts(
     copies = mesh["dp_replicate", "efsdp"] if mesh["dp_replicate"].size() > 1 else mesh["efsdp"]
     ranks, groups = mesh["efsdp"].size(), mesh["ep"].size()
     for experts in modules:
+        hand_out_copies(experts)
         weights = list(experts.parameters())
         cut = experts.num_experts // groups < ranks and all(p.shape[1] % ranks == 0 for p in weights)
         unit = fully_shard(

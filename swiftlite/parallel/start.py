@@ -65,11 +65,20 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
         ),
         _begin,
     )
-    before = {number: signal.signal(number, _pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    passed: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        """The processes finish their step, save and end with the code that tells why; so does this one, behind them."""
+        passed.append(number)
+        for process in multiprocessing.active_children():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         codes = launch(os.getpid(), body, *arguments)
     except ChildFailedError as failure:
-        raise _verdict(failure) from None
+        raise _verdict(failure, passed) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -88,13 +97,6 @@ def _rendezvous(machines: Machines) -> dict[str, Any]:
         "run_id": "swiftlite",
         "rdzv_configs": {"rank": machines.node},
     }
-
-
-def _pass_on(number: int, _frame: FrameType | None) -> None:
-    """The processes finish their step, save and end with the code that tells why; so does this one, behind them."""
-    for process in multiprocessing.active_children():
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, number)
 
 
 def _check_devices(count: int) -> None:
@@ -125,9 +127,14 @@ def _begin(parent: int, body: Callable[..., int], *arguments: Any) -> int:
         os._exit(stop.code)  # at once: threads of a broken process group may never end
 
 
-def _verdict(failure: Any) -> BaseException:
-    """What a failed start means: the process that failed first has told why, unless it was killed."""
+def _verdict(failure: Any, passed: list[int]) -> BaseException:
+    """What a failed start means: the process that failed first has told why, unless it was killed.
+
+    passed: signals that this process was sent and passed on, to some before they could end well.
+    """
     failures = failure.failures
+    if passed and all(f.exitcode in (-passed[0], *ENDED_WELL, 1) for f in failures.values()):
+        return SystemExit(128 + passed[0])
     killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
     for rank, found in sorted(killed.items()):
         name = signal.Signals(-found.exitcode).name

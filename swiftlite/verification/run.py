@@ -77,6 +77,7 @@ class Verification:
         """The verdict of each cell as it is reached, on rank 0; every process has to run through them."""
         for number, subject in enumerate(subjects):
             flags = _shared_flags(self._folder, self._models[subject.architecture], subject.method) | subject.flags
+            flags["global_batch_size"] = max(8, 2 * self._world.size)  # every data rank has a micro-batch of two
             reference = self._folder / f"reference-{number}"
             if self._resumed:
                 flags |= {"save_steps": 1, "keep_checkpoints": STEPS}
@@ -173,10 +174,10 @@ def resolve_in_world(method: str, flags: dict[str, Any], world: int) -> Resolved
 
 
 def _shared_flags(folder: Path, model: str, method: str) -> dict[str, Any]:
-    """A step of 8 sequences of unequal lengths, some with hardly a trained token."""
+    """Steps of sequences of unequal lengths, some with hardly a trained token."""
     return {
         "model": model, "dataset": [str(folder / ROWS[method][0])], "max_length": 128, "max_steps": STEPS,
-        "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3, "precision": "fp32",
+        "micro_batch_size": 2, "learning_rate": 1e-3, "precision": "fp32",
         "cache_dir": str(folder / "cache"), "save_steps": 1000, "workers": 1,
     }  # fmt: skip
 
