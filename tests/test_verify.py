@@ -108,9 +108,23 @@ def with_tie_counted_twice() -> None:
     Trainee.uncounted = lambda self: set()
 
 
+def with_a_first_rank_that_refuses() -> None:
+    from swiftlite.errors import UserError
+    from swiftlite.training import run
+
+    def refuse(config, *_arguments):
+        if "reference" not in config.output_dir:
+            raise UserError("this rank alone does not want to")
+
+    run._find_resume = refuse
+
+
 FAULTS = {
-    fault.__name__: fault for fault in (without_reduction, with_local_divisor, without_tied_sum, with_tie_counted_twice)
-}
+    fault.__name__: fault
+    for fault in (
+        without_reduction, with_local_divisor, without_tied_sum, with_tie_counted_twice, with_a_first_rank_that_refuses
+    )
+}  # fmt: skip
 
 
 def broken(fault: str | None, *arguments) -> int:
@@ -139,6 +153,19 @@ def test_a_fault_turns_the_matrix_red(tmp_path, monkeypatch, fault, flags):
     assert ended.value.code == 0
     (verdict,) = read_verdicts(tmp_path)
     assert verdict.passed == (fault is None), verdict
+
+
+def test_what_one_rank_alone_refuses_is_no_refusal(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    models = {"llama": str(write_toy(tmp_path / "model", toy_config("llama")))}
+    write_rows(tmp_path)
+    fault = "with_a_first_rank_that_refuses"
+    arguments = (str(tmp_path), models, [Subject("llama", "one", FULL)], [Case("ddp 2", {"parallel": "ddp"})])
+    with pytest.raises(SystemExit) as ended:
+        start_processes(Machines(2), broken, fault, *arguments, show_error)
+    assert ended.value.code == 2
+    assert "this rank alone does not want to" in capfd.readouterr().err
+    assert not read_verdicts(tmp_path)
 
 
 @pytest.mark.parametrize(

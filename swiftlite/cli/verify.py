@@ -16,6 +16,7 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from swiftlite.verification.cases import Case
     from swiftlite.verification.run import Verdict
 
 
@@ -49,7 +50,7 @@ def verify(
 ) -> None:
     """Print the table. Exit code 1 where a layout differs. Raises UserError for names that do not exist."""
     from swiftlite.models.toys import shallow_config, toy_architectures, toy_config, write_toy
-    from swiftlite.verification.cases import DEFAULT_ARCHITECTURES, cases, subjects
+    from swiftlite.verification.cases import DEFAULT_ARCHITECTURES, subjects
     from swiftlite.verification.run import read_verdicts
 
     chosen = tuple(architecture or ([Path(model).name] if model else DEFAULT_ARCHITECTURES))
@@ -63,12 +64,7 @@ def verify(
     unknown = [name for name in method or () if name not in methods]
     if unknown:
         raise UserError(f"{unknown[0]} is not verified", where="--method", fix=f"there are: {', '.join(methods)}")
-    if nproc_per_node < 2:
-        raise UserError("layouts begin with two processes", where="--nproc-per-node", fix="use 2, 4 or 8")
-    picked = [case for case in cases(nproc_per_node) if not layout or any(text in case.name for text in layout)]
-    if not picked:
-        names = ", ".join(case.name for case in cases(nproc_per_node))
-        raise UserError("no layout has that in its name", where="--layout", fix=f"there are: {names}")
+    picked = _pick(nproc_per_node, layout)
     layers = 2 * nproc_per_node  # two stages a rank
     with tempfile.TemporaryDirectory(prefix="swiftlite-verify-") as folder:
         config = shallow_config(model, layers) if model else None
@@ -79,19 +75,22 @@ def verify(
         finally:  # hours of verdicts are worth keeping where the last one fails
             if report is not None:
                 _write_report(read_verdicts(Path(folder)), report)
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDTH
-    console.print(table(verdicts))
-    refused = sum(verdict.difference is None for verdict in verdicts)
-    differing = sum(not verdict.passed for verdict in verdicts)
-    console.print(
-        f"{len(verdicts) - refused - differing} equal, {differing} differ, {refused} refused", highlight=False
-    )
-    if differing:
+    _show(verdicts)
+    if not all(verdict.passed for verdict in verdicts):
         raise typer.Exit(1)
+
+
+def _pick(processes: int, texts: list[str] | None) -> list[Case]:
+    """The layouts of so many processes that have one of the texts in their name."""
+    from swiftlite.verification.cases import cases
+
+    if processes < 2:
+        raise UserError("layouts begin with two processes", where="--nproc-per-node", fix="use 2, 4 or 8")
+    picked = [case for case in cases(processes) if not texts or any(text in case.name for text in texts)]
+    if not picked:
+        names = ", ".join(case.name for case in cases(processes))
+        raise UserError("no layout has that in its name", where="--layout", fix=f"there are: {names}")
+    return picked
 
 
 def _write_report(verdicts: list[Verdict], path: Path) -> None:
@@ -109,6 +108,19 @@ def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases
         if stop.code:
             raise
     return read_verdicts(folder)
+
+
+def _show(verdicts: list[Verdict]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(table(verdicts))
+    refused = sum(verdict.difference is None for verdict in verdicts)
+    differing = sum(not verdict.passed for verdict in verdicts)
+    equal = len(verdicts) - refused - differing
+    console.print(f"{equal} equal, {differing} differ, {refused} refused", highlight=False)
 
 
 def table(verdicts: list[Verdict]) -> Table:

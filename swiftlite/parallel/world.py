@@ -27,6 +27,10 @@ SECONDS_FOR_THE_FIRST = 10
 PATIENCE = timedelta(minutes=10)  # of a collective; no rank prepares data or reads weights inside one
 
 
+class AnotherFailed(RunError):
+    """Another process has failed and tells why."""
+
+
 @dataclass(frozen=True)
 class World:
     """All processes of a run, before they form a mesh. store: notes that all of them read, None in a run of one."""
@@ -47,7 +51,7 @@ class World:
         """However long it takes: unlike a collective it has no time-out."""
         while not arrived():
             if self.store.add(FAILED, 0):
-                raise RunError("another process failed")
+                raise AnotherFailed("another process failed")
             time.sleep(0.05)
 
     def fails_first(self) -> bool:
@@ -77,9 +81,13 @@ class World:
                 raise
             if isinstance(error, KeyboardInterrupt):
                 raise SystemExit(128 + signal.SIGINT) from None
+            knows_why = not isinstance(error, AnotherFailed)
+            if not knows_why:
+                time.sleep(SECONDS_FOR_THE_FIRST)
             if self.fails_first():
                 raise SystemExit(report(error)) from error
-            time.sleep(SECONDS_FOR_THE_FIRST)
+            if knows_why:
+                time.sleep(SECONDS_FOR_THE_FIRST)
             raise SystemExit(BECAUSE_OF_ANOTHER) from error
 
     def within(self, name: str) -> World:

@@ -16,7 +16,7 @@ from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_judged, toy_pairs, toy_rows
-from swiftlite.parallel.world import World, joined
+from swiftlite.parallel.world import AnotherFailed, World, joined
 from swiftlite.reporting.run import QuietReporter
 from swiftlite.training.run import run_training
 from swiftlite.verification.cases import Case, Subject
@@ -119,17 +119,25 @@ class Verification:
     def _difference(
         self, wanted: tuple[str, dict[str, Any]], output: Path, expected: list[dict[str, Any]], reference: Path
     ) -> tuple[float, Difference | None, str | None]:
-        """(seconds, difference from one process, why the layout was refused)."""
+        """(seconds, difference from one process, why the layout was refused). Raises UserError where only some of the
+        processes refuse it: that is no refusal of a layout.
+        """
         key, started, recorder = output.name, time.perf_counter(), Recorder()
+        world = self._world.within(key)
         try:
             method, flags = wanted
             resolved = resolve_in_world(method, flags | {"output_dir": str(output)}, self._world.size)
-            run_training(resolved.config, self._world.within(key), resolved.layout, recorder)
-        except UserError as error:
-            self._world.meet(key)
+            run_training(resolved.config, world, resolved.layout, recorder)
+        except (UserError, AnotherFailed) as error:
+            world.fails_first()  # who does not refuse it as well would wait for this process
+            if isinstance(error, AnotherFailed):
+                self._world.store.add(f"unsure/{key}", 1)
+            self._world.meet(f"refuse {key}")
+            if self._world.store.add(f"unsure/{key}", 0):
+                raise
             return 0.0, None, error.what
         seconds = time.perf_counter() - started
-        self._world.meet(key)
+        self._world.meet(f"end {key}")
         if self._world.rank != 0:
             return seconds, None, None
         return seconds, compare(recorder.rows, expected, output / "model", reference / "model"), None
