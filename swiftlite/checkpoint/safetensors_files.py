@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError
+from swiftlite.untrusted import leaves_folder
 
 LARGEST_HEADER = 100 << 20  # what the safetensors library itself allows
 MOST_DIMENSIONS, LARGEST_NUMBER = 64, 2**63  # real tensors are far below; they bound the work on hostile headers
@@ -102,15 +103,21 @@ def _inspect_index(folder: Path) -> dict[str, TensorEntry]:
     return {name: files[file][name] for name, file in mapping.items()}
 
 
+def inspect_file(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of one file by name. Raises UserError where it is missing, damaged, or a link out of its folder."""
+    with _readable(path):
+        if not path.is_file():
+            raise UserError(f"{path.name} is missing", where=str(path), fix="copy or download the whole folder again")
+        _check_inside(path.parent, path.name)
+        return read_header(path)
+
+
 def _check_inside(folder: Path, file: str) -> None:
-    """A link must stay in the folder; only the hub's own cache links from `snapshots/REVISION` to its `blobs`."""
-    root, target = folder.resolve(), (folder / file).resolve()
-    in_hub_cache = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
-    if not target.is_relative_to(root) and not in_hub_cache:
+    if leaves_folder(folder, folder / file):
         raise UserError(
             f"{_shown(file)} is a link that leaves the model folder",
             where=str(folder / file),
-            fix=f"copy {target} there instead, if you trust it",
+            fix=f"copy {(folder / file).resolve()} there instead, if you trust it",
         )
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swiftlite.config.recipe import recipes_folder
+from swiftlite.errors import UserError
+from swiftlite.untrusted import existing, without_secrets
 
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+
+LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
 # NAME[:SUBSET][@SPLIT][#COUNT][*WEIGHT]
 SPEC = re.compile(r"(?P<name>.+?)(?P<subset>:[^:@#*/\\]+)?(?P<split>@[^@#*]+)?(?P<count>#\d+)?(?P<weight>\*[\d.]+)?")
 
@@ -45,15 +53,36 @@ def dataset_name(spec: str, base: Path | None = None) -> str:
     return known["name"] + subset + split + (given["count"] or "") + (given["weight"] or "")
 
 
+def check_name(name: str, where: str) -> None:
+    """Raises UserError for a name that holds a secret, or that no file or folder can have. where: who gave it."""
+    if without_secrets(name) != name:
+        raise UserError(
+            "the value holds a password or a token, which would be saved with the run",
+            where=where,
+            fix="leave it out; log in with `hf auth login`, or set HF_TOKEN",
+        )
+    try:
+        Path(name).expanduser()
+        possible = len(max(name.encode("utf-8").split(b"/"), key=len)) <= LONGEST_NAME and "\0" not in name
+    except (RuntimeError, ValueError):  # an unknown ~user, half of a surrogate pair
+        possible = False
+    if not possible:
+        raise UserError(f"no file or folder can have this name: {name[:80]!r}", where=where, fix="check the value")
+
+
+def check_names(config: RunConfig, where: Mapping[str, str]) -> None:
+    """`check_name` for every text of a config. where: of the values that somebody gave."""
+    for setting, value in config.model_dump().items():
+        items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        for item in items:
+            if isinstance(item, str):
+                check_name(item, where.get(setting, setting))
+
+
 def placed(name: str, base: Path | None) -> str | None:
     """The path of an existing file or folder: against the working folder first, then against base. Else None."""
-    for path in (Path(name), *((base / name,) if base is not None else ())):
-        try:
-            if path.expanduser().exists():
-                return str(path)
-        except (OSError, ValueError, RuntimeError):  # too long for a path, a NUL, an unknown ~user: no path then
-            return None
-    return None
+    places = (name, *((str(base / name),) if base is not None else ()))
+    return next((str(Path(place)) for place in places if existing(place) is not None), None)
 
 
 def _plain(name: str) -> str:
