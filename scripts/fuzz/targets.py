@@ -215,17 +215,17 @@ def _read_state(folder: Path, scratch: Path, facts: dict[str, Any]) -> bool:
 
 PROGRESS_NAMES = ("progress", "data", "format", "step", "epoch", "loss_scale", "method", "value", "more", *TEXTS)
 TARGETS = (
-    Target("rows", _make_rows(), rows.read, 40),
-    Target("recipes", _make_recipe(), _read_recipe, 20),
-    Target("safetensors headers", _make_tensors(), _read_tensors, 12),
-    Target("index files", _index_example(), _read_tensors, 8),
-    Target("manifests", _manifest_example(), _read_manifest, 8),
-    Target("trainer states", _json_files("trainer_state.json", STATE, {}, PROGRESS_NAMES), _read_state, 6),
+    Target("rows", _make_rows(), rows.read, 28),
+    Target("recipes", _make_recipe(), _read_recipe, 16),
+    Target("safetensors headers", _make_tensors(), _read_tensors, 18),
+    Target("index files", _index_example(), _read_tensors, 12),
+    Target("manifests", _manifest_example(), _read_manifest, 10),
+    Target("trainer states", _json_files("trainer_state.json", STATE, {}, PROGRESS_NAMES), _read_state, 8),
     Target(
         "model configs",
         _json_files("config.json", MODEL_CONFIG, {"evil.py": CODE}, (*MODEL_CONFIG, "attn_implementation")),
         _read_model_config,
-        6,
+        8,
     ),
 )
 

@@ -132,12 +132,14 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         if length > LARGEST_HEADER or length > size - 8:
             raise _damaged(path, "its first bytes are no safetensors header, or it was cut off")
         header = _parse_json(file.read(length), path)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise _damaged(path, "its __metadata__ is no mapping of texts")
     entries, ranges = {}, []
     for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = _check_entry(path, name, entry)
-            ranges.append((begin, end, name))
-            entries[name] = TensorEntry(path.name, entry["dtype"], tuple(entry["shape"]))
+        begin, end = _check_entry(path, name, entry)
+        ranges.append((begin, end, name))
+        entries[name] = TensorEntry(path.name, entry["dtype"], tuple(entry["shape"]))
     _check_layout(path, ranges, size - 8 - length)
     return entries
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,6 +82,9 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 def as_saved(kind: type[T], values: dict[str, Any], folder: Path) -> T:
     """The dataclass whose fields a checkpoint keeps. Raises UserError for other fields, or values of other types."""
+    unknown = values.keys() - {field.name for field in fields(kind)}
+    if unknown:
+        raise damaged_state(folder, ", ".join(sorted(unknown))[:200])
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:

@@ -18,7 +18,7 @@ from swiftlite.untrusted import existing
 if TYPE_CHECKING:
     from yaml import Node
 
-LARGEST = 256 * 1024  # bytes; a recipe is a page of text
+LARGEST = 64 * 1024  # bytes; a recipe is a page of text, and parsing YAML is slow
 NULLS = ("", "~", "null", "Null", "NULL")
 PLAIN_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 TABLES = ("models", "datasets")  # files beside the recipes that are none
