@@ -325,6 +325,13 @@ def test_metadata_that_the_library_refuses_is_refused_before(tmp_path, metadata)
         TensorFolder(tmp_path)
 
 
+@pytest.mark.parametrize("header", [{"\ud83d": ENTRY}, {"a": {**ENTRY, "more": float("nan")}}], ids=["half", "nan"])
+def test_headers_that_only_the_library_refuses(tmp_path, header):
+    (tmp_path / "model.safetensors").write_bytes(pack(header, bytes(8)))
+    with pytest.raises(UserError, match="model.safetensors is damaged or foreign"):
+        TensorFolder(tmp_path).read(next(iter(header)))
+
+
 @pytest.mark.parametrize("value", ["owner/kernel", {"": "owner/kernel@main"}])
 def test_a_config_cannot_ask_for_attention_of_the_hub(model, value):
     with pytest.raises(UserError, match="asks for code of the hub"):

@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuzz import rows
-from fuzz.damage import TEXTS, VALUES, changed, damaged
+from fuzz.damage import LETTERS, TEXTS, VALUES, changed, damaged
 
 SIZES = st.sampled_from((0, 0, 1, 1, 2, 5))  # how many changes
 
@@ -88,7 +88,7 @@ def _make_recipe(draw: st.DrawFn) -> Example:
 
     chance = random.Random(draw(st.integers(0, 2**48)))
     lines = RECIPE.splitlines()
-    for value in draw(st.lists(st.one_of(st.sampled_from(YAML_VALUES), st.text(max_size=12)), max_size=5)):
+    for value in draw(st.lists(st.one_of(st.sampled_from(YAML_VALUES), st.text(LETTERS, max_size=12)), max_size=5)):
         flag = chance.choice(list(all_flags().values()))
         key = chance.choice((flag.name, flag.name, chance.choice(known_names()), value[:20] or "x"))
         chosen = chance.choice((value, value, json.dumps(value), *flag.choices[:3], str(flag.default)))

@@ -11,7 +11,7 @@ from torch import nn
 
 from swiftlite.checkpoint.boxes import Box, Holding, holdings
 from swiftlite.checkpoint.catalog import Catalog, Entry
-from swiftlite.checkpoint.safetensors_files import TensorEntry, inspect_file, inspect_model_folder
+from swiftlite.checkpoint.safetensors_files import TensorEntry, damaged, inspect_file, inspect_model_folder
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,11 +31,14 @@ class TensorFolder:
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
         """A tensor or a part of one, on the CPU, in the type it is stored in."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         file = self.entries[name].file
         if file not in self._open:
-            self._open[file] = safe_open(self.path / file, framework="pt")
+            try:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            except SafetensorError as error:  # its JSON is stricter than Python's
+                raise damaged(self.path / file, str(error)) from error
         if not part:
             return self._open[file].get_tensor(name)
         return self._open[file].get_slice(name)[part]
