@@ -15,7 +15,10 @@ TEXTS = (
     "[" * 3000, '{"a":' * 200 + "1" + "}" * 200, "9" * 5000, "https://user:secret@host/x",
 )  # fmt: skip
 KEYS = ("role", "content", "name", "value", "from")
-LETTERS = "abAB019 _-.,:;/\\\"'{}[]()<>|&*#@!%?=+~$^`\n\r\t\0\x1b\x7f\x85\xa0\u00e9\u0130\u2028\u202e\ufeff\uffff\ud83d\U0001f600"
+LETTERS = (
+    "abAB019 _-.,:;/\\\"'{}[]()<>|&*#@!%?=+~$^`\n\r\t\0\x1b\x7f\x85\xa0"
+    "\u00e9\u0130\u2028\u202e\ufeff\uffff\ud83d\U0001f600"
+)
 DEEP = (20, 90, 110, 400)
 TOKENS = (
     b"\0", b"\xff", b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", b"\n", b"\r", b"\t", b"\\ud800", b"\\",

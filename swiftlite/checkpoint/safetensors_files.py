@@ -206,5 +206,5 @@ def _shown(text: str) -> str:
 def damaged(path: Path, why: str) -> UserError:
     """The error for a file that is not what its name says."""
     return UserError(
-        f"{path.name} is damaged or foreign: {why[:200]}", where=str(path), fix="copy or download the file again"
+        f"{path.name} is damaged or foreign: {why[:300]}", where=str(path), fix="copy or download the file again"
     )
