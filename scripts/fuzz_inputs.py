@@ -4,15 +4,17 @@
 
 Rows, recipes, safetensors headers, indexes, manifests, trainer states and model configs: valid ones, in which parts are
 replaced, removed or doubled, or bytes changed blindly. Each goes through the product's own function. It may be accepted
-or refused with a clear error. A finding is anything else: another exception, more than `--seconds`, a file opened
-outside the folder or for writing, a process or connection started. Findings are kept in WORK/findings, to be repeated
-with `--repeat FILE`. What was done is kept in WORK/fuzz-SEED.jsonl: the same command goes on where it stopped.
+or refused with a clear error. A finding is anything else: another exception, a process that dies, more than `--seconds`,
+a file opened outside the folder or for writing, a process or connection started. Findings are kept in WORK/findings, to
+be repeated with `--repeat FILE`. What was done is kept in WORK/fuzz-SEED.jsonl: the same command goes on where it
+stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import gc
 import hashlib
 import json
 import logging
@@ -20,20 +22,23 @@ import os
 import shutil
 import sys
 import time
+import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from bench.campaign import machine
 from bench.tables import fill, has_place, markdown_table
 from fuzz import rows
 from fuzz.guard import ACCEPTED, FINDING, REFUSED, Guard, Verdict
-from fuzz.targets import TARGETS, Example, Target, lay_out
+from fuzz.targets import TARGETS, Example, Target, lay_out, variants
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 PLACE = "fuzz"
-BATCH = 500  # inputs between two notes
+BATCH = 2000  # inputs between two notes
+VARIANTS = 3  # of each example
 KEPT = 5  # findings of one cause that are stored
 
 
@@ -51,6 +56,7 @@ class Campaign:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
         lay_out(example, folder)
+        (self._work / "now.json").write_text(json.dumps(_as_note(target, example)))  # for whoever asks why it died
         return self._guard.judge(lambda: target.read(folder, scratch, example.facts), folder, scratch)
 
     def batch(self, target: Target, number: int, count: int) -> Counter[str]:
@@ -59,32 +65,59 @@ class Campaign:
 
         @seed(number)
         @settings(
-            max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+            max_examples=-(-count // (1 + VARIANTS)), database=None, deadline=None, phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         @given(target.make)
         def judge(example: Example) -> None:
-            if found.total() < count:
-                verdict = self.judge(target, example)
+            for each in (example, *variants(example, VARIANTS)):
+                if found.total() == count:
+                    return
+                verdict = self.judge(target, each)
                 found[verdict.outcome] += 1
                 if verdict.outcome == FINDING:
-                    self._keep(target, example, verdict)
+                    self._keep(target, each, verdict)
 
         judge()
         return found
+
+    def batch_apart(self, target: Target, number: int, count: int) -> Counter[str]:
+        """`batch` in a process of its own: one that dies is a finding too, and the end of its batch."""
+        notes = self._work / "batch.json"
+        notes.unlink(missing_ok=True)
+        child = os.fork()
+        if not child:
+            try:
+                notes.write_text(json.dumps(self.batch(target, number, count)))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == 0:
+            return Counter(json.loads(notes.read_text()))
+        note = json.loads((self._work / "now.json").read_text())
+        self._store(f"the process died with code {code}", note)
+        return Counter({FINDING: 1})
 
     def _keep(self, target: Target, example: Example, verdict: Verdict) -> None:
         cause = f"{target.name}: {verdict.problem}"[:120]
         self._stored[cause] += 1
         if self._stored[cause] > KEPT:
             return
-        files = {name: base64.b64encode(content).decode() for name, content in example.files.items()}
-        note = {"target": target.name, "problem": verdict.problem, "facts": example.facts, "files": files}
-        text = json.dumps(note, indent=2)
+        self._store(verdict.problem, _as_note(target, example))
+
+    def _store(self, problem: str | None, note: dict[str, Any]) -> None:
+        text = json.dumps({"problem": problem, **note}, indent=2)
         path = self._work / "findings" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        print(f"FINDING {cause}\n  repeat: --repeat {path}", flush=True)
+        print(f"FINDING {note['target']}: {problem}\n  repeat: --repeat {path}", flush=True)
+
+
+def _as_note(target: Target, example: Example) -> dict[str, Any]:
+    files = {name: base64.b64encode(content).decode() for name, content in example.files.items()}
+    return {"target": target.name, "facts": example.facts, "files": files}
 
 
 def repeat(campaign: Campaign, path: Path) -> Verdict:
@@ -107,7 +140,7 @@ def run(campaign: Campaign, inputs: int, first_seed: int, notes: Path) -> dict[s
         while (missing := wanted - _inputs(total)) > 0:
             began = time.monotonic()
             number = (first_seed * 100 + place) * 10**6 + total["batches"]
-            batch = dict(campaign.batch(target, number, min(BATCH, missing)))
+            batch = dict(campaign.batch_apart(target, number, min(BATCH, missing)))
             note = {**batch, "batches": 1, "seconds": time.monotonic() - began}
             total.update(note)
             with notes.open("a") as file:
@@ -145,6 +178,7 @@ def prepare(work: Path) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     rows.prepare()
+    gc.freeze()  # the processes of the batches share what is loaded, and need not look through it
 
 
 def main() -> int:

@@ -180,6 +180,15 @@ def test_arrow_offsets_that_point_anywhere_are_refused(tmp_path, read):
         list(read_rows(file) if read == "whole" else windows.read_window(file, windows.Window(0, 0, 1), "line"))
 
 
+def test_the_size_of_a_batch_is_not_asked_before_it_is_validated(tmp_path):
+    path = arrow_file(tmp_path / "a.arrow", pa.array([[{"a": "abc"}], [{"a": "def"}]]))
+    sound, spoilt = struct.pack("<iii", 0, 1, 2), struct.pack("<iii", 0, 1, 1 << 28)
+    assert path.read_bytes().count(sound) == 1
+    path.write_bytes(path.read_bytes().replace(sound, spoilt))
+    with pytest.raises(UserError, match="not a sound arrow file"):
+        rows_of(path)
+
+
 @pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
 def test_batches_have_a_largest_size(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(readers, "LARGEST_BATCH", 1 << 20)
@@ -333,9 +342,11 @@ def test_headers_that_only_the_library_refuses(tmp_path, header):
 
 
 @pytest.mark.parametrize("value", ["owner/kernel", {"": "owner/kernel@main"}])
-def test_a_config_cannot_ask_for_attention_of_the_hub(model, value):
+@pytest.mark.parametrize("part", [False, True])
+def test_a_config_cannot_ask_for_attention_of_the_hub(model, value, part):
+    changes = {"text_config": {"_attn_implementation": value}} if part else {"attn_implementation": value}
     with pytest.raises(UserError, match="asks for code of the hub"):
-        load_config(model(attn_implementation=value))
+        load_config(model(**changes))
 
 
 def test_a_config_that_is_too_deep_or_too_large(model, tmp_path):

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,15 @@ TARGETS = (
         8,
     ),
 )
+
+
+def variants(example: Example, count: int) -> Iterator[Example]:
+    """The example with bytes of its files changed blindly, `count` times."""
+    chance = random.Random(repr(sorted(example.files.items())))
+    for _ in range(count):
+        name = chance.choice(sorted(example.files))
+        spoilt = damaged(example.files[name], chance, chance.choice((1, 1, 2, 4)))
+        yield Example({**example.files, name: spoilt}, example.facts)
 
 
 def lay_out(example: Example, folder: Path) -> None:

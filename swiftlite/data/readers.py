@@ -272,13 +272,13 @@ def columnar_rows(
     number = first - 1
     try:
         for batch in batches():
+            batch.validate(full=True)  # before anything is asked of it, its size included
             if batch.nbytes > LARGEST_BATCH:
                 raise UserError(
                     f"{batch.num_rows:,} rows take more than {LARGEST_BATCH >> 30} GiB",
                     where=file.where(number + 1),
                     fix="write shorter rows, or smaller record batches",
                 )
-            batch.validate(full=True)
             for row in batch.to_pylist():
                 number += 1
                 yield number, drop_nulls(row)

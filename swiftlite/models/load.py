@@ -44,13 +44,21 @@ def _check_config(path: Path) -> None:
         raise UserError(
             f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again"
         ) from error
-    attention = config.get("attn_implementation") if isinstance(config, dict) else None
-    if attention is not None and "/" in str(attention):  # transformers would fetch and run it
+    attention = next((str(value) for value in _attentions(config) if "/" in str(value)), None)
+    if attention is not None:  # OWNER/KERNEL: transformers would fetch it and run it
         raise UserError(
-            f"{path.name} asks for code of the hub: {str(attention)[:80]!r} as attn_implementation",
+            f"{path.name} asks for code of the hub: {attention[:80]!r} as attn_implementation",
             where=str(path),
             fix="take the line out of the file",
         )
+
+
+def _attentions(config: Any) -> Iterator[Any]:
+    """What a config says of attention, of its parts too."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if "attn_implementation" in key:
+            yield value
+        yield from _attentions(value)
 
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
