@@ -4,10 +4,10 @@
 
 Rows, recipes, safetensors headers, indexes, manifests, trainer states and model configs: valid ones, in which parts are
 replaced, removed or doubled, or bytes changed blindly. Each goes through the product's own function. It may be accepted
-or refused with a clear error. A finding is anything else: another exception, a process that dies, more than `--seconds`,
-a file opened outside the folder or for writing, a process or connection started. Findings are kept in WORK/findings, to
-be repeated with `--repeat FILE`. What was done is kept in WORK/fuzz-SEED.jsonl: the same command goes on where it
-stopped.
+or refused with a clear error. A finding is anything else: another exception, a process that dies, more than `--seconds`
+an input, a file opened outside the folder or for writing, a process or connection started. Findings are kept in
+WORK/findings, to be repeated with `--repeat FILE`. What was done is kept in WORK/fuzz-SEED.jsonl: the same command goes
+on where it stopped.
 """
 
 from __future__ import annotations

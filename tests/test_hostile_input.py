@@ -217,13 +217,18 @@ IMPOSSIBLE = {"user": "~nobody-here/x", "nul": "a\0b", "long": "x" * 5000, "half
 @pytest.mark.parametrize("name", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_names_that_no_file_can_have(tmp_path, name):
     for setting in ("model", "tokenizer", "chat_template", "output_dir", "cache_dir", "resume"):
-        with pytest.raises(UserError, match="no file or folder can have this name"):
+        with pytest.raises(UserError, match="no file or folder can have this name|is not UTF-8"):
             resolve_config("sft", **{"model": "m", "dataset": ["d.jsonl"], setting: name})
     for use in (check_model_path, read_chat_template, load_recipe, lambda name: find_source(name, None)):
         with pytest.raises(UserError):
             use(name)
     with pytest.raises(UserError):
         raise missing_file(parse_spec(f"./{name}.jsonl"))
+
+
+def test_what_is_no_name_is_not_held_to_be_one():
+    given = {"new_tokens": ["~nobody-here"], "run_name": "~x", "target_modules": ["x|" * 300]}
+    assert resolve_config("sft", model="m", dataset=["d.jsonl"], **given).new_tokens == ["~nobody-here"]
 
 
 @pytest.mark.parametrize("secret", SECRETS)
