@@ -1,9 +1,11 @@
 """Files, names and folders that mean harm: each is refused with a clear error, or read without harm."""
 
+import datetime
 import gzip
 import json
 import os
 import struct
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -26,7 +28,7 @@ from swiftlite.data.readers import parse_payload, read_rows
 from swiftlite.data.rows import FORMATS, read_row
 from swiftlite.data.sources import as_data_file, missing_file, parse_spec
 from swiftlite.data.sources import resolve as resolve_source
-from swiftlite.data.tokenize import TokenOptions
+from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenOptions
 from swiftlite.errors import UserError
 from swiftlite.models.load import check_model_path, hub_errors, load_config
 from swiftlite.models.tokenizer import read_chat_template
@@ -133,18 +135,18 @@ def test_a_conversation_has_a_largest_number_of_messages():
     "row",
     [
         {"\ud800key": 1},
-        {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f\udc00", "arguments": {}}]}]},
+        {"messages": [{**USER, "name": "f\udc00"}, ANSWER]},
         {"messages": [USER, ANSWER], "tools": [{"name": "f", "description": "\ud8ff"}]},
         {"messages": [USER, {"role": "x" * 100_000, "content": "b"}]},
         {"k" * 100_000: 1},
     ],
-    ids=["key", "tool call", "tool", "role", "long key"],
+    ids=["key", "name", "tool", "role", "long key"],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 def test_rejected_rows_can_be_written_and_told(tmp_path, tokenizer, row, kind):
     template = tokenizer.chat_template
-    tokenizer.chat_template = template + "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
-    tokenizer.chat_template += "{% for m in messages %}{{ m.tool_calls | default('') }}{% endfor %}"
+    shown = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ messages[0]['name'] }}"
+    tokenizer.chat_template = shown + template
     lines = [json.dumps({"messages": [USER, ANSWER]}), json.dumps(row)]
     path = tmp_path / f"rows.{kind}"
     path.write_text("\n".join(lines) if kind == "jsonl" else f"[{','.join(lines)}]")
@@ -203,10 +205,11 @@ def test_dates_that_python_lacks_are_a_clear_error(tmp_path):
         rows_of(path)
 
 
-def test_dates_of_rejected_rows_can_be_written(tmp_path, tokenizer):
-    path = arrow_file(tmp_path / "a.parquet", pa.array([1], pa.timestamp("us")))
-    _, rejected = prepared(tmp_path, tokenizer, path)
-    assert "1970" in rejected[0]["row"]["text"]
+def test_dates_of_rejected_rows_can_be_written(tokenizer):
+    options = TokenOptions("pretrain", 128, "split", "2026-01-01", {})
+    run = RowTokenizer(tokenizer, options, [as_data_file(Path("a.parquet"))])
+    rejected = run([RawRow(0, 1, 0, "text", {"text": datetime.date(1970, 1, 1)})]).rejected
+    assert "1970" in json.loads(json.dumps(rejected))[0]["row"]["text"]
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -295,7 +298,7 @@ def test_a_pipe_is_no_data_set(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        'model: "\\UFFFFFFFF"', "%YAML " + "9" * 5000 + ".1\n---\nmodel: x", 'model: "\\ud800"', "model: &a [*a]",
+        'model: "\\UFFFFFFFF"', "%YAML " + "9" * 5000 + ".1\n---\nmodel: x", "model: &a [*a]",
         "model: !!python/object/apply:os.system [x]", "[" * 600, "model: x\nmodel: y", "a: &a [x]\nb: &b [*a, *a]",
         "stop_after: " + "9" * 5000 + "d\nmodel: m", "seed: " + "9" * 5000,
     ],
@@ -304,6 +307,12 @@ def test_recipes_that_mean_harm(tmp_path, text):
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(UserError):
         resolve("sft", {}, load_recipe(str(tmp_path / "r.yaml")), env={})
+
+
+def test_half_a_letter_is_no_value_of_a_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_text('model: "\\ud800"')
+    with pytest.raises(UserError, match="surrogate pair"):
+        load_recipe(str(tmp_path / "r.yaml"))
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -356,9 +365,9 @@ def test_a_config_cannot_ask_for_attention_of_the_hub(model, value, part):
 
 def test_a_config_that_is_too_deep_or_too_large(model, tmp_path):
     folder = model()
-    for text in ("[" * 50_000, " " * (17 << 20)):
+    for text, said in (("[" * 50_000, "deep"), ('{"a": "' + "x" * (17 << 20) + '"}', "larger than 16 MiB")):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(UserError, match="config.json is not valid JSON"):
+        with pytest.raises(UserError, match=said):
             load_config(folder)
         assert resolve_config("sft", model=folder, dataset=["d.jsonl"]).model == folder
 
