@@ -348,6 +348,13 @@ def test_metadata_that_the_library_refuses_is_refused_before(tmp_path, metadata)
         TensorFolder(tmp_path)
 
 
+def test_an_index_with_an_endless_name_is_a_short_error(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(UserError, match="is missing") as error:
+        TensorFolder(tmp_path)
+    assert len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize("header", [{"\ud83d": ENTRY}, {"a": {**ENTRY, "more": float("nan")}}], ids=["half", "nan"])
 def test_headers_that_only_the_library_refuses(tmp_path, header):
     (tmp_path / "model.safetensors").write_bytes(pack(header, bytes(8)))

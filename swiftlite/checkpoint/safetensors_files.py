@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError
-from swiftlite.untrusted import leaves_folder
+from swiftlite.untrusted import existing, leaves_folder
 
 LARGEST_HEADER = 100 << 20  # what the safetensors library itself allows
 MOST_DIMENSIONS, LARGEST_NUMBER = 64, 2**63  # real tensors are far below; they bound the work on hostile headers
@@ -92,7 +92,8 @@ def _inspect_index(folder: Path) -> dict[str, TensorEntry]:
         if not isinstance(file, str) or Path(file).name != file or "\\" in file or "\0" in file or file in ("", ".."):
             raise damaged(path, f"the entry of {_shown(name)} leaves the folder: {_shown(str(file))}")
         if file not in files:
-            if not (folder / file).is_file():
+            shard = existing(str(folder / file))
+            if shard is None or not shard.is_file():
                 raise UserError(
                     f"{_shown(file)} is missing", where=str(path), fix="copy or download the whole model again"
                 )
