@@ -456,6 +456,13 @@ def test_trainer_states_of_other_shapes_are_refused(tmp_path, state):
         saved_progress(read_trainer_state(tmp_path), tmp_path, {"total": 0.0})
 
 
+def test_an_endless_format_is_a_short_error(tmp_path):
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"format": "x" * 5000}))
+    with pytest.raises(UserError, match="is of format") as error:
+        read_trainer_state(tmp_path)
+    assert len(str(error.value)) < 1000
+
+
 def test_a_sound_trainer_state_is_taken(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"format": 1, "data": "d", "progress": PROGRESS}))
     progress = saved_progress(read_trainer_state(tmp_path), tmp_path, {"total": 1.0})

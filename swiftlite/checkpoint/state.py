@@ -69,9 +69,10 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"the checkpoint has no readable {STATE}", where=str(folder), fix="resume from another checkpoint"
         ) from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != FORMAT:
         raise UserError(
-            f"the checkpoint is of format {state.get('format') if isinstance(state, dict) else None}, not {FORMAT}",
+            f"the checkpoint is of format {found!r:.40}, not {FORMAT}",
             where=str(folder),
             fix="resume with the version that wrote it",
         )
