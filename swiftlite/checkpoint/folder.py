@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from swiftlite.errors import RunError
+from swiftlite.untrusted import existing, leaves_folder, printable, read_json_file
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,})")
@@ -170,13 +171,13 @@ def check_folder(folder: Path, *, deep: bool = False) -> list[str]:
         return ["it is not a folder"]
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > LARGEST_MANIFEST:
-            return [f"{MANIFEST} is larger than any real one"]
-        listed = json.loads(path.read_text(encoding="utf-8"))["files"]
+        if leaves_folder(folder, path):
+            return [f"{MANIFEST} is a link that leaves the folder"]
+        listed = read_json_file(path, LARGEST_MANIFEST)["files"]
         entries = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in listed.items()}
     except OSError:
         return [f"{MANIFEST} is missing, so it was never completed"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return [f"{MANIFEST} is damaged"]
     problems = [p for name, (size, _) in entries.items() if (p := _size_problem(folder, name, size))]
     if problems or not deep:
@@ -187,8 +188,8 @@ def check_folder(folder: Path, *, deep: bool = False) -> list[str]:
 
 
 def _size_problem(folder: Path, name: str, size: int) -> str | None:
-    file, shown = folder / name, name if name.isprintable() else repr(name)
-    if not file.is_file():
+    file, shown = existing(str(folder / name)), printable(name[:100])
+    if file is None or not file.is_file():
         return f"{shown} is missing"
     if not file.resolve().is_relative_to(folder.resolve()):
         return f"{shown} lies outside the folder"

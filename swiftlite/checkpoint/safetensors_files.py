@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError
+from swiftlite.untrusted import existing, leaves_folder
 
 LARGEST_HEADER = 100 << 20  # what the safetensors library itself allows
 MOST_DIMENSIONS, LARGEST_NUMBER = 64, 2**63  # real tensors are far below; they bound the work on hostile headers
@@ -82,35 +83,42 @@ def _inspect_index(folder: Path) -> dict[str, TensorEntry]:
     path = folder / INDEX
     _check_inside(folder, INDEX)
     if path.stat().st_size > LARGEST_HEADER:
-        raise _damaged(path, f"it is larger than any real one ({path.stat().st_size:,} bytes)")
+        raise damaged(path, f"it is larger than any real one ({path.stat().st_size:,} bytes)")
     mapping = _parse_json(path.read_bytes(), path).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
-        raise _damaged(path, "it has no weight_map")
+        raise damaged(path, "it has no weight_map")
     files: dict[str, dict[str, TensorEntry]] = {}
     for name, file in mapping.items():
         if not isinstance(file, str) or Path(file).name != file or "\\" in file or "\0" in file or file in ("", ".."):
-            raise _damaged(path, f"the entry of {_shown(name)} leaves the folder: {_shown(str(file))}")
+            raise damaged(path, f"the entry of {_shown(name)} leaves the folder: {_shown(str(file))}")
         if file not in files:
-            if not (folder / file).is_file():
+            shard = existing(str(folder / file))
+            if shard is None or not shard.is_file():
                 raise UserError(
                     f"{_shown(file)} is missing", where=str(path), fix="copy or download the whole model again"
                 )
             _check_inside(folder, file)
             files[file] = read_header(folder / file)
         if name not in files[file]:
-            raise _damaged(path, f"{_shown(file)} does not hold {_shown(name)}")
+            raise damaged(path, f"{_shown(file)} does not hold {_shown(name)}")
     return {name: files[file][name] for name, file in mapping.items()}
 
 
+def inspect_file(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of one file by name. Raises UserError where it is missing, damaged, or a link out of its folder."""
+    with _readable(path):
+        if not path.is_file():
+            raise UserError(f"{path.name} is missing", where=str(path), fix="copy or download the whole folder again")
+        _check_inside(path.parent, path.name)
+        return read_header(path)
+
+
 def _check_inside(folder: Path, file: str) -> None:
-    """A link must stay in the folder; only the hub's own cache links from `snapshots/REVISION` to its `blobs`."""
-    root, target = folder.resolve(), (folder / file).resolve()
-    in_hub_cache = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
-    if not target.is_relative_to(root) and not in_hub_cache:
+    if leaves_folder(folder, folder / file):
         raise UserError(
             f"{_shown(file)} is a link that leaves the model folder",
             where=str(folder / file),
-            fix=f"copy {target} there instead, if you trust it",
+            fix=f"copy {(folder / file).resolve()} there instead, if you trust it",
         )
 
 
@@ -120,17 +128,19 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         size = path.stat().st_size
         start = file.read(8)
         if len(start) < 8:
-            raise _damaged(path, f"it has only {size} bytes")
+            raise damaged(path, f"it has only {size} bytes")
         (length,) = struct.unpack("<Q", start)
         if length > LARGEST_HEADER or length > size - 8:
-            raise _damaged(path, "its first bytes are no safetensors header, or it was cut off")
+            raise damaged(path, "its first bytes are no safetensors header, or it was cut off")
         header = _parse_json(file.read(length), path)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise damaged(path, "its __metadata__ is no mapping of texts")
     entries, ranges = {}, []
     for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = _check_entry(path, name, entry)
-            ranges.append((begin, end, name))
-            entries[name] = TensorEntry(path.name, entry["dtype"], tuple(entry["shape"]))
+        begin, end = _check_entry(path, name, entry)
+        ranges.append((begin, end, name))
+        entries[name] = TensorEntry(path.name, entry["dtype"], tuple(entry["shape"]))
     _check_layout(path, ranges, size - 8 - length)
     return entries
 
@@ -149,12 +159,12 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[int, int]:
     try:
         bits, shape, (begin, end) = BITS[entry["dtype"]], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"the header entry of {_shown(name)} is not valid") from error
+        raise damaged(path, f"the header entry of {_shown(name)} is not valid") from error
     numbers = [*shape, begin, end] if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS else [None]
     if any(type(number) is not int or not 0 <= number < LARGEST_NUMBER for number in numbers):
-        raise _damaged(path, f"the header entry of {_shown(name)} is not valid")
+        raise damaged(path, f"the header entry of {_shown(name)} is not valid")
     if end - begin != -(-math.prod(shape) * bits // 8):
-        raise _damaged(path, f"the size of {_shown(name)} does not fit its shape")
+        raise damaged(path, f"the size of {_shown(name)} does not fit its shape")
     return begin, end
 
 
@@ -163,21 +173,21 @@ def _check_layout(path: Path, ranges: list[tuple[int, int, str]], available: int
     reached = 0
     for begin, end, name in sorted(ranges):
         if begin != reached:
-            raise _damaged(path, f"{_shown(name)} does not start where the tensor before it ends")
+            raise damaged(path, f"{_shown(name)} does not start where the tensor before it ends")
         reached = end
     if reached > available:
-        raise _damaged(path, f"it was cut off: {available:,} bytes of data instead of {reached:,}")
+        raise damaged(path, f"it was cut off: {available:,} bytes of data instead of {reached:,}")
     if reached < available:
-        raise _damaged(path, f"it has {available - reached:,} bytes that belong to no tensor")
+        raise damaged(path, f"it has {available - reached:,} bytes that belong to no tensor")
 
 
 def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"it holds no valid JSON where it should ({_shown(str(error))})") from error
+        raise damaged(path, f"it holds no valid JSON where it should ({_shown(str(error))})") from error
     if not isinstance(parsed, dict):
-        raise _damaged(path, "it holds no JSON object where it should")
+        raise damaged(path, "it holds no JSON object where it should")
     return parsed
 
 
@@ -194,7 +204,8 @@ def _shown(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def _damaged(path: Path, why: str) -> UserError:
+def damaged(path: Path, why: str) -> UserError:
+    """The error for a file that is not what its name says."""
     return UserError(
-        f"{path.name} is damaged or foreign: {why}", where=str(path), fix="copy or download the file again"
+        f"{path.name} is damaged or foreign: {why[:300]}", where=str(path), fix="copy or download the file again"
     )

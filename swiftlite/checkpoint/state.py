@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from swiftlite.checkpoint.boxes import Holding, holdings, whole
@@ -20,11 +22,13 @@ from swiftlite.checkpoint.catalog import Entry
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.errors import UserError
+from swiftlite.untrusted import read_json_file
 
 TENSORS, STATE, STEM = "resume.safetensors", "trainer_state.json", "resume"
 FORMAT = 1
 MOMENTS, COUNTER = ("exp_avg", "exp_avg_sq"), "step"
 
+T = TypeVar("T")
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -60,18 +64,42 @@ def write_trainer_state(folder: Path, state: dict[str, Any]) -> None:
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """The counters of a checkpoint. Raises UserError where the file is missing or of another format."""
     try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = read_json_file(folder / STATE)
     except (OSError, ValueError) as error:
         raise UserError(
             f"the checkpoint has no readable {STATE}", where=str(folder), fix="resume from another checkpoint"
         ) from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != FORMAT:
         raise UserError(
-            f"the checkpoint is of format {state.get('format') if isinstance(state, dict) else None}, not {FORMAT}",
+            f"the checkpoint is of format {found!r:.40}, not {FORMAT}",
             where=str(folder),
             fix="resume with the version that wrote it",
         )
+    if not isinstance(state.get("data"), str) or not isinstance(state.get("progress"), dict):
+        raise damaged_state(folder, "data, progress")
     return state
+
+
+def as_saved(kind: type[T], values: dict[str, Any], folder: Path) -> T:
+    """The dataclass whose fields a checkpoint keeps. Raises UserError for other fields, or values of other types."""
+    unknown = values.keys() - {field.name for field in fields(kind)}
+    if unknown:
+        raise damaged_state(folder, ", ".join(sorted(unknown))[:200])
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        names = {".".join(map(str, detail["loc"][:1])) for detail in error.errors()}
+        raise damaged_state(folder, ", ".join(sorted(names))[:200]) from error
+
+
+def damaged_state(folder: Path, what: str) -> UserError:
+    """The error for a `trainer_state.json` of other contents than we write. what: is wrong in it."""
+    return UserError(
+        f"{STATE} is damaged: it lacks what we write, or holds something else: {what}",
+        where=str(folder),
+        fix="resume from another checkpoint",
+    )
 
 
 @torch.no_grad()
@@ -103,10 +131,13 @@ def _check_names(folder: Path, file: TensorFolder, shapes: dict[str, tuple[int, 
         name, _, kind = key.rpartition(".")
         if name not in shapes:
             raise UserError(f"the checkpoint holds {name}, which this run does not train", where=str(folder), fix=fix)
-        if kind != COUNTER and entry.shape != shapes[name]:
-            raise UserError(
-                f"{key} has shape {entry.shape}, the model wants {shapes[name]}", where=str(folder), fix=fix
-            )
+        if entry.shape != (() if kind == COUNTER else shapes[name]):
+            raise UserError(f"{key} has shape {entry.shape}, the parameter {shapes[name]}", where=str(folder), fix=fix)
+
+    for name in {key.removesuffix(f".{COUNTER}") for key in file.entries if key.endswith(f".{COUNTER}")}:
+        lacking = [kind for kind in MOMENTS if f"{name}.{kind}" not in file.entries]
+        if lacking:
+            raise UserError(f"the checkpoint lacks {name}.{lacking[0]}", where=str(folder), fix=fix)
 
 
 def _read(file: TensorFolder, key: str, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from swiftlite.checkpoint.boxes import Box, Holding, holdings
 from swiftlite.checkpoint.catalog import Catalog, Entry
-from swiftlite.checkpoint.safetensors_files import TensorEntry, inspect_model_folder, read_header
+from swiftlite.checkpoint.safetensors_files import TensorEntry, damaged, inspect_file, inspect_model_folder
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,16 +26,19 @@ class TensorFolder:
     def __init__(self, path: Path) -> None:
         """Raises UserError where files are missing, foreign or damaged. Reads headers only."""
         self.path = path if path.is_dir() else path.parent
-        self.entries: dict[str, TensorEntry] = inspect_model_folder(path) if path.is_dir() else read_header(path)
+        self.entries: dict[str, TensorEntry] = inspect_model_folder(path) if path.is_dir() else inspect_file(path)
         self._open: dict[str, safe_open] = {}
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
         """A tensor or a part of one, on the CPU, in the type it is stored in."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         file = self.entries[name].file
         if file not in self._open:
-            self._open[file] = safe_open(self.path / file, framework="pt")
+            try:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            except SafetensorError as error:  # its JSON is stricter than Python's
+                raise damaged(self.path / file, str(error)) from error
         if not part:
             return self._open[file].get_tensor(name)
         return self._open[file].get_slice(name)[part]

@@ -8,6 +8,7 @@ import sys
 import traceback
 
 from swiftlite.errors import RunError, SwiftliteError
+from swiftlite.untrusted import printable, without_secrets
 
 
 def show_error(error: BaseException, *, debug: bool = False) -> int:
@@ -20,6 +21,7 @@ def show_error(error: BaseException, *, debug: bool = False) -> int:
         where = f"{where}, rank {rank}" if where else f"rank {rank}"
     for label, text in (("error", shown.what), ("where", where), ("fix", shown.fix)):
         if text:
+            text = printable(without_secrets(text))  # it may quote what others wrote
             print(f"{label + ':':6} {text}", file=sys.stderr, flush=True)
     return shown.exit_code
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swiftlite.config.recipe import recipes_folder
+from swiftlite.errors import UserError
+from swiftlite.untrusted import existing, without_secrets
 
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+
+NAMES = (  # the settings that name files and folders
+    "model", "tokenizer", "chat_template", "dataset", "eval_dataset", "adapter", "cache_dir", "output_dir", "resume"
+)  # fmt: skip
+LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
 # NAME[:SUBSET][@SPLIT][#COUNT][*WEIGHT]
 SPEC = re.compile(r"(?P<name>.+?)(?P<subset>:[^:@#*/\\]+)?(?P<split>@[^@#*]+)?(?P<count>#\d+)?(?P<weight>\*[\d.]+)?")
 
@@ -45,15 +56,43 @@ def dataset_name(spec: str, base: Path | None = None) -> str:
     return known["name"] + subset + split + (given["count"] or "") + (given["weight"] or "")
 
 
+def check_text(text: str, where: str) -> None:
+    """Raises UserError for a value that holds a secret, or that cannot be saved. where: who gave it."""
+    if without_secrets(text) != text:
+        raise UserError(
+            "the value holds a password or a token, which would be saved with the run",
+            where=where,
+            fix="leave it out; log in with `hf auth login`, or set HF_TOKEN",
+        )
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UserError("the value is not UTF-8", where=where, fix="rename it, or write the letter itself")
+
+
+def check_name(name: str, where: str) -> None:
+    """The same for a name, which also has to be one that a file or folder can have."""
+    check_text(name, where)
+    try:
+        Path(name).expanduser()
+        possible = max(map(len, name.encode("utf-8").split(b"/"))) <= LONGEST_NAME and "\0" not in name
+    except RuntimeError:  # an unknown ~user
+        possible = False
+    if not possible:
+        raise UserError(f"no file or folder can have this name: {name[:80]!r}", where=where, fix="check the value")
+
+
+def check_names(config: RunConfig, where: Mapping[str, str]) -> None:
+    """Check every text of a config. where: of the values that somebody gave. Raises UserError."""
+    for setting, value in config.model_dump().items():
+        items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        for item in items:
+            if isinstance(item, str):
+                (check_name if setting in NAMES else check_text)(item, where.get(setting, setting))
+
+
 def placed(name: str, base: Path | None) -> str | None:
     """The path of an existing file or folder: against the working folder first, then against base. Else None."""
-    for path in (Path(name), *((base / name,) if base is not None else ())):
-        try:
-            if path.expanduser().exists():
-                return str(path)
-        except (OSError, ValueError, RuntimeError):  # too long for a path, a NUL, an unknown ~user: no path then
-            return None
-    return None
+    places = (name, *((str(base / name),) if base is not None else ()))
+    return next((str(Path(place)) for place in places if existing(place) is not None), None)
 
 
 def _plain(name: str) -> str:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.flags import find_flag, known_names, nearest
 from swiftlite.errors import UserError
+from swiftlite.untrusted import existing
 
 if TYPE_CHECKING:
     from yaml import Node
 
-LARGEST = 256 * 1024  # bytes; a recipe is a page of text
+LARGEST = 64 * 1024  # bytes; a recipe is a page of text, and parsing YAML is slow
 NULLS = ("", "~", "null", "Null", "NULL")
 PLAIN_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 TABLES = ("models", "datasets")  # files beside the recipes that are none
@@ -61,10 +62,10 @@ def shipped_recipes() -> dict[str, Path]:
 
 def find_recipe(name: str) -> Path:
     """The file of a recipe given by path or by name, with or without `.yaml`. Raises UserError where there is none."""
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = existing(name)
+    if path is not None and path.is_file():
         return path
-    if path.is_dir():
+    if path is not None and path.is_dir():
         raise UserError("the recipe is a folder", where=f"--recipe {name}", fix="name a .yaml file in it")
     shipped = shipped_recipes()
     wanted = name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/")
@@ -114,7 +115,7 @@ def _parse(path: Path) -> Node:
             where=f"{path}:{line}",
             fix="write one `key: value` a line; a tab or an unquoted `: ` is the usual reason",
         ) from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:  # PyYAML reads numbers unchecked
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise UserError(
             f"the recipe is not valid YAML: {reason}", where=str(path), fix="write one `key: value` a line"
@@ -153,6 +154,8 @@ def _value(node: Node, where: str, kind: str) -> Any:
     if node.tag not in PLAIN_TAGS and node.tag != "!":
         raise UserError(f"the YAML tag {node.tag} is not allowed", where=where, fix="write the plain value")
     if isinstance(node, yaml.ScalarNode):
+        if any("\ud800" <= letter <= "\udfff" for letter in node.value):
+            raise UserError("the value holds half of a surrogate pair", where=where, fix="write the letter itself")
         return None if node.style is None and node.value in NULLS else node.value
     if isinstance(node, yaml.SequenceNode):
         if kind not in ("list", "map"):

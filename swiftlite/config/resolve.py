@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,11 +14,12 @@ from swiftlite.config.batch import ACCUMULATION, GLOBAL, MICRO, Batch, solve_bat
 from swiftlite.config.checks import check_together, unused
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, plan_layout, under_torchrun
-from swiftlite.config.names import dataset_name, model_name, placed
+from swiftlite.config.names import check_names, dataset_name, model_name, placed
 from swiftlite.config.recipe import Recipe, load_recipe
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.validate import Given, build_config
 from swiftlite.errors import UserError
+from swiftlite.untrusted import read_json_file
 
 PREFERENCE_RATES = {"lora": 1e-5, "full": 1e-6, "freeze": 1e-6}  # losses against a reference bear less than SFT
 LEARNING_RATES = {  # (method, tuner): adapters bear ten times the rate of whole weights
@@ -71,6 +71,7 @@ def resolve(
     _settle_method(method, given)
     typed = build_config(given)
     _require(typed)
+    check_names(typed, {name: item.where for name, item in given.items()})
     base = recipe.path.resolve().parent if recipe else None
     named = typed.model_copy(update=_names(typed, base))
     layout = plan_layout(named, env)
@@ -185,10 +186,10 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
 def _positions(model: str) -> int | None:
     """The longest sequence of a local model; None where the model is not here or does not say."""
     try:
-        settings = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        settings = read_json_file(Path(model).expanduser() / "config.json")
         settings = settings.get("text_config") or settings
         found = settings.get("max_position_embeddings") or settings.get("n_positions")
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError):
         return None  # whoever loads the model says what is wrong with it
     return found if isinstance(found, int) and found > 1 else None
 

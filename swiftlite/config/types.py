@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from swiftlite.untrusted import existing
 
 NULL_WORDS = ("none", "null", "~", "")
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
@@ -64,7 +65,7 @@ def split_list(text: str) -> list[str]:
     >>> split_list("q_proj, v_proj")
     ['q_proj', 'v_proj']
     """
-    if "," not in text or _exists(text):
+    if "," not in text or existing(text) is not None:
         return [text]
     parts, depth = [""], 0
     for letter in text:
@@ -74,13 +75,6 @@ def split_list(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return [part.strip() for part in parts if part.strip()]
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).exists()
-    except (OSError, ValueError):  # a name too long for the file system, or with a NUL
-        return False
 
 
 def _to_list(value: Any) -> Any:

@@ -28,6 +28,7 @@ from swiftlite.data.sources import DataFile, Source
 from swiftlite.data.store import SequenceWriter
 from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
 from swiftlite.errors import RunError, UserError
+from swiftlite.untrusted import names_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +130,7 @@ def _check_columns_exist(file: DataFile, line: int, row: dict[str, Any], columns
     """A mapping of which the file has no column at all is a slip, not a property of the row."""
     if columns and not any(column in row for column in columns.values()):
         raise UserError(
-            f"the file has none of the columns {', '.join(columns.values())}; it has {', '.join(list(row)[:12])}",
+            f"the file has none of the columns {', '.join(columns.values())}; it has {names_of(row)}",
             where=file.where(line),
             fix="correct --columns KEY=COLUMN",
         )

@@ -23,8 +23,9 @@ def load_hub(spec: DatasetSpec):  # noqa: ANN201
         return _load(spec.name, spec.subset, spec.split or "train")
     except Exception as error:  # the library raises a dozen unrelated types for absent, private, offline, bad split
         near = missing_file(spec).fix
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
-            f"neither a file here nor a data set that the hub gives: {str(error).splitlines()[0]}",
+            f"neither a file here nor a data set that the hub gives: {reason}",
             where=f"--dataset {spec.text}",
             fix=f"check the name, the split, the network and `hf auth login`; for a local file: {near}",
         ) from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from swiftlite.data.forms import BadRow, Chat, Completion
+from swiftlite.untrusted import names_of, parse_json
 
 ROLES = {
     "system": "system",
@@ -20,13 +20,10 @@ ROLES = {
     "function": "tool",
     "function_call": "function_call",
 }
+MOST_MESSAGES = 4096  # a conversation is rendered once for each answer, so the work grows with their square
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+OWN_KEYS = ("role", "from", "content", "value", "train", "weight")  # of a message, read by us in their own spelling
 Turns = list[tuple[dict[str, Any], bool]]  # messages, each with whether it is an answer to learn
-
-
-def names_of(row: Mapping[str, Any]) -> str:
-    """The row's first keys, for messages."""
-    return ", ".join(list(row)[:12]) or "nothing"
 
 
 def json_type(value: object) -> str:
@@ -50,8 +47,8 @@ def array(value: object, name: str) -> list[Any]:
     """A list, or the JSON text of one (csv cells and string columns hold such)."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(value)
+        except ValueError as error:
             raise BadRow("wrong_type", f"{name} is a string that is no JSON array: {error}") from error
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"{name} must be an array, it is {json_type(value)}")
@@ -122,6 +119,8 @@ def chat(pairs: Turns, tools: list[dict[str, Any]] | None) -> Chat:
 
 def messages_of(given: list[Any], name: str) -> Turns:
     """The messages in the one spelling that templates take. name: of the list. Raises BadRow."""
+    if len(given) > MOST_MESSAGES:
+        raise BadRow("too_many_messages", f"{name} has {len(given):,} messages, at most {MOST_MESSAGES:,} are read")
     return [_message(json_object(message, f"{name}[{i}]"), f"{name}[{i}]") for i, message in enumerate(given)]
 
 
@@ -133,9 +132,9 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
     given_role = string(given[role_key], f"{name}.{role_key}")
     role = ROLES.get(given_role)
     if role is None:
-        raise BadRow("unknown_role", f"{name} has the role {given_role!r}; known: {', '.join(ROLES)}")
-    message = {key: value for key, value in given.items() if key not in (role_key, content_key, "train", "weight")}
-    message = {"role": role, "content": _content(given.get(content_key), name), **message}
+        raise BadRow("unknown_role", f"{name} has the role {given_role!r:.40}; known: {', '.join(ROLES)}")
+    message = {"role": role, "content": _content(given.get(content_key), name)}
+    message |= {key: value for key, value in given.items() if key not in OWN_KEYS}
     if role == "function_call":
         calls = _json_value(message["content"], name)
         message |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
@@ -176,8 +175,8 @@ def _content(value: object, name: str) -> str:
 
 def _json_value(text: str, name: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise BadRow("bad_tool_call", f"{name} is no JSON: {error}") from error
 
 

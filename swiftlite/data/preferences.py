@@ -111,7 +111,7 @@ def _margin(row: Mapping[str, Any]) -> float:
         return 0.0
     try:
         margin = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
         raise BadRow("wrong_type", f"margin must be a number, it is {json_type(value)}")

@@ -1,4 +1,5 @@
 """Reads the rows of one file: (line or row number from 1, payload). Memory stays flat for all but `.json` arrays.
+Files come from anywhere: lines, rows, batches and what is held as a whole have largest sizes, packed or not.
 
 A payload is a dict, an undecoded JSON line (the workers parse it), or a BadRow for a row that cannot even be read.
 What makes the rest of the file unreadable raises UserError with file and line.
@@ -19,10 +20,13 @@ from swiftlite.data.forms import BadRow
 from swiftlite.data.messages import json_type
 from swiftlite.data.sources import DataFile
 from swiftlite.errors import UserError
+from swiftlite.untrusted import check_depth, parse_json
 
 Payload = bytes | dict[str, Any] | BadRow
 MAX_LINE = 64 << 20  # bytes; a longer line is no row but a file of another type
 BATCH_ROWS = 1024
+LARGEST_WHOLE = 2 << 30  # bytes of a file that is held in memory as a whole
+LARGEST_BATCH = 2 << 30  # bytes of one Arrow record batch, unpacked
 UTF8_BOM = b"\xef\xbb\xbf"
 SAVE_AS_UTF8 = "save the file as UTF-8 (for example with iconv)"
 
@@ -58,10 +62,10 @@ def parse_payload(payload: Payload) -> dict[str, Any]:
     if isinstance(payload, BadRow):
         raise payload
     try:
-        row = json.loads(payload.decode("utf-8"))
+        row = parse_json(payload.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadRow("not_utf8", f"byte {error.start + 1} of the line is not UTF-8") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         hint = "; a file that is one JSON array must be named .json" if payload.lstrip()[:1] == b"[" else ""
         raise BadRow("invalid_json", f"not valid JSON: {error}{hint}") from error
     return _as_object(row)
@@ -113,8 +117,7 @@ def _read_text(file: DataFile, sample_by: str) -> Iterator[tuple[int, Payload]]:
     if sample_by == "line":
         yield from ((number, text_line(line)) for number, line in _lines(file))
         return
-    with open_bytes(file) as stream:
-        text = _decode(file, stream.read())
+    text = _whole_text(file, "train it with --sample-by line, or cut it into several files")
     if sample_by == "document":
         if text.strip():
             yield 1, {"text": text}
@@ -123,7 +126,12 @@ def _read_text(file: DataFile, sample_by: str) -> Iterator[tuple[int, Payload]]:
         yield text.count("\n", 0, match.start()) + 1, {"text": match.group().rstrip("\n")}
 
 
-def _decode(file: DataFile, data: bytes) -> str:
+def _whole_text(file: DataFile, fix: str) -> str:
+    """The text of a file that has to be held in memory. fix: for one that is too large."""
+    with open_bytes(file) as stream:
+        data = stream.read(LARGEST_WHOLE + 1)
+    if len(data) > LARGEST_WHOLE:
+        raise UserError(f"the file holds more than {LARGEST_WHOLE >> 30} GiB of text", where=file.label, fix=fix)
     try:
         return data.removeprefix(UTF8_BOM).decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -138,8 +146,7 @@ def _read_json(file: DataFile) -> Iterator[tuple[int, Payload]]:
     if head[:1] == b"{" and _first_line_is_complete(file):
         yield from _lines(file)
         return
-    with open_bytes(file) as stream:
-        text = _decode(file, stream.read())
+    text = _whole_text(file, "write it as JSON lines (.jsonl), which are read one at a time")
     if not text.strip():
         return
     if head[:1] != b"[":
@@ -152,7 +159,7 @@ def _read_json(file: DataFile) -> Iterator[tuple[int, Payload]]:
 def _first_line_is_complete(file: DataFile) -> bool:
     _, line = next(_lines(file))
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parse_json(line.decode("utf-8")), dict)
     except ValueError:
         with open_bytes(file) as stream:  # an indented object is no line; anything else is a broken first line
             return line.strip() not in (b"{", b"[") and len(stream.read(len(line) + 64).splitlines()) > 1
@@ -166,7 +173,9 @@ def _array_items(file: DataFile, text: str) -> Iterator[tuple[int, Payload]]:
     while text[position : position + 1] != "]":
         line, counted = line + text.count("\n", counted, position), position
         try:
-            row, position = decoder.raw_decode(text, position)
+            row, end = decoder.raw_decode(text, position)
+            check_depth(row, text.count("[", position, end) + text.count("{", position, end))
+            position = end
         except (ValueError, RecursionError) as error:
             at = error.lineno if isinstance(error, json.JSONDecodeError) else line
             raise UserError(f"not valid JSON: {error}", where=file.where(at), fix="mend the file there") from error
@@ -180,16 +189,23 @@ def _array_items(file: DataFile, text: str) -> Iterator[tuple[int, Payload]]:
         elif text[position : position + 1] != "]":
             at = text.count("\n", 0, position) + 1
             raise UserError("not valid JSON: expected , or ]", where=file.where(at), fix="mend the file there")
+    rest = blank.match(text, position + 1).end()
+    if rest < len(text):
+        at = text.count("\n", 0, rest) + 1
+        raise UserError("there is more behind the JSON array", where=file.where(at), fix="write one array a file")
 
 
 def _read_csv(file: DataFile) -> Iterator[tuple[int, Payload]]:
     csv.field_size_limit(MAX_LINE)
     delimiter = "\t" if file.kind == "tsv" else ","
     with open_bytes(file) as stream:
-        reader = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+        text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+        taken = [0]  # characters of the row that is being read: a quoted cell may go on over any number of lines
+        reader = csv.reader(_csv_lines(file, text, taken), delimiter=delimiter, strict=True)
         header, line = None, 1
         try:
             for cells in reader:
+                taken[0] = 0
                 if header is None and cells:
                     header = cells
                 elif cells and len(cells) != len(header):
@@ -200,9 +216,21 @@ def _read_csv(file: DataFile) -> Iterator[tuple[int, Payload]]:
         except csv.Error as error:
             raise UserError(f"not valid CSV: {error}", where=file.where(line), fix="mend the quotes there") from error
         except UnicodeDecodeError as error:
-            with open_bytes(file) as again:
-                _decode(file, again.read())
-            raise UserError("the text is not UTF-8", where=file.label, fix=SAVE_AS_UTF8) from error
+            bad = (number for number, line in _lines(file) if isinstance(text_line(line), BadRow))
+            raise UserError("the text is not UTF-8", where=file.where(next(bad, 1)), fix=SAVE_AS_UTF8) from error
+
+
+def _csv_lines(file: DataFile, text: io.TextIOWrapper, taken: list[int]) -> Iterator[str]:
+    """The lines of a CSV text. taken: one counter of characters, which the reader of the rows sets back."""
+    number = 0
+    while line := text.readline(MAX_LINE + 1):
+        number += 1
+        taken[0] += len(line)
+        if taken[0] > MAX_LINE:
+            raise UserError(
+                f"a row of more than {MAX_LINE >> 20} MiB", where=file.where(number), fix="mend the quotes there"
+            )
+        yield line
 
 
 def _read_parquet(file: DataFile) -> Iterator[tuple[int, Payload]]:
@@ -227,20 +255,44 @@ def _read_arrow(file: DataFile) -> Iterator[tuple[int, Payload]]:
 
 
 def _columnar(file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]]) -> Iterator[tuple[int, Payload]]:
+    with open_bytes(file) as stream:
+        yield from columnar_rows(file, lambda: batches(stream))
+
+
+def columnar_rows(
+    file: DataFile, batches: Callable[[], Iterator[Any]], first: int = 1
+) -> Iterator[tuple[int, Payload]]:
+    """(row number, row) of Arrow record batches. first: the number of the first. Raises UserError for damaged ones.
+
+    Arrow reads buffers as they lie in the file; offsets that point anywhere would end the process without a check
+    (https://arrow.apache.org/docs/format/Security.html).
+    """
     import pyarrow
 
-    number = 0
-    with open_bytes(file) as stream:
-        try:
-            for batch in batches(stream):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, drop_nulls(row)
-        except pyarrow.ArrowException as error:
-            message = str(error).splitlines()[0]
-            raise UserError(
-                f"not a sound {file.kind} file: {message}", where=file.where(number + 1), fix="write it again"
-            ) from error
+    number = first - 1
+    try:
+        for batch in batches():
+            batch.validate(full=True)  # before anything is asked of it, its size included
+            if batch.nbytes > LARGEST_BATCH:
+                raise UserError(
+                    f"{batch.num_rows:,} rows take more than {LARGEST_BATCH >> 30} GiB",
+                    where=file.where(number + 1),
+                    fix="write shorter rows, or smaller record batches",
+                )
+            for row in batch.to_pylist():
+                number += 1
+                yield number, drop_nulls(row)
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # or dates that Python lacks
+        message = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"not a sound {file.kind} file: {message}", where=file.where(number + 1), fix="write it again"
+        ) from error
 
 
 READERS: dict[str, Callable[[DataFile], Iterator[tuple[int, Payload]]]] = {

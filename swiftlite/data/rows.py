@@ -12,9 +12,10 @@ from typing import Any
 
 from swiftlite.config.methods import PAIRED, PREFERENCE
 from swiftlite.data.forms import BadRow, Chat, Row, Text
-from swiftlite.data.messages import answer_to, array, chat, names_of, optional_text, read_messages, string, tools_of
+from swiftlite.data.messages import answer_to, array, chat, optional_text, read_messages, string, tools_of
 from swiftlite.data.preferences import read_judged, read_preference, read_rejected_messages, read_rejected_response
 from swiftlite.errors import UserError
+from swiftlite.untrusted import names_of
 
 ANSWERS, PREFERENCES, UNPAIRED = "answers", "preference", "unpaired preference"
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swiftlite.errors import UserError
+from swiftlite.untrusted import existing, leaves_folder
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -26,6 +27,7 @@ KINDS = {
 SIDE_FILES = {"state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json"}
 OTHER_SPLITS = ("test", "validation", "valid", "val", "eval", "dev")
 HASH_BLOCK = 1 << 20
+LARGEST_WEIGHT = 10_000  # visits of a row in an epoch; they are listed in memory
 GRAMMAR = "NAME_OR_PATH[:SUBSET][@SPLIT][#COUNT][*WEIGHT]"
 
 _WEIGHT = re.compile(r"\*([^*#@:/]*)$")
@@ -83,21 +85,13 @@ def parse_spec(text: str) -> DatasetSpec:
     if not text.strip():
         raise UserError("an empty data set name", where="--dataset", fix=f"give {GRAMMAR}")
     for pattern, field in ((_WEIGHT, "weight"), (_COUNT, "count"), (_SPLIT, "split"), (_SUBSET, "subset")):
-        if path := _existing(spec.name):
+        if path := existing(spec.name):
             return replace(spec, path=path)
         match = pattern.search(spec.name)
         if match and match.start() > 0:
             value = _suffix_value(field, match.group(1), text)
             spec = replace(spec, name=spec.name[: match.start()], **{field: value})
-    return replace(spec, path=_existing(spec.name))
-
-
-def _existing(name: str) -> Path | None:
-    try:
-        path = Path(name).expanduser()
-        return path if path.exists() else None
-    except (OSError, ValueError, RuntimeError):  # too long for a path, a NUL, an unknown ~user: no path then
-        return None
+    return replace(spec, path=existing(spec.name))
 
 
 def _suffix_value(field: str, value: str, text: str) -> str | int | float:
@@ -109,10 +103,11 @@ def _suffix_value(field: str, value: str, text: str) -> str | int | float:
         number = int(value) if field == "count" else float(value)
     except ValueError:
         number = -1
-    if not (number > 0 and math.isfinite(number)):
+    if not (number > 0 and math.isfinite(number) and (field == "count" or number <= LARGEST_WEIGHT)):
         sign = "#" if field == "count" else "*"
         raise UserError(
-            f"{sign}{value} is not a {field}: it must be a {'whole ' if field == 'count' else ''}number above 0",
+            f"{sign}{value} is not a {field}: it must be a {'whole ' if field == 'count' else ''}number above 0"
+            + ("" if field == "count" else f", at most {LARGEST_WEIGHT:,}"),
             where=f"--dataset {text}",
             fix=f"give {GRAMMAR}, for example data.jsonl#1000*0.5",
         )
@@ -131,6 +126,8 @@ def resolve(spec: DatasetSpec) -> Source:
         raise UserError(
             "a single file has neither splits nor subsets", where=f"--dataset {spec.text}", fix=f"name {spec.name}"
         )
+    if not spec.path.is_file():
+        raise UserError("the data set is no plain file", where=str(spec.path), fix="name a file or a folder")
     file = as_data_file(spec.path)
     if file is None:
         raise UserError(
@@ -156,10 +153,11 @@ def _looks_like_a_path(name: str) -> bool:
 
 def missing_file(spec: DatasetSpec) -> UserError:
     """The error for a name that is no file, with the nearest names that do exist."""
-    path = Path(spec.name).expanduser()
-    folder = path.parent
-    if not folder.is_dir():
-        return UserError("no such folder", where=str(folder), fix=f"check the path of --dataset {spec.text}")
+    folder = existing(str(Path(spec.name).parent))
+    if folder is None or not folder.is_dir():
+        where = str(Path(spec.name).parent)
+        return UserError("no such folder", where=where, fix=f"check the path of --dataset {spec.text}")
+    path = folder / Path(spec.name).name
     names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     fix = f"did you mean {' or '.join(str(folder / name) for name in close)}?" if close else "check the path"
@@ -172,6 +170,8 @@ def _folder_files(spec: DatasetSpec) -> list[DataFile]:
     The split of a file is told by its folders and its name, as on the hub (`train-00000.parquet`, `test/a.jsonl`).
     Without `@SPLIT` a folder that has a `train` split gives that one, any other folder gives everything.
     """
+    if spec.subset == "..":
+        raise UserError("the subset leaves the folder", where=f"--dataset {spec.text}", fix=f"give {GRAMMAR}")
     root = spec.path / spec.subset if spec.subset else spec.path
     found = sorted(
         path
@@ -193,6 +193,11 @@ def _folder_files(spec: DatasetSpec) -> list[DataFile]:
             where=str(root),
             fix=f"put files of type {', '.join(KINDS)} (also with .gz) there",
         )
+    for _, file in files:
+        if leaves_folder(spec.path, file.path):
+            raise UserError(
+                "the file is a link that leaves the data folder", where=file.label, fix="name the file itself"
+            )
     return [file for _, file in files]
 
 

@@ -6,6 +6,7 @@ lose every end-of-turn token of the many models whose pad is their eos.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ import numpy as np
 
 from swiftlite.config.methods import PAIRED
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row
+from swiftlite.data.messages import string
 from swiftlite.data.preference_tokens import Preference, Tokens, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
 from swiftlite.data.rows import FORMATS, read_row, rename_columns
 from swiftlite.data.sources import DataFile
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
+from swiftlite.untrusted import names_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +118,7 @@ class RowTokenizer:
     def _read(self, raw: RawRow) -> Row:
         row = parse_payload(raw.payload)
         if raw.format is None:
-            raise BadRow("unknown_format", f"no row format has these keys: {', '.join(list(row)[:12]) or 'none'}")
+            raise BadRow("unknown_format", f"no row format has these keys: {names_of(row)}")
         known = next(known for known in FORMATS if known.name == raw.format)
         return read_row(rename_columns(row, self._options.columns), known)
 
@@ -129,7 +132,10 @@ class RowTokenizer:
             if self._renderer is None:
                 self._renderer = ChatRenderer(self._tokenizer, self._options.template_date)
             parts = self._renderer.render(row)
-            return [_Text(part.text, part.spans, plain=False, add_eos=part.add_eos) for part in parts]
+            return [
+                _Text(string(part.text, "the conversation"), part.spans, plain=False, add_eos=part.add_eos)
+                for part in parts
+            ]
         if isinstance(row, Completion):
             text = row.prompt + row.completion
             return [_Text(text, [(len(row.prompt), len(text))], plain=True, add_eos=True)]
@@ -295,12 +301,16 @@ def _keep(batch: TokenBatch, row: RawRow, tokens: Tokens, preference: Preference
 def _reject(batch: TokenBatch, row: RawRow, files: list[DataFile], bad: BadRow) -> None:
     batch.dropped[bad.reason] += 1
     shown = row.payload.decode("utf-8", "replace") if isinstance(row.payload, bytes) else row.payload
-    batch.rejected.append(
-        {
-            "file": files[row.file].label,
-            "line": row.line,
-            "reason": bad.reason,
-            "detail": bad.detail,
-            "row": None if isinstance(shown, BadRow) else shown,
-        }
-    )
+    rejected = {
+        "file": files[row.file].label,
+        "line": row.line,
+        "reason": bad.reason,
+        "detail": bad.detail,
+        "row": None if isinstance(shown, BadRow) else shown,
+    }
+    # Half surrogate pairs can be in no file, dates and the like of columnar files not in JSON.
+    batch.rejected.append(json.loads(_half_pairs_out(json.dumps(rejected, ensure_ascii=False, default=str))))
+
+
+def _half_pairs_out(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from swiftlite.data.readers import MAX_LINE, UTF8_BOM, Payload, drop_nulls, read_rows, text_line
+from swiftlite.data.readers import BATCH_ROWS, MAX_LINE, UTF8_BOM, Payload, columnar_rows, read_rows, text_line
 from swiftlite.data.sources import DataFile
 from swiftlite.errors import UserError
 
@@ -127,8 +128,9 @@ def _read_groups(file: DataFile, window: Window) -> Iterator[tuple[int, Payload]
     import pyarrow
     import pyarrow.parquet
 
-    if file.kind == "parquet":
-        rows = pyarrow.parquet.ParquetFile(file.path).read_row_group(window.start).to_pylist()
-    else:
-        rows = pyarrow.ipc.open_file(pyarrow.memory_map(str(file.path))).get_batch(window.start).to_pylist()
-    yield from ((window.first_row + i, drop_nulls(row)) for i, row in enumerate(rows))
+    def batches() -> Iterator[Any]:
+        if file.kind == "parquet":
+            return pyarrow.parquet.ParquetFile(file.path).iter_batches(BATCH_ROWS, row_groups=[window.start])
+        return iter([pyarrow.ipc.open_file(pyarrow.memory_map(str(file.path))).get_batch(window.start)])
+
+    yield from columnar_rows(file, batches, window.first_row)

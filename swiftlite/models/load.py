@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.errors import UserError
+from swiftlite.config.names import check_name
+from swiftlite.errors import SwiftliteError, UserError
 from swiftlite.imports import collector_paused
+from swiftlite.untrusted import read_json_file
 
 if TYPE_CHECKING:
     import torch
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 
 def check_model_path(model: str) -> None:
     """A name that looks like a path must exist. Raises UserError."""
+    check_name(model, "--model")
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(
                 "the model folder has no config.json", where=str(path), fix="name a folder that save_pretrained wrote"
             )
-        _check_json(path / "config.json")
+        _check_config(path / "config.json")
         return
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise UserError(
@@ -35,13 +37,28 @@ def check_model_path(model: str) -> None:
         )
 
 
-def _check_json(path: Path) -> None:
+def _check_config(path: Path) -> None:
     try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        config = read_json_file(path)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again"
         ) from error
+    attention = next((str(value) for value in _attentions(config) if "/" in str(value)), None)
+    if attention is not None:  # OWNER/KERNEL: transformers would fetch it and run it
+        raise UserError(
+            f"{path.name} asks for code of the hub: {attention[:80]!r} as attn_implementation",
+            where=str(path),
+            fix="take the line out of the file",
+        )
+
+
+def _attentions(config: Any) -> Iterator[Any]:
+    """What a config says of attention, of its parts too."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if "attn_implementation" in key:
+            yield value
+        yield from _attentions(value)
 
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -157,9 +174,9 @@ def hub_errors(source: str, what: str) -> Iterator[None]:
     """Turn what transformers and the hub raise for a bad source into one clear error."""
     try:
         yield
-    except UserError:
+    except SwiftliteError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except Exception as error:  # tokenizers raises no narrower type
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         local = Path(source).expanduser().is_dir()
         fix = (

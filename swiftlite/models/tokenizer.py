@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swiftlite.config.names import check_name
 from swiftlite.errors import UserError
 from swiftlite.models.load import check_model_path, hub_errors
+from swiftlite.untrusted import existing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +20,7 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+LARGEST_TEMPLATE = 1 << 20  # bytes
 BUILT_IN_TEMPLATES = {"chatml": CHATML}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -61,6 +64,8 @@ def load_tokenizer(
     source = tokenizer or model
     if tokenizer is None:
         check_model_path(source)
+    else:
+        check_name(source, "--tokenizer")
     folder = Path(source).expanduser()
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
@@ -81,10 +86,18 @@ def read_chat_template(name: str) -> str:
     """The text of a built-in template or of a Jinja file. Raises UserError."""
     if name in BUILT_IN_TEMPLATES:
         return BUILT_IN_TEMPLATES[name]
-    path = Path(name).expanduser()
-    if not path.is_file():
+    path = existing(name)
+    if path is None or not path.is_file():
         known = ", ".join(BUILT_IN_TEMPLATES)
+        where = f"--chat-template {name[:80]}"
+        raise UserError("no such chat template", where=where, fix=f"name a .jinja file or one of: {known}")
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_TEMPLATE + 1).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            "no such chat template", where=f"--chat-template {name}", fix=f"name a .jinja file or one of: {known}"
-        )
-    return path.read_text(encoding="utf-8")
+            f"the chat template cannot be read: {error}", where=str(path), fix="save it as UTF-8"
+        ) from error
+    if len(text) > LARGEST_TEMPLATE:
+        raise UserError(f"the chat template is larger than {LARGEST_TEMPLATE >> 20} MiB", where=str(path))
+    return text

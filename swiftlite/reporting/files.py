@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import RunError
+from swiftlite.untrusted import parse_json, without_secrets
 
 RUN = "run.json"
-SECRET = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^/\s@\"']+@|(?<=[?&])(?:access_)?token=[^&\s\"'<>]+")
 STATE_TYPES = {
     "id": str,
     "started": str,
@@ -24,11 +23,6 @@ STATE_TYPES = {
     "facts": dict,
     "messages": list,
 }
-
-
-def without_secrets(text: str) -> str:
-    """The text without hub tokens, passwords in addresses and tokens in their queries."""
-    return SECRET.sub("***", text)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
@@ -75,7 +69,7 @@ def read_run_state(output: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or an empty one where the file is missing, damaged or something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

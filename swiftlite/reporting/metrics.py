@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.reporting.files import disk_errors, write_whole
+from swiftlite.untrusted import parse_json
 
 FILE = "metrics.jsonl"
 
@@ -50,8 +51,8 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)

@@ -9,9 +9,10 @@ from typing import Any
 
 from swiftlite.reporting.charts import Line, chart
 from swiftlite.reporting.curves import preference_groups, series, smoothed
-from swiftlite.reporting.files import read_json, read_run_state, without_secrets, write_whole
+from swiftlite.reporting.files import read_json, read_run_state, write_whole
 from swiftlite.reporting.metrics import read_metrics
 from swiftlite.reporting.words import duration, short
+from swiftlite.untrusted import without_secrets
 
 Rows = list[dict[str, Any]]
 

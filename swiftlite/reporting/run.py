@@ -15,10 +15,11 @@ from swiftlite import __version__
 from swiftlite.errors import RunError
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.display import Update, open_display
-from swiftlite.reporting.files import disk_errors, read_run_state, without_secrets, write_run_state
+from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
 from swiftlite.reporting.metrics import MetricsFile
 from swiftlite.reporting.trackers import Tracker, check_trackers, open_trackers
 from swiftlite.reporting.words import duration, printable, short
+from swiftlite.untrusted import without_secrets
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swiftlite.errors import UserError
-from swiftlite.reporting.files import without_secrets
+from swiftlite.untrusted import without_secrets
 
 PROJECT = "swiftlite"
 
@@ -41,7 +41,7 @@ def open_trackers(
 
     Raises UserError where one does not start, such as without an account.
     """
-    shown = {key: without_secrets(value) if isinstance(value, str) else value for key, value in settings.items()}
+    shown = {key: _masked(value) for key, value in settings.items()}
     opened: dict[str, Tracker] = {}
     for name in names:
         try:
@@ -56,6 +56,12 @@ def open_trackers(
                 fix=FIXES[name],
             ) from error
     return opened
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_masked(item) for item in value]
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 class TensorBoard:

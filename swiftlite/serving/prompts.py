@@ -6,12 +6,12 @@ that they can be compared with what the model says.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError
+from swiftlite.untrusted import names_of, parse_json
 
 Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "developer": "system", "observation": "tool", "function": "tool"}
@@ -54,10 +54,10 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
 
 def _question(line: bytes, where: str, system: str | None) -> Question:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError("the line is not UTF-8", where=where, fix="save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"not valid JSON: {error}", where=where, fix="write one JSON object a line") from error
     if not isinstance(row, dict):
         raise UserError("a row must be a JSON object", where=where, fix="write one JSON object a line")
@@ -84,8 +84,7 @@ def _messages(row: dict[str, Any], where: str) -> list[Message]:
     if "instruction" in row:
         parts = [_text(row[key], key, where) for key in ("instruction", "input") if row.get(key)]
         return [*_history(row, where), {"role": "user", "content": "\n".join(parts)}]
-    found = ", ".join(list(row)[:12]) or "nothing"
-    raise UserError(f"no row format fits these keys: {found}", where=where, fix=f"use one of: {FORMATS}")
+    raise UserError(f"no row format fits these keys: {names_of(row)}", where=where, fix=f"use one of: {FORMATS}")
 
 
 def _turns(given: object, name: str, where: str) -> list[Message]:
@@ -100,7 +99,7 @@ def _turn(given: object, name: str, where: str) -> Message:
     role = given.get("role", given.get("from"))
     role = ROLES.get(role, role) if isinstance(role, str) else role
     if role not in KNOWN_ROLES:
-        raise UserError(f"{name} has the role {role!r}", where=where, fix=f"use one of: {', '.join(KNOWN_ROLES)}")
+        raise UserError(f"{name} has the role {role!r:.40}", where=where, fix=f"use one of: {', '.join(KNOWN_ROLES)}")
     rest = {key: value for key, value in given.items() if key not in ("role", "from", "content", "value", "train")}
     content = given.get("content", given.get("value"))
     if content is None and rest.get("tool_calls"):

@@ -6,15 +6,16 @@ holds the files of either, or the output folder of a run, whose `model/` is mean
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftlite.config.names import model_name
+from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
+from swiftlite.config.names import check_name, model_name
 from swiftlite.errors import UserError
 from swiftlite.models.load import check_model_path
 from swiftlite.models.tokenizer import TOKENIZER_FILES
+from swiftlite.untrusted import read_json_file
 
 MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
@@ -40,6 +41,9 @@ def find_source(model: str | None, adapter: str | None) -> ModelSource:
     """Settles what to load. Raises UserError where a name leads nowhere or the two do not go together."""
     if model is None and adapter is None:
         raise UserError("no model is named", fix="add --model with a folder, a hub id or a short name (qwen3-0.6b)")
+    for flag, name in (("--model", model), ("--adapter", adapter)):
+        if name is not None:
+            check_name(name, flag)
     named = None if model is None else _inside_run(_resolve(model), f"--model {model}")
     if adapter is None:
         return _with_adapter(Path(named), None) if _is_adapter(named) else _checked(ModelSource(named, None, named))
@@ -92,6 +96,7 @@ def _with_adapter(folder: Path, base: str | None) -> ModelSource:
     """The adapter in `folder` on the base that is given, else on the one it was trained on."""
     recorded = _base_of(folder) if base is None else None
     source = base or recorded or ""
+    check_name(source, str(folder / ADAPTER_CONFIG))
     if recorded is not None and not Path(recorded).expanduser().is_dir() and not _is_hub_id(recorded):
         raise UserError(
             f"the adapter's base model is not where it was: {recorded}",
@@ -104,8 +109,8 @@ def _with_adapter(folder: Path, base: str | None) -> ModelSource:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json_file(path)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again"
         ) from error
@@ -130,4 +135,6 @@ def _is_hub_id(name: str) -> bool:
 
 def _checked(source: ModelSource) -> ModelSource:
     check_model_path(source.base)
+    if source.adapter is not None:
+        inspect_file(source.adapter / ADAPTER)  # peft would read a pickle where there are no safetensors
     return source

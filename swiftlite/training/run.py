@@ -23,6 +23,8 @@ from swiftlite.checkpoint.saver import Saver
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
 from swiftlite.checkpoint.space import Space, check_space
 from swiftlite.checkpoint.state import (
+    as_saved,
+    damaged_state,
     load_resume_state,
     plan_resume_file,
     read_trainer_state,
@@ -42,7 +44,7 @@ from swiftlite.training.failures import StepFailed, is_out_of_memory
 from swiftlite.training.loop import Loop, Parts, Progress
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
-from swiftlite.training.precision import describe_device
+from swiftlite.training.precision import LossScale, describe_device
 from swiftlite.training.setup import Trainee, build_trainee, check_model
 from swiftlite.training.setup_method import MethodParts, build_method
 from swiftlite.training.stopping import Stopped, stop_requests
@@ -144,6 +146,20 @@ def _named_checkpoint(folder: Path, output: Path, used: bool) -> Path:
     return folder
 
 
+def saved_progress(state: dict[str, Any], checkpoint: Path, method: dict[str, Any]) -> Progress:
+    """The counters of `trainer_state.json`. method: the state of a fresh method. Raises UserError for other ones."""
+    progress = as_saved(Progress, state["progress"], checkpoint)
+    if progress.loss_scale:
+        as_saved(LossScale, progress.loss_scale, checkpoint)
+    if progress.step < 0 or _types(progress.method) != _types(method):
+        raise damaged_state(checkpoint, "progress")
+    return progress
+
+
+def _types(values: dict[str, Any]) -> dict[str, type]:
+    return {key: type(value) for key, value in values.items()}
+
+
 class Session:
     """One run's parts between loading and the end, and what is written of them."""
 
@@ -185,7 +201,7 @@ class Session:
             )
         trainee = self._trainee
         load_resume_state(checkpoint, trainee.trained_shapes, trainee.trained(), self._optimizer)
-        self._progress = Progress(**state["progress"])
+        self._progress = saved_progress(state, checkpoint, self._method.state)
         self._method.state = self._progress.method
 
     def train(self, began: float) -> None:

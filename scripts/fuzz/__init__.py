@@ -1,0 +1,1 @@
+"""Parts of the fuzzing campaign (scripts/fuzz_inputs.py)."""
