@@ -54,12 +54,33 @@ def test_preferences_go_on_in_other_layouts(tmp_path):
     }
 
 
-def test_four_processes_in_products(tmp_path):
-    products = ["hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"]
-    verdicts = verdicts_of(
-        tmp_path, 4, "-a", "gemma3", "--method", "sft", *(word for name in products for word in ("-l", name))
-    )
-    assert equal(verdicts) >= set(products)
+def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects) -> list:
+    """Verdicts of these subjects, of one architecture, in these layouts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (name,) = {subject.architecture for subject in subjects}
+    models = {name: str(write_toy(tmp_path / "model", toy_config(name, 2 * count)))}
+    write_rows(tmp_path)
+    picked = [case for case in cases(count) if case.name in chosen]
+    assert len(picked) == len(chosen)
+    with pytest.raises(SystemExit) as ended:
+        start_processes(Machines(count), verify_in_process, str(tmp_path), models, list(subjects), picked, show_error)
+    assert ended.value.code == 0
+    found = read_verdicts(tmp_path)
+    assert len(found) == len(picked) * len(subjects)
+    return found
+
+
+def test_four_processes_in_products(tmp_path, monkeypatch):
+    both = Subject("gemma3", "gemma3", FULL), Subject("gemma3", "gemma3, LoRA", LORA)
+    for verdict in in_real_processes(tmp_path, monkeypatch, 4, ("hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"), *both):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
+def test_equal_weights_are_equal_files_in_every_layout(tmp_path, monkeypatch):
+    still = Subject("llama", "llama", FULL | {"learning_rate": 1e-30})  # too small to change a weight
+    chosen = ("fsdp full 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "pp 2 zero-bubble", "cp 2")
+    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, still):
+        assert verdict.difference.weights == 0 and verdict.difference.same_files, verdict
 
 
 # bf16 has 8 bits of mantissa: sums in another order differ by up to 2^-8 in a value, much less in a mean.
@@ -67,19 +88,9 @@ BF16_LOSS, BF16_NORM = 2**-9, 2**-6
 
 
 def test_bf16_layouts_differ_from_one_process_by_rounding_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    models = {"llama": str(write_toy(tmp_path / "model", toy_config("llama")))}
-    write_rows(tmp_path)
-    subjects = [
-        Subject("llama", name, flags | {"precision": "bf16"}) for name, flags in (("full", FULL), ("lora", LORA))
-    ]
-    chosen = [case for case in cases(2) if case.name in ("fsdp full 2", "ddp 2", "tp 2", "pp 2", "cp 2")]
-    with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(2), verify_in_process, str(tmp_path), models, subjects, chosen, show_error)
-    assert ended.value.code == 0
-    verdicts = read_verdicts(tmp_path)
-    assert len(verdicts) == 10
-    for verdict in verdicts:
+    kinds = [Subject("llama", name, flags | {"precision": "bf16"}) for name, flags in (("full", FULL), ("lora", LORA))]
+    chosen = ("fsdp full 2", "ddp 2", "tp 2", "pp 2", "cp 2")
+    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, *kinds):
         assert 0 < verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
 
 

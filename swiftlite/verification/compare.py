@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,20 @@ LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4  # relative
 
 @dataclass(frozen=True)
 class Difference:
-    """Worst relative differences over all steps, and of all final tensors by their 2-norm."""
+    """Worst relative differences over all steps, and of all final tensors by their 2-norm. same_files: whether every
+    file of the two results has the same bytes.
+    """
 
     loss: float
     norm: float
     weights: float
+    same_files: bool = False
 
     @property
     def agrees(self) -> bool:
-        return self.loss <= LOSS and self.norm <= NORM and self.weights <= WEIGHTS
+        """Within the limits; and where the weights are equal, their files are."""
+        close = self.loss <= LOSS and self.norm <= NORM and self.weights <= WEIGHTS
+        return close and (self.same_files or self.weights > 0)
 
 
 def compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]], folder: Path, reference: Path) -> Difference:
@@ -33,6 +39,7 @@ def compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]], folder: 
         loss=max(_relative(row["loss"], other["loss"]) for row, other in zip(rows, expected, strict=True)),
         norm=max(_relative(row["grad_norm"], other["grad_norm"]) for row, other in zip(rows, expected, strict=True)),
         weights=weights_difference(folder, reference),
+        same_files=_contents(folder) == _contents(reference),
     )
 
 
@@ -54,6 +61,12 @@ def weights_difference(folder: Path, reference: Path) -> float:
         difference = (mine[name].double() - tensor.double()).norm().item()
         worst = max(worst, difference / max(tensor.double().norm().item(), 1e-12))
     return worst
+
+
+def _contents(folder: Path) -> dict[str, str]:
+    """The hash of each file."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
