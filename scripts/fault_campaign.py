@@ -39,7 +39,8 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("sft, full", "sft", ("--tuner", "full"), 6),
+    Subject("sft, full", "sft", ("--tuner", "full"), 4),
+    Subject("sft, full, saved beside the training", "sft", ("--tuner", "full", "--async-save", "on"), 2),
     Subject("sft, full, bf16 model", "sft", ("--tuner", "full", "--save-dtype", "bf16"), 4),
     Subject("sft, LoRA", "sft", ("--tuner", "lora"), 4),
     Subject("dpo, LoRA", "dpo", ("--tuner", "lora"), 2),
