@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -92,8 +93,10 @@ def start(line: list[str], log: Path) -> int:
     """Begin a run in a process group of its own. Returns its process id."""
     child = os.fork()
     if child:
+        with suppress(OSError):  # it has done so itself
+            os.setpgid(child, child)
         return child
-    os.setsid()
+    os.setpgid(0, 0)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)

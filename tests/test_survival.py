@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -131,6 +132,36 @@ def test_the_worst_moment_has_one_checkpoint_more_than_are_kept(tmp_path):
     assert space.needed(tmp_path) == {tmp_path / "checkpoints": 300, tmp_path: 10 + spare}
     assert Space(100, 10, saves=1, keep=2, kept=0).checkpoints == 100
     assert Space(100, 10, saves=9, keep=2, kept=2).checkpoints == 100  # resumed
+
+
+@pytest.mark.parametrize("last_file", ["metrics.jsonl", "config.yaml", ".config.yaml.partial"])
+def test_a_run_that_is_killed_while_it_opens_its_folder_can_go_on(base, tmp_path, monkeypatch, last_file):
+    """The folder as it is right after each of its first files was written."""
+    real, seen = os.replace, []
+
+    class Killed(BaseException):
+        pass
+
+    def watch(*_arguments):
+        names = {path.name for path in (tmp_path / "out").iterdir()} if (tmp_path / "out").is_dir() else set()
+        if last_file in names:
+            seen.append(names)
+            shutil.copytree(tmp_path / "out", tmp_path / "then")
+            raise Killed
+
+    def replace_file(source, target):
+        watch()
+        real(source, target)
+        watch()
+
+    monkeypatch.setattr(os, "replace", replace_file)
+    monkeypatch.setattr("swiftlite.training.run.Loop.run", watch)
+    with pytest.raises(Killed):
+        train(base)
+    monkeypatch.undo()
+    assert seen and ("config.yaml" in seen[0] or last_file.startswith("."))
+    train(base, output_dir=str(tmp_path / "then"), resume="auto")
+    assert (tmp_path / "then" / "model").is_dir()
 
 
 def test_latest_and_best_are_links_that_can_be_resumed_from(base, tmp_path):

@@ -38,6 +38,7 @@ from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
+from swiftlite.reporting import files
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.failures import StepFailed, is_out_of_memory
@@ -107,7 +108,7 @@ def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[st
 
 
 def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
-    used = output.exists() and any(output.iterdir())
+    used = output.exists() and any(not entry.name.startswith(".") for entry in output.iterdir())
     if config.resume == "never":
         if used:
             raise UserError(
@@ -208,9 +209,10 @@ class Session:
         """Run the loop, then write model/, audit, plots and page. began: of the run, by time.monotonic."""
         config, trainee, plan = self._config, self._trainee, self._prepared.train
         in_turn(self._mesh, self._check_space if self._leads else nothing)
-        self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
+        with self._settings_written():
+            self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
         if self._leads:
-            self._write_start()
+            self._write_audit()
         parts = Parts(
             config=config,
             plan=plan,
@@ -317,10 +319,26 @@ class Session:
     def _write_model(self, folder: Path) -> None:
         self._trainee.files.plan.write(folder, to_write(self._mesh, self._trainee.tensors()))
 
-    def _write_start(self) -> None:
-        self._output.mkdir(parents=True, exist_ok=True)
-        save_config(self._config, self._output / "config.yaml")
-        self._write_audit()
+    @contextmanager
+    def _settings_written(self) -> Iterator[None]:
+        """config.yaml comes before all other files: by it a folder is known as a run's, however soon that is killed.
+
+        It goes again where the block raises, if it was not there before.
+        """
+        path = self._output / "config.yaml"
+        is_new = self._leads and not path.exists()
+        if self._leads:
+            with files.disk_errors(self._output):
+                self._output.mkdir(parents=True, exist_ok=True)
+                save_config(self._config, path)
+        try:
+            yield
+        except BaseException:
+            if is_new:
+                path.unlink()
+                with suppress(OSError):  # it holds something
+                    self._output.rmdir()
+            raise
 
     def _write_audit(self) -> None:
         """What became of the rows. A streamed data set knows it only at the end, so it is written there again."""
