@@ -25,7 +25,7 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(tmp_path):
     assert all(outcome["difference"] == 0 and outcome["problem"] is None for outcome in outcomes)
     assert "| **all** | 5 |" in page.read_text()
     # what another run ended with is not what this one should have
-    undisturbed = next((tmp_path / "work").glob("undisturbed-sft_full*/model/model.safetensors"))
+    undisturbed = next((tmp_path / "work").glob("undisturbed-dpo*/model/adapter_model.safetensors"))
     content = bytearray(undisturbed.read_bytes())
     content[-3] ^= 0x40
     undisturbed.write_bytes(content)
