@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from importlib.metadata import version
 from pathlib import Path
 
 from bench.campaign import machine
+from bench.tables import fill, has_place, markdown_table
 
-PLACE = re.compile(r"(<!-- verify -->\n).*?(<!-- /verify -->)", re.DOTALL)
+PLACE = "verify"
 
 
 def cell(verdict: dict | None) -> str:
@@ -28,15 +28,13 @@ def cell(verdict: dict | None) -> str:
     return text if found["loss"] <= 1e-5 and found["norm"] <= 1e-4 and found["weights"] <= 1e-4 else f"**{text}**"
 
 
-def table(verdicts: list[dict]) -> list[str]:
-    """Markdown lines: layouts down, models across, in the order in which they were tried."""
+def table(verdicts: list[dict]) -> str:
+    """Layouts down, models across, in the order in which they were tried."""
     subjects = list(dict.fromkeys(verdict["subject"] for verdict in verdicts))
     layouts = list(dict.fromkeys(verdict["case"] for verdict in verdicts))
     found = {(verdict["case"], verdict["subject"]): verdict for verdict in verdicts}
-    lines = ["| layout | " + " | ".join(subjects) + " |", "|---" * (len(subjects) + 1) + "|"]
-    for layout in layouts:
-        lines.append(f"| {layout} | " + " | ".join(cell(found.get((layout, subject))) for subject in subjects) + " |")
-    return lines
+    rows = [[layout, *(cell(found.get((layout, subject))) for subject in subjects)] for layout in layouts]
+    return markdown_table(("layout", *subjects), rows)
 
 
 def main() -> None:
@@ -44,24 +42,18 @@ def main() -> None:
     parser.add_argument("reports", nargs="+", type=Path, help="files that `swiftlite verify --json` wrote")
     parser.add_argument("--markdown", type=Path, required=True, help="file whose marked place takes the table")
     options = parser.parse_args()
+    if not has_place(options.markdown, PLACE):
+        parser.error(f"{options.markdown} has no place for the table")
     verdicts = [verdict for path in options.reports for verdict in json.loads(path.read_text())]
     worst = [max(v["difference"][key] for v in verdicts if v["difference"]) for key in ("loss", "norm", "weights")]
     count = sum(verdict["difference"] is not None for verdict in verdicts)
     facts = machine()
     where = f"{facts['cores']} cores, {facts['cpu']}; torch {version('torch')}, transformers {version('transformers')}"
-    text = "\n".join(
-        [
-            f"Worst relative differences of loss / gradient norm over 5 steps, {where}. Over all {count} runs: "
-            f"loss {worst[0]:.0e}, gradient norm {worst[1]:.0e}, a tensor of final weights {worst[2]:.0e} (2-norm).",
-            "",
-            *table(verdicts),
-            "",
-        ]
+    about = (
+        f"Worst relative differences of loss / gradient norm over 5 steps, {where}. Over all {count} runs: "
+        f"loss {worst[0]:.0e}, gradient norm {worst[1]:.0e}, a tensor of final weights {worst[2]:.0e} (2-norm)."
     )
-    page = options.markdown.read_text(encoding="utf-8")
-    if not PLACE.search(page):
-        parser.error(f"{options.markdown} has no place for the table")
-    options.markdown.write_text(PLACE.sub(lambda match: match[1] + text + match[2], page), encoding="utf-8")
+    fill(options.markdown, PLACE, f"{about}\n\n{table(verdicts)}")
 
 
 if __name__ == "__main__":

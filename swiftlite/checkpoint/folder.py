@@ -26,7 +26,6 @@ STEP = re.compile(r"step-(\d{8,})")
 UNFINISHED_STEP = re.compile(r"\.step-(\d{8,})\.partial")
 HIDDEN_STEP = re.compile(r"\.step-(\d{8,})\.(partial|doomed)")
 PARTIAL, DOOMED = ".partial", ".doomed"
-LARGEST_MANIFEST = 16 << 20
 HASHING_THREADS = 8  # hashlib and fsync let go of the interpreter, so files are sealed side by side
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers raise errors of their own with this in it
 GO_ON = "go on with --resume auto"
@@ -134,7 +133,7 @@ def _seal(folder: Path, *, with_manifest: bool) -> None:
     files = _files(folder)
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         list(pool.map(_sync, files))
-        hashes = list(pool.map(_hash, files)) if with_manifest else []
+        hashes = list(pool.map(hash_file, files)) if with_manifest else []
     if with_manifest:
         entries = {
             path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest}
@@ -160,7 +159,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -173,7 +173,7 @@ def check_folder(folder: Path, *, deep: bool = False) -> list[str]:
     try:
         if leaves_folder(folder, path):
             return [f"{MANIFEST} is a link that leaves the folder"]
-        listed = read_json_file(path, LARGEST_MANIFEST)["files"]
+        listed = read_json_file(path)["files"]
         entries = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in listed.items()}
     except OSError:
         return [f"{MANIFEST} is missing, so it was never completed"]
@@ -199,7 +199,7 @@ def _size_problem(folder: Path, name: str, size: int) -> str | None:
 
 def _hash_problem(folder: Path, name: str, digest: str) -> str | None:
     try:
-        same = _hash(folder / name) == digest
+        same = hash_file(folder / name) == digest
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return None if same else f"{name} has changed since it was written (its hash differs)"

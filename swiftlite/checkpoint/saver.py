@@ -13,7 +13,7 @@ import torch.distributed as dist
 from swiftlite.checkpoint.boxes import Holding
 from swiftlite.checkpoint.shared import T, Together, write_together
 from swiftlite.checkpoint.tensor_writer import FilePlan
-from swiftlite.parallel.mesh import Mesh
+from swiftlite.parallel.mesh import Mesh, gather_objects
 
 PATIENCE = timedelta(hours=2)  # of a process whose part is written for one whose disk is slow
 
@@ -91,8 +91,4 @@ class _Beside:
         return bool(value.item())
 
     def collect(self, value: T) -> list[T]:
-        if self._group is None:
-            return [value]
-        found: list[T] = [value] * dist.get_world_size()
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        return [value] if self._group is None else gather_objects(value, self._group)

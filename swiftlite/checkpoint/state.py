@@ -32,6 +32,12 @@ T = TypeVar("T")
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
+def fresh_moments(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """What AdamW keeps of a parameter before its first update, as that makes it."""
+    counter = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {COUNTER: counter} | {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+
+
 def plan_resume_file(shapes: dict[str, tuple[int, ...]], *, masters: bool, moments: bool) -> FilePlan:
     """The layout of `resume.safetensors`. shapes: of every trained parameter of the whole model, by name.
 
@@ -117,9 +123,9 @@ def load_resume_state(
             _read(file, f"{name}.master", parameter)
         if f"{name}.{COUNTER}" not in file.entries:
             continue
-        state = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-        for kind, tensor in state.items():
-            _read(file, f"{name}.{kind}", tensor)
+        state = fresh_moments(parameter)
+        for kind in MOMENTS:
+            _read(file, f"{name}.{kind}", state[kind])
         # A copy: what is read twice, for both ends of a tied weight, is the same memory and would count twice.
         state[COUNTER] = file.read(f"{name}.{COUNTER}").to(parameter.device, copy=True)
         optimizer.state[parameter] = state

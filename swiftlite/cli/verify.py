@@ -71,10 +71,11 @@ def verify(
         models = {name: str(write_toy(Path(folder) / name, config or toy_config(name, layers))) for name in chosen}
         wanted = [subject for subject in subjects(chosen) if subject.method in (method or methods)]
         try:
-            verdicts = _run(Path(folder), nproc_per_node, models, wanted, picked, resume)
+            _run(Path(folder), nproc_per_node, models, wanted, picked, resume)
         finally:  # hours of verdicts are worth keeping where the last one fails
+            verdicts = read_verdicts(Path(folder))
             if report is not None:
-                _write_report(read_verdicts(Path(folder)), report)
+                _write_report(verdicts, report)
     _show(verdicts)
     if not all(verdict.passed for verdict in verdicts):
         raise typer.Exit(1)
@@ -97,9 +98,9 @@ def _write_report(verdicts: list[Verdict], path: Path) -> None:
     path.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")
 
 
-def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases: list, resumed: bool) -> list[Verdict]:
+def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases: list, resumed: bool) -> None:
     from swiftlite.parallel.start import Machines, start_processes
-    from swiftlite.verification.run import read_verdicts, verify_in_process, write_rows
+    from swiftlite.verification.run import verify_in_process, write_rows
 
     write_rows(folder)
     try:
@@ -107,7 +108,6 @@ def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases
     except SystemExit as stop:
         if stop.code:
             raise
-    return read_verdicts(folder)
 
 
 def _show(verdicts: list[Verdict]) -> None:

@@ -108,11 +108,7 @@ class Mesh:
 
     def collect(self, value: T) -> list[T]:
         """Every process's value, in the order of ranks."""
-        if self.stored is None:
-            return [value]
-        found: list[T] = [value] * dist.get_world_size()
-        dist.all_gather_object(found, value)
-        return found
+        return [value] if self.stored is None else gather_objects(value)
 
     def from_first(self, value: T) -> T:
         """Rank 0's value."""
@@ -125,6 +121,13 @@ class Mesh:
     def gather(self, texts: list[str]) -> list[str]:
         """The texts of all processes, each once, in the order of ranks."""
         return list(dict.fromkeys(text for part in self.collect(texts) for text in part))
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every process of a group (all of them by default), in the order of ranks."""
+    found: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def is_sharding(placement: Placement) -> bool:

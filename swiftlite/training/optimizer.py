@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from swiftlite.checkpoint.state import fresh_moments
 from swiftlite.parallel.mesh import STORED, Mesh
 
 if TYPE_CHECKING:
@@ -37,11 +38,7 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in optimizer.state:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
+                optimizer.state[parameter] = fresh_moments(parameter)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

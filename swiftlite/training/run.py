@@ -38,7 +38,7 @@ from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
-from swiftlite.reporting import files
+from swiftlite.reporting.files import disk_errors
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.failures import StepFailed, is_out_of_memory
@@ -328,7 +328,7 @@ class Session:
         path = self._output / "config.yaml"
         is_new = self._leads and not path.exists()
         if self._leads:
-            with files.disk_errors(self._output):
+            with disk_errors(self._output):
                 self._output.mkdir(parents=True, exist_ok=True)
                 save_config(self._config, path)
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from swiftlite.checkpoint.folder import hash_file
 
 LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4  # relative
 
@@ -66,7 +67,7 @@ def weights_difference(folder: Path, reference: Path) -> float:
 def _contents(folder: Path) -> dict[str, str]:
     """The hash of each file."""
     files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {str(path.relative_to(folder)): hash_file(path) for path in files}
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
