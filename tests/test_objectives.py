@@ -103,6 +103,7 @@ def test_one_chunk_is_all_the_memory_the_head_takes():
 def test_chunks_are_bounded_in_bytes():
     assert chunk_tokens(151_936, torch.device("cpu")) * 151_936 * 4 <= 64 << 20
     assert chunk_tokens(10**9, torch.device("cpu")) == 16
+    assert chunk_tokens(8192, torch.device("cpu")) == 256
 
 
 def test_bf16_logits_are_summed_in_fp32():

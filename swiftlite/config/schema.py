@@ -15,7 +15,6 @@ from swiftlite.config.setting import (
     CHECKPOINTS,
     DATA,
     LOGGING,
-    MEMORY,
     MODEL,
     OPTIMIZATION,
     PARALLELISM,
@@ -23,6 +22,7 @@ from swiftlite.config.setting import (
     TUNER,
     flag,
 )
+from swiftlite.config.speed import SpeedSettings
 from swiftlite.config.survival import SurvivalSettings
 from swiftlite.config.types import (
     BelowOne,
@@ -47,7 +47,7 @@ from swiftlite.config.types import (
 Tracker = Annotated[Literal["tensorboard", "wandb", "swanlab", "trackio"], Spelling()]
 
 
-class RunConfig(PreferenceSettings, SurvivalSettings):
+class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     """Everything that defines one run. Made by `resolve`; immutable afterwards."""
 
     model_config = ConfigDict(
@@ -350,14 +350,6 @@ class RunConfig(PreferenceSettings, SurvivalSettings):
         None, PARALLELISM, "Address of machine 0.", shown="127.0.0.1", env="MASTER_ADDR", metavar="HOST"
     )
     master_port: OptionalCount = flag(None, PARALLELISM, "Port on machine 0.", shown="a free one", env="MASTER_PORT")
-
-    activation_checkpointing: Annotated[Literal["auto", "none", "full", "selective"], Spelling(types.SWITCH)] = flag(
-        "auto", MEMORY, "Recompute layers in the backward to save memory.", "gradient_checkpointing", bare="full"
-    )
-    offload: Annotated[Literal["none", "cpu"], Spelling(types.OFFLOAD)] = flag(
-        "none", MEMORY, "Keep weights and optimizer state in the host's memory.", "cpu_offload", bare="cpu"
-    )
-    compile: bool = flag(False, MEMORY, "Compile each layer by torch.compile.", "torch_compile")
 
     output_dir: OptionalText = flag(
         None,

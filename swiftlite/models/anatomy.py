@@ -16,6 +16,8 @@ from swiftlite.errors import UserError
 # packed document into the next.
 RECURRENT_KINDS = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hybrid")
 
+DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate")  # how configs name them
+
 SCORE_HEAD = "score"  # what transformers calls the head of a sequence classifier
 
 
@@ -107,6 +109,12 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
         scale /= float(values["logits_scaling"])
     softcap = values.get("final_logit_softcapping")
     return LogitTransform(scale=scale, softcap=None if softcap is None else float(softcap))
+
+
+def has_dropout(model: PreTrainedModel) -> bool:
+    """Whether a forward pass of the model draws random numbers in training; adapters have their own."""
+    values = model.config.get_text_config().to_dict()
+    return any(value and isinstance(value, float) for key, value in values.items() if key.endswith(DROPOUTS))
 
 
 def check_trainable_architecture(config: PretrainedConfig) -> None:

@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # fp32 logits of one chunk; a GPU needs larger ones to stay busy
+CPU_CHUNK_TOKENS = 256  # enough for matrix products at full speed; the logits of a small vocabulary stay in the caches
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Tokens whose fp32 logits fill one chunk."""
-    return max(16, CHUNK_BYTES.get(device.type, 512 << 20) // (4 * vocabulary))
+    count = max(16, CHUNK_BYTES.get(device.type, 512 << 20) // (4 * vocabulary))
+    return min(count, CPU_CHUNK_TOKENS) if device.type == "cpu" else count
 
 
 @dataclass(frozen=True)
@@ -122,26 +124,30 @@ class _Head:
             logits = logits.div_(self.options.softcap).tanh_().mul_(self.options.softcap)
         return logits
 
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """d softcapped / d raw logits, None where there is no soft cap."""
+        softcap = self.options.softcap
+        return None if softcap is None else 1 - (logits / softcap).square_()
+
     def _inputs(self, part: slice) -> torch.Tensor:
         return self.hidden[part].to(self.options.dtype)
 
     def take_gradients(
         self,
         part: slice,
-        logits: torch.Tensor,
-        normalizers: torch.Tensor,
+        logprobs: torch.Tensor,
+        slope: torch.Tensor | None,
         rows: torch.Tensor,
         upstream: torch.Tensor | float,
         found: torch.Tensor,
     ) -> None:
-        """Add a chunk's gradients. d log p(y) / d logits = onehot(y) - softmax(logits); `logits` are used up.
+        """Add a chunk's gradients. d log p(y) / d logits = onehot(y) - p.
 
-        normalizers, rows, found: of the chunk's tokens; found: what the gradient of the target's own logit is
-        multiplied by, upstream where it is one of these rows.
+        logprobs: log p of the whole vocabulary, which is used up; slope: of the chunk's logits; rows, found: of its
+        tokens; found: what the gradient of the target's own logit is multiplied by, upstream where it is one of these
+        rows.
         """
-        softcap = self.options.softcap
-        slope = None if softcap is None else 1 - (logits / softcap).square_()  # d softcapped / d raw
-        grad = logits.sub_(normalizers[:, None]).exp_().mul_(-upstream)
+        grad = logprobs.exp_().mul_(-upstream)
         grad.scatter_add_(-1, rows[:, None], found[:, None].to(grad.dtype))
         if slope is not None:
             grad *= slope
@@ -186,8 +192,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         head = _Head(hidden, weight, bias, ctx.options, ctx.needs_input_grad)
         found = upstream if here is None else upstream * here
         for part in ctx.options.parts(hidden.shape[0]):
+            logits = head.logits(part)
+            slope = head.slope(logits)
             head.take_gradients(
-                part, head.logits(part), normalizers[part], rows[part], upstream[part, None], found[part]
+                part, logits.sub_(normalizers[part, None]), slope, rows[part], upstream[part, None], found[part]
             )
         if head.grad_hidden is not None and ctx.share is not None:
             dist.all_reduce(head.grad_hidden, group=ctx.share.group)
@@ -204,10 +212,10 @@ class _SummedLogProbs(torch.autograd.Function):
         ones = torch.ones_like(logprobs)
         for part in options.parts(hidden.shape[0]):
             logits = head.logits(part)
-            normalizers = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizers
+            everywhere = logits.log_softmax(-1)
+            logprobs[part] = everywhere.gather(-1, targets[part, None])[:, 0]
             if any(ctx.needs_input_grad):
-                head.take_gradients(part, logits, normalizers, targets[part], 1.0, ones[part])
+                head.take_gradients(part, everywhere, head.slope(logits), targets[part], 1.0, ones[part])
         ctx.gradients = head.grad_hidden, head.grad_weight, head.grad_bias
         ctx.types = head.types
         return logprobs

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.methods import PREFERENCE
 from swiftlite.models.anatomy import dissect
-from swiftlite.models.tuners import set_activation_checkpointing
+from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
 from swiftlite.parallel.experts import apply_expert_parallel, build_expert_mesh, shard_experts
@@ -27,7 +27,9 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Stage, cut_model
 from swiftlite.parallel.stages import choose_schedule, plan_stages
 from swiftlite.parallel.tensor import apply_tensor_parallel
+from swiftlite.training.lanes import count_lanes
 from swiftlite.training.pipeline_step import PipelineStep, StageScorer
+from swiftlite.training.share import Sharing
 from swiftlite.training.step import DirectStep, StepRunner
 
 if TYPE_CHECKING:
@@ -60,10 +62,11 @@ class Part:
 
 @dataclass
 class Divided:
-    """parts: this process's, in order; runner: how they run a step."""
+    """parts: this process's, in order; runner: how they run a step; share: what of a step is this process's."""
 
     parts: list[Part]
     runner: StepRunner
+    share: Sharing
 
 
 def divide(
@@ -80,11 +83,17 @@ def divide(
     Raises UserError where the architecture cannot be cut.
     """
     layout = mesh.layout
+    lanes = count_lanes(config, mesh, base, count_parameters(model)[0])
     summed = config.method not in PREFERENCE  # their losses are a plain sum over tokens
     if layout.pp == 1:
         parts = [Part(TokenScorer(model, base, summed=summed), model, base)]
         runner: StepRunner = DirectStep(
-            parts[0].scorer, precision, mesh, config.seed, sync_every_microbatch=config.sync_every_microbatch
+            parts[0].scorer,
+            precision,
+            mesh,
+            config.seed,
+            sync_every_microbatch=config.sync_every_microbatch,
+            lanes=lanes,
         )
     else:
         schedule = choose_schedule(config.pipeline_schedule, base.config.get_text_config().num_hidden_layers, layout.pp)
@@ -103,7 +112,7 @@ def divide(
     expert_mesh = build_expert_mesh(layout, mesh.device) if layout.expert_parallel > 1 else None
     for part in parts:
         _divide_part(part, mesh, expert_mesh, options, checkpointing, compile_layers=config.compile)
-    return Divided(parts, runner)
+    return Divided(parts, runner, Sharing(mesh, config.micro_batch_size, lanes))
 
 
 def _divide_part(

@@ -20,9 +20,10 @@ from swiftlite.training.losses import TokenLoss
 from swiftlite.training.methods import Method, check_start
 from swiftlite.training.optimizer import clip_gradients, make_moments, set_rate
 from swiftlite.training.precision import LossScale, Precision
+from swiftlite.training.profiler import StepProfiler
 from swiftlite.training.reference import evaluating
 from swiftlite.training.schedule import rate_at, warmup_steps
-from swiftlite.training.share import StepShare, share_in
+from swiftlite.training.share import Sharing, StepShare
 from swiftlite.training.step import StepOutcome, StepRunner
 from swiftlite.training.stopping import Stopped
 from swiftlite.training.warm_check import longest_share, tokens_of_longest
@@ -63,13 +64,14 @@ class Progress:
 @dataclass
 class Parts:
     """Everything a loop works with. uncounted: ids of trained parameters whose gradient another process counts;
-    checks_start: nothing random stands between the first step's loss and its known value.
+    checks_start: nothing random stands between the first step's loss and its known value; profiler: of `--profile`.
     """
 
     config: RunConfig
     plan: BatchPlan
     eval_plan: BatchPlan | None
     runner: StepRunner
+    share: Sharing
     method: Method
     checks_start: bool
     modules: list[torch.nn.Module]
@@ -80,6 +82,7 @@ class Parts:
     mesh: Mesh
     flops: FlopCounter
     memory_gib: Callable[[], float]
+    profiler: StepProfiler | None = None
 
 
 class Loop:
@@ -115,6 +118,7 @@ class Loop:
         for batch, share, data_seconds in self._prepared_steps():
             row = self._step(batch, share)
             self._alive()
+            self._profile()
             last = batch.step == total
             reason, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
             row |= self._speed(share, time.perf_counter() - clock, data_seconds, peak)
@@ -139,7 +143,7 @@ class Loop:
     def _warm_up(self) -> None:
         """Memory is taken as in the heaviest step to come; nothing is learnt. Raises OutOfMemory."""
         parts = self._parts
-        share = longest_share(parts.config, parts.plan, parts.mesh, self.progress.step)
+        share = longest_share(parts.config, parts.plan, parts.share, self.progress.step)
         if share is None:
             return
         make_moments(parts.optimizer)
@@ -167,11 +171,13 @@ class Loop:
             batch = next(steps, None)
             if batch is None:
                 return
-            share = self._share(batch)
+            share = self._parts.share(batch.packs)
             yield batch, share, time.perf_counter() - started
 
-    def _share(self, batch: StepBatch) -> StepShare:
-        return share_in(self._parts.mesh, batch.packs, self._parts.config.micro_batch_size)
+    def _profile(self) -> None:
+        profiler = self._parts.profiler
+        if profiler is not None and profiler.step():
+            self._listener.message(profiler.words())
 
     def _step(self, batch: StepBatch, share: StepShare) -> dict[str, Any]:
         parts, config = self._parts, self._parts.config
@@ -262,7 +268,7 @@ class Loop:
         total, count, sums = 0.0, 0, Counter()
         with evaluating(parts.modules):
             for batch in parts.eval_plan.steps():
-                share, make_loss = method.prepare(batch, self._share(batch), "eval")
+                share, make_loss = method.prepare(batch, parts.share(batch.packs), "eval")
                 with self._memory_errors("the evaluation", share.micro_batches):
                     loss, found = parts.runner.evaluate(share.micro_batches, make_loss(1))
                 total, count = total + loss, count + method.count(share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import RunError, UserError
+from swiftlite.models.anatomy import has_dropout
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
 from swiftlite.reporting.files import disk_errors
@@ -46,6 +47,7 @@ from swiftlite.training.loop import Loop, Parts, Progress
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import LossScale, describe_device
+from swiftlite.training.profiler import StepProfiler
 from swiftlite.training.setup import Trainee, build_trainee, check_model
 from swiftlite.training.setup_method import MethodParts, build_method
 from swiftlite.training.stopping import Stopped, stop_requests
@@ -218,8 +220,9 @@ class Session:
             plan=plan,
             eval_plan=self._prepared.eval,
             runner=trainee.divided.runner,
+            share=trainee.divided.share,
             method=self._method,
-            checks_start=not trainee.has_dropout,
+            checks_start=not has_dropout(trainee.base),
             modules=[part.scorer for part in trainee.divided.parts],
             trained=[parameter for _, parameter in trainee.trained()],
             uncounted=trainee.uncounted(),
@@ -228,9 +231,15 @@ class Session:
             mesh=self._mesh,
             flops=trainee.flops,
             memory_gib=peak_memory_gib,
+            profiler=self._profiler(),
         )
         watch = watchdog(self._output / "stacks", self._mesh.rank)
-        with stop_requests(config.stop_after, began) as requested, watch as alive, _memory_errors():
+        with (
+            stop_requests(config.stop_after, began) as requested,
+            watch as alive,
+            _memory_errors(),
+            parts.profiler or nullcontext(),
+        ):
             loop = Loop(parts, self._progress, self._reporter, self.save_checkpoint, requested, alive)
             try:
                 loop.run()
@@ -245,6 +254,12 @@ class Session:
                     self._saver.finish(SECONDS_TO_FINISH)
                 raise
         self._write_result()
+
+    def _profiler(self) -> StepProfiler | None:
+        if not self._config.profile:
+            return None
+        parts, by_module = self._trainee.divided.parts, not self._config.compile
+        return StepProfiler(self._output / "profile", self._mesh, parts, by_module=by_module)
 
     def _check_space(self) -> None:
         """Raises UserError where checkpoints and result will not fit the disk."""

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
-DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate")  # how configs name them
 
 
 @dataclass
@@ -87,12 +86,6 @@ class Trainee:
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """This process's part of every trained parameter."""
         return [(name, p) for part in self.divided.parts for name, p, _ in part.tensors() if _is_trained(p)]
-
-    @property
-    def has_dropout(self) -> bool:
-        """Whether a forward pass of the base draws random numbers in training; adapters begin as zero all the same."""
-        values = self.base.config.get_text_config().to_dict()
-        return any(value and isinstance(value, float) for key, value in values.items() if key.endswith(DROPOUTS))
 
     def check(self) -> None:
         """Run a few tokens, as in a step. Raises UserError for an architecture that cannot be trained as it is."""

@@ -21,7 +21,6 @@ from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired
 from swiftlite.training.methods import Judged, Method, Paired, Rewarded, Supervised, mismatched_of
 from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
-from swiftlite.training.share import share_in
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -105,8 +104,8 @@ def _key(parts: MethodParts) -> str:
 
 
 def _sharer(parts: MethodParts) -> Callable[[list[Pack]], list[MicroBatch]]:
-    mesh, size = parts.trainee.mesh, parts.config.micro_batch_size
-    return lambda packs: share_in(mesh, packs, size).micro_batches
+    share = parts.trainee.divided.share
+    return lambda packs: share(packs).micro_batches
 
 
 def _modules(trainee: Trainee) -> list[nn.Module]:

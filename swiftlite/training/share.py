@@ -6,11 +6,13 @@ size, each rank's packs to micro-batches, and all ranks have equally many (some 
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 from swiftlite.data.batches import MicroBatch, collate, empty_micro_batch
-from swiftlite.data.order import Pack
+from swiftlite.data.order import Pack, Sequence
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.lanes import LANE_TOKENS
 
 # A CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split of a step
 # into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
@@ -36,12 +38,24 @@ class StepShare:
         return len(self.lengths)
 
 
-def share_in(mesh: Mesh, packs: list[Pack], micro_batch_size: int) -> StepShare:
-    """This process's part of some packs of a step."""
-    limit, layout = CPU_FORWARD_TOKENS if mesh.device.type == "cpu" else None, mesh.layout
-    if layout.pp > 1:  # a short last step still has work for all stages
-        micro_batch_size = max(1, min(micro_batch_size, len(packs) // layout.data_ranks // layout.pp))
-    return share_step(packs, mesh.data_rank, layout.data_ranks, micro_batch_size, limit)
+@dataclass(frozen=True)
+class Sharing:
+    """How a run divides its steps. lanes: micro-batches that this process trains at a time."""
+
+    mesh: Mesh
+    micro_batch_size: int
+    lanes: int = 1
+
+    def __call__(self, packs: list[Pack]) -> StepShare:
+        """This process's part of some packs of a step."""
+        layout, size = self.mesh.layout, self.micro_batch_size
+        if self.lanes > 1:
+            packs = balance(packs, LANE_TOKENS, self.lanes)
+            return share_step(packs, 0, 1, 1, None)
+        if layout.pp > 1:  # a short last step still has work for all stages
+            size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
+        limit = CPU_FORWARD_TOKENS if self.mesh.device.type == "cpu" else None
+        return share_step(packs, self.mesh.data_rank, layout.data_ranks, size, limit)
 
 
 def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit: int | None) -> StepShare:
@@ -63,6 +77,21 @@ def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit:
         margins=any(document.preference is not None and document.preference.margin for document in documents),
         desirable=sum(document.preference is not None and document.preference.desirable for document in documents),
     )
+
+
+def balance(packs: list[Pack], tokens: int, multiple: int) -> list[Pack]:
+    """The documents in packs of about `tokens`, equally large and a multiple of so many: the next longest document to
+    the pack with the fewest tokens so far, the largest pack first.
+    """
+    documents = sorted((document for pack in packs for document in pack), key=_length, reverse=True)
+    count = multiple * -(-sum(map(_length, documents)) // (tokens * multiple))
+    balanced: list[Pack] = [[] for _ in range(min(count, len(documents)))]
+    fill = [(0, place) for place in range(len(balanced))]
+    for document in documents:
+        length, place = heapq.heappop(fill)
+        balanced[place].append(document)
+        heapq.heappush(fill, (length + _length(document), place))
+    return sorted(balanced, key=_tokens, reverse=True)
 
 
 def _by_rank(packs: list[Pack], ranks: int) -> list[list[Pack]]:
@@ -93,4 +122,8 @@ def _micro_batches(packs: list[Pack], size: int, token_limit: int | None) -> lis
 
 
 def _tokens(pack: Pack) -> int:
-    return sum(len(sequence.input_ids) for sequence in pack)
+    return sum(map(_length, pack))
+
+
+def _length(document: Sequence) -> int:
+    return len(document.input_ids)

@@ -14,6 +14,7 @@ from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import slice_for_context
 from swiftlite.parallel.data import reduce_at_last_micro_batch, reshard
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.lanes import Lanes
 from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
 
@@ -52,32 +53,50 @@ class DirectStep:
     """Runs micro-batches one after another."""
 
     def __init__(
-        self, scorer: TokenScorer, precision: Precision, mesh: Mesh, seed: int, *, sync_every_microbatch: bool = False
+        self,
+        scorer: TokenScorer,
+        precision: Precision,
+        mesh: Mesh,
+        seed: int,
+        *,
+        sync_every_microbatch: bool = False,
+        lanes: int = 1,
     ) -> None:
+        """lanes: micro-batches that are trained at a time, each in a thread."""
         self._scorer, self._precision, self._mesh, self._seed = scorer, precision, mesh, seed
         self._sync_always = sync_every_microbatch
+        self._lanes = Lanes(scorer, lanes)
 
     def train(
         self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
     ) -> StepOutcome:
         """As `StepRunner.train`. Reads the device once, at the end."""
-        values, routers = [], []
-        for index, batch in enumerate(batches):
+
+        def train_one(scorer: TokenScorer, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             number = index * self._mesh.layout.data_ranks + self._mesh.data_rank
             torch.manual_seed(derive_seed(self._seed, step, number))  # dropout depends on the step, not on history
             last = index == len(batches) - 1
-            reduce_at_last_micro_batch(self._scorer, self._sync_always or last, self._mesh.layout.sharding)
-            mine = self._mine(batch)
-            with self._precision.compute(self._mesh.device):
-                scores = self._scorer(mine)
-                loss, sums = step_loss(scores.logprobs, mine)
-            values.append(reported(loss, sums, mine, step_loss))
-            if scores.router_loss is not None:  # a mean per micro-batch, not per token
-                part = scores.router_loss * (bool(batch.tokens) / count)
-                routers.append(part.detach())
-                loss = loss + part
-            (loss * scale).backward()
-        return self._outcome(torch.stack(values), routers, step_loss)
+            reduce_at_last_micro_batch(scorer, self._sync_always or last, self._mesh.layout.sharding)
+            return self._train_one(scorer, batches[index], step_loss, scale, count)
+
+        values, routers = zip(*self._lanes.map(train_one, len(batches)), strict=True)
+        return self._outcome(torch.stack(values), [router for router in routers if router is not None], step_loss)
+
+    def _train_one(
+        self, scorer: TokenScorer, batch: MicroBatch, step_loss: StepLoss, scale: float, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(what is reported of a micro-batch, its share of the router loss)."""
+        mine, router = self._mine(batch), None
+        with self._precision.compute(self._mesh.device):
+            scores = scorer(mine)
+            loss, sums = step_loss(scores.logprobs, mine)
+        values = reported(loss, sums, mine, step_loss)
+        if scores.router_loss is not None:  # a mean per micro-batch, not per token
+            part = scores.router_loss * (bool(batch.tokens) / count)
+            router = part.detach()
+            loss = loss + part
+        (loss * scale).backward()
+        return values, router
 
     def _mine(self, batch: MicroBatch) -> MicroBatch:
         """What of a micro-batch this process computes, on its device."""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.parallel.mesh import Mesh
-from swiftlite.training.share import StepShare, share_in
+from swiftlite.training.share import Sharing, StepShare
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -18,20 +17,21 @@ MICRO_BATCHES = 2  # of a rank: gradients of the first lie beside the activation
 MUCH_LONGER = 1.02  # than what the next step has anyway
 
 
-def longest_share(config: RunConfig, plan: BatchPlan, mesh: Mesh, done: int) -> StepShare | None:
+def longest_share(config: RunConfig, plan: BatchPlan, share_of: Sharing, done: int) -> StepShare | None:
     """This process's micro-batches of the plan's longest packs; None where the step after `done` has as long ones.
 
     Every process calls it and gets an answer of the same kind. A pipeline has all micro-batches of a step under way, so
     there it is a whole step.
     """
-    layout, count = mesh.layout, config.global_batch_size
+    mesh, count = share_of.mesh, config.global_batch_size
+    layout = mesh.layout
     if layout.pp == 1:
         count = min(count, MICRO_BATCHES * config.micro_batch_size * layout.data_ranks)
     packs, following = plan.longest(count), next(plan.steps(done), None)
     if packs is None or following is None:
         return None
-    share = share_in(mesh, packs, config.micro_batch_size)
-    compared = [share, share_in(mesh, following.packs, config.micro_batch_size)]
+    share = share_of(packs)
+    compared = [share, share_of(following.packs)]
     lengths = torch.tensor([float(tokens_of_longest(one)) for one in compared], device=mesh.device)
     longest, following_longest = mesh.largest(lengths).tolist()
     if longest <= MUCH_LONGER * following_longest:

@@ -1,0 +1,23 @@
+"""The settings of what a step costs in memory and time."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel
+
+from swiftlite.config.setting import MEMORY, flag
+from swiftlite.config.types import OFFLOAD, SWITCH, Spelling
+
+
+class SpeedSettings(BaseModel):
+    """A part of `RunConfig`."""
+
+    activation_checkpointing: Annotated[Literal["auto", "none", "full", "selective"], Spelling(SWITCH)] = flag(
+        "auto", MEMORY, "Recompute layers in the backward to save memory.", "gradient_checkpointing", bare="full"
+    )
+    offload: Annotated[Literal["none", "cpu"], Spelling(OFFLOAD)] = flag(
+        "none", MEMORY, "Keep weights and optimizer state in the host's memory.", "cpu_offload", bare="cpu"
+    )
+    compile: bool = flag(False, MEMORY, "Compile each layer by torch.compile.", "torch_compile")
+    profile: bool = flag(
+        False, MEMORY, "Record steps 3 and 4: a trace and a table of where their time went, in the output folder."
+    )

@@ -1,0 +1,93 @@
+"""Micro-batches side by side: on a CPU each thread runs micro-batches of its own, instead of a part of each operation.
+
+Threads that divide an operation wait for each other at its end, and most operations of a small model end after
+microseconds. Lanes wait for each other once a step. They share the weights; each has gradients of its own, which are
+added in the lanes' order, so that a step gives the same numbers every time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from swiftlite.models.anatomy import has_dropout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.parallel.mesh import Mesh
+
+Result = TypeVar("Result")
+LANE_TOKENS = 512  # of a micro-batch: what a core's caches like, and two of them take no more memory than one of 1,024
+GRADIENT_BYTES = 256 << 20  # of all lanes but the first
+
+
+def count_lanes(config: RunConfig, mesh: Mesh, base: PreTrainedModel, trained: int) -> int:
+    """How many lanes a run has. trained: its trained parameters.
+
+    Only one where several processes share the work already, where random numbers are drawn on the way (threads have one
+    generator), where a loss is a mean per micro-batch, and where the gradients would take too much memory. All lanes
+    together hold no more tokens than `--micro-batch-size` allows.
+    """
+    random = has_dropout(base) or (config.tuner == "lora" and config.lora_dropout)
+    routed = base.config.get_text_config().to_dict().get("output_router_logits")
+    if mesh.device.type != "cpu" or mesh.layout.world > 1 or config.compile or random or routed:
+        return 1
+    by_memory = 1 + GRADIENT_BYTES // (4 * max(1, trained))
+    by_tokens = config.micro_batch_size * config.max_length // LANE_TOKENS
+    return max(1, min(torch.get_num_threads(), by_memory, by_tokens))
+
+
+class Lanes:
+    """Copies of a module that share its parameters and buffers, each run by a thread of its own."""
+
+    def __init__(self, module: nn.Module, count: int) -> None:
+        self._modules, self._count = [module], count
+        self._pool = ThreadPoolExecutor(count - 1, thread_name_prefix="lane") if count > 1 else None
+
+    def map(self, work: Callable[[nn.Module, int], Result], count: int) -> list[Result]:
+        """`work(module, number)` for all numbers below count, in their order; gradients end up in the module itself.
+
+        Raises what the work raises, once no thread runs any more.
+        """
+        module = self._modules[0]
+        if self._pool is None:
+            return [work(module, number) for number in range(count)]
+        if len(self._modules) == 1:  # not before the first step: weights and hooks are in their place by then
+            self._modules += [_twin(module) for _ in range(self._count - 1)]
+        threads = torch.get_num_threads()
+
+        def lane(place: int) -> list[Result]:
+            torch.set_num_threads(max(1, threads // self._count))
+            return [work(self._modules[place], number) for number in range(place, count, self._count)]
+
+        others = [self._pool.submit(lane, place) for place in range(1, self._count)]
+        try:
+            found = [lane(0)]
+        finally:
+            wait(others)
+            torch.set_num_threads(threads)
+        found += [other.result() for other in others]
+        for twin in self._modules[1:]:
+            _hand_over(twin, module)
+        return [found[number % self._count][number // self._count] for number in range(count)]
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    shared = {id(buffer): buffer for buffer in module.buffers()}
+    shared |= {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, shared)
+
+
+def _hand_over(twin: nn.Module, module: nn.Module) -> None:
+    """Add the twin's gradients to the module's."""
+    for theirs, mine in zip(twin.parameters(), module.parameters(), strict=True):
+        if theirs.grad is not None:
+            mine.grad = theirs.grad if mine.grad is None else mine.grad.add_(theirs.grad)
+            theirs.grad = None

@@ -1,0 +1,167 @@
+"""Micro-batches side by side in threads: the same training as one after another, the same numbers every time."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_parity import metrics, settings, train_alone
+
+from swiftlite.config.layout import Layout
+from swiftlite.config.resolve import resolve_config
+from swiftlite.data.order import Sequence
+from swiftlite.models.toys import toy_judged, toy_pairs
+from swiftlite.training import divide, lanes, share
+from swiftlite.training.lanes import Lanes, count_lanes
+from swiftlite.training.share import balance
+
+TOKENS = 64
+FULL, LORA = {"tuner": "full"}, {"tuner": "lora", "lora_rank": 4, "learning_rate": 1e-2}
+
+
+@pytest.fixture
+def several_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def train(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch, several_threads):
+    rows = {"sft": chat_rows, "dpo": toy_pairs(24), "kto": toy_judged(24), "rm": toy_pairs(24)}
+
+    def run(out, lanes_at_most, method="sft", family="llama", **more):
+        data = write_rows(f"{method}.jsonl", rows[method])
+        chosen = []
+
+        def count(*arguments):
+            chosen.append(min(lanes_at_most, count_lanes(*arguments)))
+            return chosen[-1]
+
+        monkeypatch.setattr(divide, "count_lanes", count)
+        for module in (lanes, share):
+            monkeypatch.setattr(module, "LANE_TOKENS", TOKENS)
+        values = settings(tmp_path, tiny_model(family), data, output_dir=str(tmp_path / out), micro_batch_size=4)
+        train_alone(resolve_config(method, **(values | more)))
+        return chosen[0], metrics(tmp_path / out)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", FULL),
+        ("llama-tied", FULL),
+        ("gemma2", FULL | {"activation_checkpointing": "full"}),
+        ("qwen3-moe", FULL),
+        ("qwen3", LORA),
+    ],
+)
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_steps_equal_one_lane(train, method, family, more):
+    one, expected = train("one", 1, method, family, **more)
+    several, found = train("several", 3, method, family, **more)
+    assert (one, several) == (1, 3)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["tokens"] == theirs["tokens"]
+
+
+@pytest.mark.parametrize("method", ["kto", "rm"])
+def test_other_methods_too(train, method):
+    _, expected = train("one", 1, method)
+    several, found = train("several", 3, method)
+    assert several == 3
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
+
+
+def test_the_same_bits_every_time_and_after_a_resume(train, tmp_path):
+    more = {"save_steps": 2, "eval_fraction": 0.2}
+    curves = [[(row["loss"], row["grad_norm"]) for row in train(out, 3, **more)[1]] for out in ("a", "b")]
+    assert curves[0] == curves[1]
+    train("c", 3, max_steps=2, **more)
+    checkpoint = tmp_path / "c" / "checkpoints" / "step-00000002"
+    _, rows = train("d", 3, resume=str(checkpoint), **more)
+    assert [(row["loss"], row["grad_norm"]) for row in rows] == curves[0][2:]
+    files = [tmp_path / out / "model" / "model.safetensors" for out in ("a", "d")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_lane_that_fails_ends_the_step_once_all_have_ended(several_threads):
+    running = []
+
+    def work(_module, number):
+        if number == 1:
+            raise RuntimeError("no")
+        running.append(threading.current_thread())
+
+    with pytest.raises(RuntimeError, match="no"):
+        Lanes(torch.nn.Linear(2, 2), 3).map(work, 6)
+    assert len(running) == 4  # numbers 0 and 3, 2 and 5
+
+
+def test_gradients_meet_in_the_module_and_weights_are_one(several_threads):
+    module = torch.nn.Linear(4, 1)
+    rows = torch.randn(5, 4)
+    run = Lanes(module, 2)
+    for _ in range(2):
+        module.zero_grad()
+        run.map(lambda twin, number: twin(rows[number]).sum().backward(), 5)
+        assert torch.allclose(module.weight.grad, rows.sum(0)[None])
+        with torch.no_grad():
+            module.weight += 1
+    assert run._modules[1].weight.data_ptr() == module.weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        ({}, 3),
+        ({"micro_batch_size": 2, "max_length": 512}, 2),
+        ({"micro_batch_size": 1, "max_length": 512}, 1),
+        ({"compile": True}, 1),
+        ({"tuner": "lora", "lora_dropout": 0.1}, 1),
+        ({"trained": 10**9}, 1),
+        ({"trained": 40 * 2**20}, 2),
+        ({"world": 2}, 1),
+        ({"device": "cuda"}, 1),
+        ({"dropout": 0.1}, 1),
+        ({"routed": True}, 1),
+    ],
+)
+def test_how_many_lanes_there_are(several_threads, change, count):
+    values = {"micro_batch_size": 4, "max_length": 1024, "compile": False, "tuner": "full", "lora_dropout": 0.0}
+    config = SimpleNamespace(**(values | change))
+    layout = Layout() if "world" not in change else Layout(dp_shard=change["world"])
+    mesh = SimpleNamespace(device=torch.device(change.get("device", "cpu")), layout=layout)
+    facts = {"attention_dropout": change.get("dropout", 0.0), "output_router_logits": change.get("routed", False)}
+    text = SimpleNamespace(to_dict=lambda: facts)
+    base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    assert count_lanes(config, mesh, base, change.get("trained", 1000)) == count
+
+
+def documents(*lengths):
+    return [
+        Sequence(np.arange(length, dtype=np.int32), np.ones(length, dtype=np.bool_), f"{length}") for length in lengths
+    ]
+
+
+def test_packs_of_equal_size_for_all_lanes():
+    packs = [documents(500, 20, 480), documents(300, 300, 300, 100), documents(64), documents(900)]
+    balanced = balance(packs, 512, 2)
+    sizes = [sum(len(document.input_ids) for document in pack) for pack in balanced]
+    assert len(balanced) == 6 and sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 900 and max(sizes[1:]) <= 512
+    assert sorted(d.where for pack in balanced for d in pack) == sorted(d.where for pack in packs for d in pack)
+    assert balance(packs, 512, 2) == balanced
+
+
+def test_few_documents_make_few_packs():
+    assert [len(pack) for pack in balance([documents(5, 6)], 512, 4)] == [1, 1]
