@@ -11,9 +11,10 @@ from swiftlite.training.share import Sharing, StepShare
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
+    from swiftlite.data.batches import MicroBatch
     from swiftlite.data.order import BatchPlan
 
-MICRO_BATCHES = 2  # of a rank: gradients of the first lie beside the activations of the second
+MICRO_BATCHES = 2  # of a rank, or of each of its lanes: gradients of the first lie beside the activations of the second
 MUCH_LONGER = 1.02  # than what the next step has anyway
 
 
@@ -36,8 +37,15 @@ def longest_share(config: RunConfig, plan: BatchPlan, share_of: Sharing, done: i
     longest, following_longest = mesh.largest(lengths).tolist()
     if longest <= MUCH_LONGER * following_longest:
         return None
-    return share if layout.pp > 1 else replace(share, micro_batches=share.micro_batches[-MICRO_BATCHES:])
+    if layout.pp > 1:
+        return share
+    largest = sorted(share.micro_batches, key=_tokens)[-MICRO_BATCHES * share_of.lanes :]
+    return replace(share, micro_batches=largest)
 
 
 def tokens_of_longest(share: StepShare) -> int:
-    return max(batch.input_ids.shape[1] for batch in share.micro_batches)
+    return max(map(_tokens, share.micro_batches))
+
+
+def _tokens(batch: MicroBatch) -> int:
+    return batch.input_ids.shape[1]
