@@ -103,8 +103,13 @@ def test_a_lane_that_fails_ends_the_step_once_all_have_ended(several_threads):
         running.append(threading.current_thread())
 
     with pytest.raises(RuntimeError, match="no"):
-        Lanes(torch.nn.Linear(2, 2), 3).map(work, 6)
+        Lanes(torch.nn.Linear(2, 2), 3).map(work, [1] * 6)
     assert len(running) == 4  # numbers 0 and 3, 2 and 5
+
+
+def test_lanes_have_equally_much_to_do():
+    assert lanes._divide([600, 220, 210, 200], 2) == [[0], [1, 2, 3]]
+    assert lanes._divide([5], 3) == [[0], [], []]
 
 
 def test_gradients_meet_in_the_module_and_weights_are_one(several_threads):
@@ -113,7 +118,7 @@ def test_gradients_meet_in_the_module_and_weights_are_one(several_threads):
     run = Lanes(module, 2)
     for _ in range(2):
         module.zero_grad()
-        run.map(lambda twin, number: twin(rows[number]).sum().backward(), 5)
+        run.map(lambda twin, number: twin(rows[number]).sum().backward(), [1] * 5)
         assert torch.allclose(module.weight.grad, rows.sum(0)[None])
         with torch.no_grad():
             module.weight += 1
@@ -153,15 +158,26 @@ def documents(*lengths):
     ]
 
 
-def test_packs_of_equal_size_for_all_lanes():
+def cost(pack):
+    return sum(len(document.input_ids) + len(document.input_ids) ** 2 / 1000 for document in pack)
+
+
+def test_packs_of_equal_cost_for_all_lanes():
     packs = [documents(500, 20, 480), documents(300, 300, 300, 100), documents(64), documents(900)]
-    balanced = balance(packs, 512, 2)
-    sizes = [sum(len(document.input_ids) for document in pack) for pack in balanced]
-    assert len(balanced) == 6 and sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == 900 and max(sizes[1:]) <= 512
+    balanced = balance(packs, 512, 2, cost)
+    assert [[d.where for d in pack] for pack in balanced[:3]] == [["900"], ["500"], ["480"]]
+    assert len(balanced) == 6 and sorted(balanced, key=cost, reverse=True) == balanced
+    assert max(map(cost, balanced[3:])) < 1.4 * min(map(cost, balanced[3:]))
     assert sorted(d.where for pack in balanced for d in pack) == sorted(d.where for pack in packs for d in pack)
-    assert balance(packs, 512, 2) == balanced
+    assert balance(packs, 512, 2, cost) == balanced
 
 
 def test_few_documents_make_few_packs():
-    assert [len(pack) for pack in balance([documents(5, 6)], 512, 4)] == [1, 1]
+    assert [len(pack) for pack in balance([documents(5, 6)], 512, 4, cost)] == [1, 1]
+
+
+def test_data_ranks_share_the_cost_not_the_tokens():
+    long, short = documents(1000), documents(*[50] * 20)
+    ranks = [share.share_step([long, short, short, long], rank, 2, 1, None, cost) for rank in range(2)]
+    documents_of = [[len(batch.cu_seqlens) - 1 for batch in mine.micro_batches] for mine in ranks]
+    assert documents_of == [[1, 20], [1, 20]]  # what meets in a collective is alike

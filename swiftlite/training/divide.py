@@ -27,6 +27,7 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Stage, cut_model
 from swiftlite.parallel.stages import choose_schedule, plan_stages
 from swiftlite.parallel.tensor import apply_tensor_parallel
+from swiftlite.training.flops import FlopCounter
 from swiftlite.training.lanes import count_lanes
 from swiftlite.training.pipeline_step import PipelineStep, StageScorer
 from swiftlite.training.share import Sharing
@@ -84,6 +85,7 @@ def divide(
     """
     layout = mesh.layout
     lanes = count_lanes(config, mesh, base, count_parameters(model)[0])
+    share = Sharing(mesh, config.micro_batch_size, FlopCounter(base), lanes)
     summed = config.method not in PREFERENCE  # their losses are a plain sum over tokens
     if layout.pp == 1:
         parts = [Part(TokenScorer(model, base, summed=summed), model, base)]
@@ -112,7 +114,7 @@ def divide(
     expert_mesh = build_expert_mesh(layout, mesh.device) if layout.expert_parallel > 1 else None
     for part in parts:
         _divide_part(part, mesh, expert_mesh, options, checkpointing, compile_layers=config.compile)
-    return Divided(parts, runner, Sharing(mesh, config.micro_batch_size, lanes))
+    return Divided(parts, runner, share)
 
 
 def _divide_part(

@@ -8,7 +8,7 @@ added in the lanes' order, so that a step gives the same numbers every time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypeVar
 
@@ -51,32 +51,42 @@ class Lanes:
         self._modules, self._count = [module], count
         self._pool = ThreadPoolExecutor(count - 1, thread_name_prefix="lane") if count > 1 else None
 
-    def map(self, work: Callable[[nn.Module, int], Result], count: int) -> list[Result]:
-        """`work(module, number)` for all numbers below count, in their order; gradients end up in the module itself.
+    def map(self, work: Callable[[nn.Module, int], Result], sizes: Sequence[int]) -> list[Result]:
+        """`work(module, number)` for each number of a size, in their order; gradients end up in the module itself.
 
-        Raises what the work raises, once no thread runs any more.
+        sizes: how much work each is; lanes get equally much. Raises what the work raises, once no thread runs any more.
         """
         module = self._modules[0]
         if self._pool is None:
-            return [work(module, number) for number in range(count)]
+            return [work(module, number) for number in range(len(sizes))]
         if len(self._modules) == 1:  # not before the first step: weights and hooks are in their place by then
             self._modules += [_twin(module) for _ in range(self._count - 1)]
         threads = torch.get_num_threads()
 
-        def lane(place: int) -> list[Result]:
+        def lane(twin: nn.Module, numbers: list[int]) -> dict[int, Result]:
             torch.set_num_threads(max(1, threads // self._count))
-            return [work(self._modules[place], number) for number in range(place, count, self._count)]
+            return {number: work(twin, number) for number in numbers}
 
-        others = [self._pool.submit(lane, place) for place in range(1, self._count)]
+        mine, *theirs = zip(self._modules, _divide(sizes, self._count), strict=True)
+        others = [self._pool.submit(lane, *their) for their in theirs]
         try:
-            found = [lane(0)]
+            found = lane(*mine)
         finally:
             wait(others)
             torch.set_num_threads(threads)
-        found += [other.result() for other in others]
+        for other in others:
+            found |= other.result()
         for twin in self._modules[1:]:
             _hand_over(twin, module)
-        return [found[number % self._count][number // self._count] for number in range(count)]
+        return [found[number] for number in range(len(sizes))]
+
+
+def _divide(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The places of sizes in `count` lists of about the same sum: the next largest to the list with the least."""
+    lists: list[list[int]] = [[] for _ in range(count)]
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        min(lists, key=lambda numbers: sum(sizes[number] for number in numbers)).append(place)
+    return lists
 
 
 def _twin(module: nn.Module) -> nn.Module:

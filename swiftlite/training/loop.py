@@ -15,7 +15,7 @@ import torch
 from swiftlite.data.batches import MicroBatch
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors
-from swiftlite.training.flops import FlopCounter, peak_flops
+from swiftlite.training.flops import peak_flops
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.methods import Method, check_start
 from swiftlite.training.optimizer import clip_gradients, make_moments, set_rate
@@ -80,7 +80,6 @@ class Parts:
     optimizer: torch.optim.Optimizer
     precision: Precision
     mesh: Mesh
-    flops: FlopCounter
     memory_gib: Callable[[], float]
     profiler: StepProfiler | None = None
 
@@ -286,7 +285,7 @@ class Loop:
         return patience is not None and self.progress.evaluations_without_gain >= patience
 
     def _speed(self, share: StepShare, seconds: float, data_seconds: float, peak_gib: float) -> dict[str, Any]:
-        flops = self._parts.flops.step(share.lengths) / self._parts.mesh.layout.world  # of one device
+        flops = self._parts.share.flops.step(share.lengths) / self._parts.mesh.layout.world  # of one device
         return {
             "tokens_per_second": round(share.tokens / seconds, 2),
             "step_seconds": round(seconds, 6),

@@ -229,7 +229,6 @@ class Session:
             optimizer=self._optimizer,
             precision=trainee.precision,
             mesh=self._mesh,
-            flops=trainee.flops,
             memory_gib=peak_memory_gib,
             profiler=self._profiler(),
         )

@@ -41,7 +41,6 @@ from swiftlite.parallel.world import World
 from swiftlite.planning.choose import Choice, Need, choose_data_layout
 from swiftlite.planning.memory import activation_bytes_per_token, free_bytes
 from swiftlite.training.divide import Divided, divide
-from swiftlite.training.flops import FlopCounter
 from swiftlite.training.precision import Precision, resolve_precision
 
 if TYPE_CHECKING:
@@ -71,7 +70,6 @@ class Trainee:
     files: ModelFiles
     trained_shapes: dict[str, tuple[int, ...]]
     parameters: tuple[int, int]
-    flops: FlopCounter
     has_new_head: bool = False
 
     @property
@@ -220,7 +218,6 @@ def _on_meta(
         "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "parameters": count_parameters(model),
-        "flops": FlopCounter(base),
     }
     options = DataParallel(
         dtype=precision.dtype,

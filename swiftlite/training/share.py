@@ -1,22 +1,27 @@
 """Who computes what of a global step.
 
 Every process knows the whole step and divides it in the same way, so nobody has to ask: packs go to the data ranks by
-size, each rank's packs to micro-batches, and all ranks have equally many (some may be empty).
+cost, each rank's packs to micro-batches, and all ranks have equally many (some may be empty). What a pack costs is its
+FLOPs: packs of equally many tokens differ where attention over one long document is dearer than over many short ones.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swiftlite.data.batches import MicroBatch, collate, empty_micro_batch
 from swiftlite.data.order import Pack, Sequence
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.flops import FlopCounter
 from swiftlite.training.lanes import LANE_TOKENS
 
 # A CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split of a step
 # into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
 CPU_FORWARD_TOKENS = 1024
+
+Cost = Callable[[Pack], float]
 
 
 @dataclass(frozen=True)
@@ -44,26 +49,29 @@ class Sharing:
 
     mesh: Mesh
     micro_batch_size: int
+    flops: FlopCounter
     lanes: int = 1
 
     def __call__(self, packs: list[Pack]) -> StepShare:
         """This process's part of some packs of a step."""
         layout, size = self.mesh.layout, self.micro_batch_size
         if self.lanes > 1:
-            packs = balance(packs, LANE_TOKENS, self.lanes)
-            return share_step(packs, 0, 1, 1, None)
+            return share_step(balance(packs, LANE_TOKENS, self.lanes, self._cost), 0, 1, 1, None, self._cost)
         if layout.pp > 1:  # a short last step still has work for all stages
             size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
         limit = CPU_FORWARD_TOKENS if self.mesh.device.type == "cpu" else None
-        return share_step(packs, self.mesh.data_rank, layout.data_ranks, size, limit)
+        return share_step(packs, self.mesh.data_rank, layout.data_ranks, size, limit, self._cost)
+
+    def _cost(self, pack: Pack) -> float:
+        return self.flops.step([_length(document) for document in pack])
 
 
-def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit: int | None) -> StepShare:
+def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit: int | None, cost: Cost) -> StepShare:
     """Divide a step's packs.
 
     size: packs in a micro-batch at most; token_limit: tokens in one of several packs, None for any number.
     """
-    divided = [_micro_batches(mine, size, token_limit) for mine in _by_rank(packs, ranks)]
+    divided = [_micro_batches(mine, size, token_limit) for mine in _by_rank(packs, ranks, cost)]
     count = max(len(mine) for mine in divided)
     mine = [collate(piece) for piece in divided[rank]]
     mine += [empty_micro_batch()] * (count - len(mine))
@@ -79,33 +87,36 @@ def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit:
     )
 
 
-def balance(packs: list[Pack], tokens: int, multiple: int) -> list[Pack]:
-    """The documents in packs of about `tokens`, equally large and a multiple of so many: the next longest document to
-    the pack with the fewest tokens so far, the largest pack first.
+def balance(packs: list[Pack], tokens: int, multiple: int, cost: Cost) -> list[Pack]:
+    """The documents in packs of about `tokens` that cost about the same, a multiple of so many packs: the next dearest
+    document to the pack that costs least so far, the dearest pack first.
     """
-    documents = sorted((document for pack in packs for document in pack), key=_length, reverse=True)
-    count = multiple * -(-sum(map(_length, documents)) // (tokens * multiple))
+    documents = [[document] for pack in packs for document in pack]
+    count = multiple * max(1, round(sum(map(_tokens, documents)) / (tokens * multiple)))
     balanced: list[Pack] = [[] for _ in range(min(count, len(documents)))]
-    fill = [(0, place) for place in range(len(balanced))]
-    for document in documents:
-        length, place = heapq.heappop(fill)
-        balanced[place].append(document)
-        heapq.heappush(fill, (length + _length(document), place))
-    return sorted(balanced, key=_tokens, reverse=True)
+    fill = [(0.0, place) for place in range(len(balanced))]
+    for document in sorted(documents, key=cost, reverse=True):
+        spent, place = heapq.heappop(fill)
+        balanced[place] += document
+        heapq.heappush(fill, (spent + cost(document), place))
+    return sorted(balanced, key=cost, reverse=True)
 
 
-def _by_rank(packs: list[Pack], ranks: int) -> list[list[Pack]]:
-    """Equally many packs each (but for the remainder), the next longest to the rank with the fewest tokens so far."""
+def _by_rank(packs: list[Pack], ranks: int, cost: Cost) -> list[list[Pack]]:
+    """Equally many packs each (but for the remainder), the next dearest to the rank with the least to do so far.
+
+    Each rank begins with its dearest packs, so that micro-batches that meet in a collective cost about the same.
+    """
     if ranks == 1:
         return [packs]
     most = -(-len(packs) // ranks)
-    chosen: list[list[int]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for index in sorted(range(len(packs)), key=lambda i: (-_tokens(packs[i]), i)):
-        rank = min((r for r in range(ranks) if len(chosen[r]) < most), key=lambda r: (tokens[r], r))
-        chosen[rank].append(index)
-        tokens[rank] += _tokens(packs[index])
-    return [[packs[index] for index in sorted(mine)] for mine in chosen]
+    chosen: list[list[Pack]] = [[] for _ in range(ranks)]
+    spent = [0.0] * ranks
+    for pack in sorted(packs, key=cost, reverse=True):
+        rank = min((r for r in range(ranks) if len(chosen[r]) < most), key=lambda r: (spent[r], r))
+        chosen[rank].append(pack)
+        spent[rank] += cost(pack)
+    return chosen
 
 
 def _micro_batches(packs: list[Pack], size: int, token_limit: int | None) -> list[list[Pack]]:

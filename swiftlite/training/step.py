@@ -79,7 +79,7 @@ class DirectStep:
             reduce_at_last_micro_batch(scorer, self._sync_always or last, self._mesh.layout.sharding)
             return self._train_one(scorer, batches[index], step_loss, scale, count)
 
-        values, routers = zip(*self._lanes.map(train_one, len(batches)), strict=True)
+        values, routers = zip(*self._lanes.map(train_one, [batch.input_ids.shape[1] for batch in batches]), strict=True)
         return self._outcome(torch.stack(values), [router for router in routers if router is not None], step_loss)
 
     def _train_one(
