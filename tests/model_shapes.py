@@ -193,12 +193,13 @@ def _activation_bytes(config: RunConfig, layout: Layout, memory: float) -> float
     text = model_config.get_text_config()
     tokens = config.micro_batch_size * pack_capacity(config)
     precision = resolve_precision(config.precision if config.precision != "auto" else "bf16", torch.device("cpu"))
-    every = activation_bytes_per_token(model_config, precision)
-    checkpointing = config.activation_checkpointing
-    if checkpointing == "auto":
-        checkpointing = "none" if every * tokens < memory * GIB / 2 else "full"
-    layer, stage = every / text.num_hidden_layers, text.num_hidden_layers / layout.pp
+    of = {mode: activation_bytes_per_token(model_config, precision, mode) for mode in ("none", "selective", "full")}
+    mode = config.activation_checkpointing
+    if mode == "auto":
+        mode = next((mode for mode in ("none", "selective") if of[mode] * tokens < memory * GIB / 2), "full")
+    layers, stage = text.num_hidden_layers, text.num_hidden_layers / layout.pp
     value = 4 if config.tuner == "full" else 2  # bytes: fp32 embeddings make fp32 hidden states between layers
-    kept = stage * layer if checkpointing == "none" else stage * value * text.hidden_size + layer
+    entering = max(0, value - 2) * text.hidden_size  # beyond the two bytes that are counted
+    kept = stage * of[mode] / layers + (0 if mode == "none" else stage * entering + of["none"] / layers)
     in_flight = min(layout.pp, config.gradient_accumulation_steps)
     return kept * in_flight * tokens / (layout.cp * layout.tp)

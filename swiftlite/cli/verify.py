@@ -51,7 +51,6 @@ def verify(
     """Print the table. Exit code 1 where a layout differs. Raises UserError for names that do not exist."""
     from swiftlite.models.toys import shallow_config, toy_architectures, toy_config, write_toy
     from swiftlite.verification.cases import DEFAULT_ARCHITECTURES, subjects
-    from swiftlite.verification.run import read_verdicts
 
     chosen = tuple(architecture or ([Path(model).name] if model else DEFAULT_ARCHITECTURES))
     unknown = [name for name in chosen if name not in toy_architectures()]
@@ -65,6 +64,9 @@ def verify(
     if unknown:
         raise UserError(f"{unknown[0]} is not verified", where="--method", fix=f"there are: {', '.join(methods)}")
     picked = _pick(nproc_per_node, layout)
+
+    from swiftlite.verification.run import read_verdicts  # behind the checks: it imports all of training
+
     layers = 2 * nproc_per_node  # two stages a rank
     with tempfile.TemporaryDirectory(prefix="swiftlite-verify-") as folder:
         config = shallow_config(model, layers) if model else None

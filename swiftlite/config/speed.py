@@ -12,7 +12,12 @@ class SpeedSettings(BaseModel):
     """A part of `RunConfig`."""
 
     activation_checkpointing: Annotated[Literal["auto", "none", "full", "selective"], Spelling(SWITCH)] = flag(
-        "auto", MEMORY, "Recompute layers in the backward to save memory.", "gradient_checkpointing", bare="full"
+        "auto",
+        MEMORY,
+        "Recompute layers in the backward to save memory, all of them or (`selective`) what is cheap; `auto` does the "
+        "least that fits.",
+        "gradient_checkpointing",
+        bare="full",
     )
     offload: Annotated[Literal["none", "cpu"], Spelling(OFFLOAD)] = flag(
         "none", MEMORY, "Keep weights and optimizer state in the host's memory.", "cpu_offload", bare="cpu"

@@ -206,12 +206,14 @@ def _require_grad(_module: nn.Module, _inputs: object, output: torch.Tensor) -> 
 
 
 def _selective_contexts() -> tuple[object, object]:
+    import torch.nn.attention.varlen  # its attention is an operation once it is imported
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     ops = torch.ops.aten
     kept = {ops.mm.default, ops.addmm.default, ops.bmm.default}
     kept |= {ops._scaled_dot_product_flash_attention_for_cpu.default, ops._scaled_dot_product_flash_attention.default}
     kept |= {ops._scaled_dot_product_efficient_attention.default, ops._scaled_dot_product_cudnn_attention.default}
+    kept.add(torch.ops.torch_attn._varlen_attn.default)
 
     def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes that the layers keep for the backward, per token, without checkpointing.
+def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtype, checkpointing: str = "none") -> int:
+    """Bytes that the layers keep for the backward, per token.
 
-    `16 h + 4 a d + 4 k d + 8 f + 4 a + 8` a layer in bf16 for a Llama-like layer (h hidden, a heads, k KV heads, d
-    head size, f feed-forward; counted with `torch.autograd.graph.saved_tensors_hooks`), twice that in fp32.
+    `16 h + 4 a d + 4 k d + 8 f + 4 a + 8` a layer in bf16 without checkpointing for a Llama-like layer (h hidden, a
+    heads, k KV heads, d head size, f feed-forward; counted with `torch.autograd.graph.saved_tensors_hooks`), what
+    enters the layer and the results of matrix products and attention under `selective`, what enters it alone under
+    `full`; twice that in fp32.
     """
     shape = model_config.get_text_config()
     values = shape.to_dict()
@@ -24,7 +26,11 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
     size = values.get("head_dim") or hidden // heads
     kv_heads = values.get("num_key_value_heads") or heads
     feed_forward = values.get("intermediate_size") or values.get("n_inner") or 4 * hidden
-    layer = 16 * hidden + 4 * heads * size + 4 * kv_heads * size + 8 * feed_forward + 4 * heads + 8
+    layer = {
+        "none": 16 * hidden + 4 * heads * size + 4 * kv_heads * size + 8 * feed_forward + 4 * heads + 8,
+        "selective": 6 * hidden + 4 * heads * size + 4 * kv_heads * size + 4 * feed_forward + 4 * heads,
+        "full": 2 * hidden,
+    }[checkpointing]
     return layer * shape.num_hidden_layers * (2 if dtype == torch.float32 else 1)
 
 

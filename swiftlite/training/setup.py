@@ -329,10 +329,13 @@ def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
 def _choose_checkpointing(
     config: RunConfig, model_config: PretrainedConfig, device: torch.device, precision: Precision
 ) -> str:
-    """`auto`: none where the activations of a micro-batch take less than half of the free memory, else full."""
+    """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half of the free
+    memory."""
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
-    free = free_bytes(device)
-    packs = config.micro_batch_size if device.type == "cuda" else 1
-    needed = activation_bytes_per_token(model_config, precision.dtype) * packs * pack_capacity(config)
-    return "none" if needed < free / 2 else "full"
+    free, packs = free_bytes(device), config.micro_batch_size if device.type == "cuda" else 1
+    tokens = packs * pack_capacity(config)
+    for mode in ("none", "selective"):
+        if activation_bytes_per_token(model_config, precision.dtype, mode) * tokens < free / 2:
+            return mode
+    return "full"

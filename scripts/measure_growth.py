@@ -1,0 +1,192 @@
+"""How time and memory grow with the length of a sequence, with the rows of a data set and with a model's parameters.
+
+    python scripts/measure_growth.py --markdown docs/performance.md
+
+Every figure is of a `swiftlite` command (or, of rows, of the preparation of data alone) in a process of its own, on
+random models and generated rows. What should grow in proportion is shown per unit, so that a column of equal numbers is
+good news. Takes about 15 minutes on two cores; needs a quiet machine, since it looks at the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench.campaign import machine
+from bench.tables import fill, has_place, markdown_table
+
+PLACE = "growth"
+LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+ROWS = (1_000, 10_000, 100_000, 1_000_000)
+WIDTHS = (128, 256, 512, 1024)
+STEP_TOKENS = 4096  # of a step where the width grows
+MIB = 2**20
+
+
+def shape(width: int, layers: int = 2):  # noqa: ANN201 - a config of transformers
+    """A Llama with heads of 32."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=512, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 32, num_key_value_heads=width // 32, tie_word_embeddings=True,
+        max_position_embeddings=max(LENGTHS), bos_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+
+
+def write_text(path: Path, rows: int, letters: int) -> None:
+    """Rows of one document each."""
+    numbers, words = (
+        random.Random(0),
+        ("fox", "dog", "Paris", "Rome", "two", "answer", "model", "time", "def", "return"),
+    )
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(rows):
+            text = " ".join(numbers.choices(words, k=letters // 4))
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def train(folder: Path, model: Path, rows: Path, length: int, steps: int) -> list[dict[str, Any]]:
+    """The metrics of a run with one document of `length` tokens a step."""
+    output = folder / "run"
+    command = [
+        sys.executable, "-m", "swiftlite", "pretrain", "--model", model, "--dataset", rows, "--tuner", "full",
+        "--precision", "fp32", "--max-length", length, "--overlong", "truncate", "--global-batch-size", 1,
+        "--micro-batch-size", 1, "--max-steps", steps, "--output-dir", output, "--cache-dir", folder / "cache",
+        "--activation-checkpointing", "none", "--no-warm-check",
+    ]  # fmt: skip
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=folder)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    subprocess.run(["rm", "-r", str(output)], check=True)
+    return metrics
+
+
+def fastest(metrics: list[dict[str, Any]]) -> float:
+    """Seconds of the fastest step but the first, which also touches memory for the first time."""
+    return min(row["step_seconds"] for row in metrics[1:])
+
+
+def lengths_table(folder: Path) -> str:
+    """A step over one document."""
+    from swiftlite.models.toys import write_toy
+
+    model, cells = write_toy(folder / "length", shape(128)), []
+    for length in LENGTHS:
+        write_text(folder / "text.jsonl", 3, 8 * length)
+        metrics = train(folder, model, folder / "text.jsonl", length, 2 if length > 16_384 else 3)
+        assert metrics[-1]["tokens"] == length, metrics[-1]
+        seconds, peak = fastest(metrics), metrics[-1]["peak_memory_gib"] * 1024
+        print(f"length {length:,}: {seconds:.2f} s, {peak:,.0f} MiB", flush=True)
+        flops = _flops(128, length)
+        cells.append([f"{length:,}", f"{seconds:.2f}", f"{1e3 * seconds / (length / 1024):.0f}",
+                      f"{flops / seconds / 1e9:.0f}", f"{peak:,.0f}"])  # fmt: skip
+    header = ("tokens in the document", "s a step", "ms per 1,024 tokens", "GFLOP/s", "peak MiB")
+    return markdown_table(header, cells)
+
+
+def _flops(width: int, length: int, layers: int = 2) -> float:
+    """Of a step: `6 N` a token and causal attention, as for MFU."""
+    weights = layers * (4 * width**2 + 3 * width * 3 * width) + 512 * width
+    return 6 * weights * length + 6 * layers * width * length**2
+
+
+def widths_table(folder: Path) -> str:
+    """A step over 4,096 tokens."""
+    from swiftlite.models.toys import write_toy
+
+    write_text(folder / "text.jsonl", 5, 8 * STEP_TOKENS)
+    cells = []
+    for width in WIDTHS:
+        layers = 8
+        model = write_toy(folder / f"width-{width}", shape(width, layers))
+        metrics = train(folder, model, folder / "text.jsonl", STEP_TOKENS, 4)
+        count = layers * (13 * width**2 + 2 * width) + 513 * width
+        seconds, peak = fastest(metrics), metrics[-1]["peak_memory_gib"] * 1024
+        print(f"{count / 1e6:.1f} M parameters: {seconds:.2f} s, {peak:,.0f} MiB", flush=True)
+        state, flops = 16 * count / MIB, _flops(width, STEP_TOKENS, layers)
+        cells.append([f"{count / 1e6:.1f} M", f"{seconds:.2f}", f"{flops / seconds / 1e9:.0f}", f"{state:,.0f}",
+                      f"{peak:,.0f}"])  # fmt: skip
+    header = ("parameters", "s a step", "GFLOP/s", "weights, gradients, moments MiB", "peak MiB")
+    return markdown_table(header, cells)
+
+
+def prepare(folder: str, rows: str, results: Any) -> None:
+    """In a new process: tokenise and pack."""
+    from swiftlite.config.resolve import resolve_config
+    from swiftlite.data.prepare import prepare_data
+    from swiftlite.models.tokenizer import tokenizer_loader
+
+    config = resolve_config(
+        "sft", model=f"{folder}/length", dataset=[rows], max_length=1024, cache_dir=f"{folder}/cache", output_dir="o"
+    )
+    started = time.perf_counter()
+    prepared = prepare_data(config, tokenizer_loader(config))
+    tokenised = time.perf_counter()
+    next(prepared.train.steps(0))
+    first = time.perf_counter()
+    own, workers = (
+        resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    results.put((tokenised - started, first - tokenised, own, workers, prepared.train.describe()))
+
+
+def rows_table(folder: Path) -> str:
+    """Chat rows of about 30 tokens."""
+    from swiftlite.models.toys import toy_rows, write_toy
+
+    write_toy(folder / "length", shape(128))
+    lines, cells = [json.dumps(row) for row in toy_rows(1000)], []
+    for count in ROWS:
+        path = folder / f"rows-{count}.jsonl"
+        with path.open("w") as file:
+            for number in range(count):  # all different, so that nothing is found twice
+                file.write(lines[number % 1000].replace('"content": "', f'"content": "{number} ', 1) + "\n")
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        process = context.Process(target=prepare, args=(str(folder), str(path), results))
+        process.start()
+        tokenising, packing, own, workers, facts = results.get()
+        process.join()
+        path.unlink()
+        print(f"{count:,} rows: {tokenising:.1f} s, packs {packing:.2f} s, {own:,.0f} MiB", flush=True)
+        cells.append([f"{count:,}", f"{facts['tokens']:,}", f"{tokenising:.1f}", f"{1e6 * tokenising / count:,.0f}",
+                      f"{packing:.2f}", f"{1 - facts['fill']:.2%}", f"{own:,.0f}", f"{workers:,.0f}"])  # fmt: skip
+    header = ("rows", "tokens", "s to tokenise", "µs a row", "s to pack", "empty", "peak MiB", "of a worker")
+    return markdown_table(header, cells)
+
+
+PARTS = {"lengths": lengths_table, "rows": rows_table, "widths": widths_table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], help="some of the tables")
+    parser.add_argument("--markdown", type=Path, help="Markdown file whose marked places take the tables")
+    options = parser.parse_args()
+    places = {name: f"{PLACE}-{name}" for name in options.only}
+    if missing := [place for place in places.values() if options.markdown and not has_place(options.markdown, place)]:
+        parser.error(f"{options.markdown} has no place for {', '.join(missing)}")
+    facts = machine()
+    about = f"{facts['cpu']}, {facts['cores']} cores, torch {version('torch')}, transformers {version('transformers')}."
+    for name, place in places.items():
+        with tempfile.TemporaryDirectory() as folder:
+            text = f"{PARTS[name](Path(folder))}\n\n{about}"
+        print(text)
+        if options.markdown:
+            fill(options.markdown, place, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Where the time of a training step goes on a CPU, and what share of the machine's matrix product rate it reaches.
+
+    python scripts/measure_step.py --markdown docs/performance.md
+
+Trains the model and the rows of `bench_cpu.py` by swiftlite's own command with `--profile`, and multiplies square
+matrices before and after it, on as many threads. Takes two minutes; needs a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from bench.campaign import machine
+from bench.tables import fill, has_place
+from bench.tools import swiftlite
+from bench.workload import Workload, make_workload
+
+PLACE, STEPS, SIDE = "profile", 12, 2048
+MULTIPLY = (
+    "import time, torch; a = torch.randn({side}, {side}); a @ a; best = 9e9\n"
+    "for _ in range(9):\n"
+    "    begun = time.perf_counter(); a @ a; best = min(best, time.perf_counter() - begun)\n"
+    "print(2 * {side}**3 / best)"
+)
+
+
+def matrix_rate(environment: dict[str, str]) -> float:
+    """FLOP/s of the fastest of some square products in fp32."""
+    script = MULTIPLY.format(side=SIDE)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def train(folder: Path, workload: Workload, environment: dict[str, str], *more: str) -> list[dict]:
+    """The metrics of a run."""
+    command = swiftlite("sft", Path(sys.executable), workload, folder, STEPS, "1e-4")
+    subprocess.run([*command, *more], env=environment, check=True, cwd=folder)
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def product_flops(workload: Workload, row: dict) -> float:
+    """Of the matrix products with weights that a step needs: 6 a weight and token, of the head's a trained token."""
+    shape = json.loads((workload.model / "config.json").read_text())
+    width, mlp, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    keys = width * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    layer = 2 * width**2 + 2 * width * keys + 3 * width * mlp
+    return 6 * (layers * layer * row["tokens"] + shape["vocab_size"] * width * row["trained_tokens"])
+
+
+def measure(work: Path, threads: int) -> str:
+    """Markdown."""
+    workload = make_workload(work / "workload", 1)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as profiled:
+        rates = [matrix_rate(environment)]
+        rows = train(Path(folder), workload, environment)[1:]
+        rates.append(matrix_rate(environment))
+        train(Path(profiled), workload, environment, "--profile")
+        table = (Path(profiled) / "out" / "profile" / "rank-00000.txt").read_text().rstrip()
+    fastest = min(rows, key=lambda row: row["step_seconds"] / row["tokens"])
+    reached = product_flops(workload, fastest) / fastest["step_seconds"]
+    facts = machine()
+    return (
+        f"{facts['cpu']}, {facts['cores']} cores, {threads} threads, torch {version('torch')}, on "
+        f"{time.strftime('%Y-%m-%d')}. The machine multiplies {SIDE:,} x {SIDE:,} matrices at "
+        f"{rates[0] / 1e9:.0f} and {rates[1] / 1e9:.0f} GFLOP/s (before and after the run). The fastest of {STEPS - 1} "
+        f"steps, {fastest['tokens'] / fastest['step_seconds']:,.0f} tokens/s, does its products with weights at "
+        f"{reached / 1e9:.0f} GFLOP/s of the whole step's time: **{reached / max(rates):.0%}** of the higher rate. "
+        f"Of a step under `--profile`:\n\n```text\n{table}\n```"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--work", type=Path, default=Path.home() / ".cache" / "swiftlite" / "bench", help="of bench_cpu"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS (2)")
+    parser.add_argument("--markdown", type=Path, help="Markdown file whose marked place takes the table")
+    options = parser.parse_args()
+    if options.markdown and not has_place(options.markdown, PLACE):
+        parser.error(f"{options.markdown} has no place for the table")
+    text = measure(options.work, options.threads)
+    print(text)
+    if options.markdown:
+        fill(options.markdown, PLACE, text)
+
+
+if __name__ == "__main__":
+    main()

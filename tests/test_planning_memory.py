@@ -1,0 +1,61 @@
+"""What layers keep for the backward pass, counted against the formula that planning uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from swiftlite.config.resolve import resolve_config
+from swiftlite.models import attention
+from swiftlite.models.toys import toy_config
+from swiftlite.models.tuners import _selective_contexts
+from swiftlite.objectives.scorer import _Probe, decoder_inputs
+from swiftlite.planning.memory import activation_bytes_per_token
+from swiftlite.training import setup
+from swiftlite.training.precision import Precision
+
+TOKENS = 64
+
+
+class KeptUnderSelective(TorchDispatchMode):
+    """Bytes of the results that selective checkpointing keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        caching, _ = _selective_contexts()
+        self._policy, self.kept = caching.policy_fn, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if self._policy(None, func, *args, **(kwargs or {})) == CheckpointPolicy.MUST_SAVE:
+            tensors = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, torch.Tensor)]
+            self.kept += sum(x.numel() * x.element_size() for x in tensors)
+        return result
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_what_selective_checkpointing_keeps(family):
+    from transformers import AutoModelForCausalLM
+
+    config = toy_config(family, 3)
+    config._attn_implementation = attention.register()
+    model = AutoModelForCausalLM.from_config(config).float()
+    ids = torch.arange(TOKENS)[None] % config.vocab_size
+    borders = torch.tensor([0, TOKENS], dtype=torch.int32)
+    batch = _Probe(ids, torch.arange(TOKENS)[None], ids, borders, max_document=TOKENS)
+    with KeptUnderSelective() as counted:
+        model.model(**decoder_inputs(batch))
+    entering = activation_bytes_per_token(config, torch.float32, "full") * TOKENS
+    expected = activation_bytes_per_token(config, torch.float32, "selective") * TOKENS
+    assert counted.kept + entering == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("share", "mode"), [(1.5, "none"), (0.9, "selective"), (0.1, "full")])
+def test_auto_recomputes_the_least_that_fits(monkeypatch, share, mode):
+    config = resolve_config("sft", model="m", dataset=["d"], max_length=128, micro_batch_size=2)
+    shape, precision = toy_config("llama", 8), Precision("fp32", torch.float32)
+    everything = activation_bytes_per_token(shape, torch.float32) * config.max_length
+    monkeypatch.setattr(setup, "free_bytes", lambda device: int(2 * share * everything))
+    assert setup._choose_checkpointing(config, shape, torch.device("cpu"), precision) == mode
