@@ -33,8 +33,9 @@ def profilers(monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_table_and_a_trace_of_two_steps(base, tmp_path, profilers, checkpointing):
+def test_a_table_and_a_trace_of_two_steps(base, tmp_path, profilers, checkpointing, capfd):
     train(base, profile=True, activation_checkpointing=checkpointing)
+    assert capfd.readouterr().err == ""
     ((table,),) = ([p.table for p in profilers],)
     assert sum(table.kinds.values()) == pytest.approx(table.wall)
     assert {"matrix products", "attention", "optimizer", REST} <= set(table.kinds)

@@ -6,6 +6,7 @@ forward operation it belongs to (https://docs.pytorch.org/docs/stable/profiler.h
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from swiftlite.reporting.files import disk_errors
 from swiftlite.training.divide import Part
 
 WARM, RECORDED = 2, 2  # steps left out before, steps recorded
+QUIET = "6"  # the recorder's own notes would stand among the lines of the run
 SCOPE, STEP, BACKWARD = "module: ", "ProfilerStep", "autograd::engine::evaluate_function: "
 
 # What an operation's name says of its kind; the first that fits.
@@ -68,6 +70,7 @@ class StepProfiler:
         self._folder, self._name, self._on_gpu = folder, f"rank-{mesh.rank:05d}", mesh.device.type == "cuda"
         self._parts, self._marks = parts if by_module else [], []
         self.table: Table | None = None
+        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         self._profile = profile(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu,
             schedule=schedule(wait=WARM - 1, warmup=1, active=RECORDED, repeat=1),

@@ -50,7 +50,7 @@ class StepRunner(Protocol):
 
 
 class DirectStep:
-    """Runs micro-batches one after another."""
+    """Runs micro-batches one after another, or several at a time in lanes."""
 
     def __init__(
         self,
