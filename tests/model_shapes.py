@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.layout import Layout
 from swiftlite.config.methods import pack_capacity
+from swiftlite.planning.choose import USABLE
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.setup import activation_bytes_per_token
 
@@ -153,17 +154,12 @@ def _count(module) -> int:  # noqa: ANN001
     return sum(p.numel() for p in module.parameters())
 
 
-def shards(layout: Layout) -> int:
-    """Ranks among which a weight is divided."""
-    return layout.pp * layout.tp * layout.dp_shard * layout.cp
-
-
 def state_gib(config: RunConfig, layout: Layout) -> float:
     """Weights, gradients and AdamW's moments on one GPU."""
     found = sizes(config.model)
     if config.tuner == "full":
-        return found.total * FULL_BYTES / shards(layout) / GIB
-    return (found.total * FROZEN_BYTES + found.adapters(config.lora_rank) * FULL_BYTES) / shards(layout) / GIB
+        return found.total * FULL_BYTES / layout.shards / GIB
+    return (found.total * FROZEN_BYTES + found.adapters(config.lora_rank) * FULL_BYTES) / layout.shards / GIB
 
 
 def peak_gib(config: RunConfig, layout: Layout, memory: float) -> float:
@@ -196,7 +192,8 @@ def _activation_bytes(config: RunConfig, layout: Layout, memory: float) -> float
     of = {mode: activation_bytes_per_token(model_config, precision, mode) for mode in ("none", "selective", "full")}
     mode = config.activation_checkpointing
     if mode == "auto":
-        mode = next((mode for mode in ("none", "selective") if of[mode] * tokens < memory * GIB / 2), "full")
+        room = (USABLE * memory - state_gib(config, layout)) * GIB
+        mode = next((mode for mode in ("none", "selective") if of[mode] * tokens < room / 2), "full")
     layers, stage = text.num_hidden_layers, text.num_hidden_layers / layout.pp
     value = 4 if config.tuner == "full" else 2  # bytes: fp32 embeddings make fp32 hidden states between layers
     entering = max(0, value - 2) * text.hidden_size  # beyond the two bytes that are counted

@@ -7,11 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.models import attention
 from swiftlite.models.toys import toy_config
 from swiftlite.models.tuners import _selective_contexts
 from swiftlite.objectives.scorer import _Probe, decoder_inputs
+from swiftlite.planning.choose import USABLE, Choice, Need
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training import setup
 from swiftlite.training.precision import Precision
@@ -55,7 +57,11 @@ def test_what_selective_checkpointing_keeps(family):
 @pytest.mark.parametrize(("share", "mode"), [(1.5, "none"), (0.9, "selective"), (0.1, "full")])
 def test_auto_recomputes_the_least_that_fits(monkeypatch, share, mode):
     config = resolve_config("sft", model="m", dataset=["d"], max_length=128, micro_batch_size=2)
-    shape, precision = toy_config("llama", 8), Precision("fp32", torch.float32)
+    shape, precision, cpu = toy_config("llama", 8), Precision("fp32", torch.float32), torch.device("cpu")
     everything = activation_bytes_per_token(shape, torch.float32) * config.max_length
-    monkeypatch.setattr(setup, "free_bytes", lambda device: int(2 * share * everything))
-    assert setup._choose_checkpointing(config, shape, torch.device("cpu"), precision) == mode
+    need = Need(trained=10_000, frozen=0, frozen_bytes=4, largest_unit=0, activations=0)
+    monkeypatch.setattr(setup, "free_bytes", lambda device: int((2 * share * everything + 16 * 10_000) / USABLE))
+    assert setup._choose_checkpointing(config, shape, Choice(Layout(), False, ""), cpu, precision, need) == mode
+    half = Choice(Layout(dp_shard=2, sharding="full"), False, "")
+    monkeypatch.setattr(setup, "free_bytes", lambda device: int((2 * share * everything + 8 * 10_000) / USABLE))
+    assert setup._choose_checkpointing(config, shape, half, cpu, precision, need) == mode

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from model_shapes import FROZEN_BYTES, FULL_BYTES, MODELS, peak_gib, real_config, shards, sizes, state_gib
+from model_shapes import FROZEN_BYTES, FULL_BYTES, MODELS, peak_gib, real_config, sizes, state_gib
 
 from swiftlite.cli.app import main
 from swiftlite.config.batch import GLOBAL
@@ -97,7 +97,7 @@ def test_a_header_is_true(name):
     assert said.title.endswith(".") and len(said.title) < 100
     assert layout.world == said.world
     assert found.notes == []  # no key without effect
-    total, parts = sizes(config.model), shards(layout)
+    total, parts = sizes(config.model), layout.shards
     trained = in_words(total.total) + f" x {FULL_BYTES} bytes"
     if config.tuner == "lora":
         trained = f"{in_words(total.total)} x {FROZEN_BYTES} bytes + "

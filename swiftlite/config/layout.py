@@ -38,6 +38,11 @@ class Layout:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
+    def shards(self) -> int:
+        """Processes among which a weight is divided."""
+        return self.pp * self.dp_shard * self.cp * self.tp
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that see different rows."""
         return self.dp_replicate * self.dp_shard

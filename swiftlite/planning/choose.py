@@ -18,7 +18,7 @@ class Need:
     """What training takes before it is divided.
 
     trained, frozen: parameters; frozen_bytes: of each frozen one; largest_unit: bytes of the largest group of weights
-    that is whole for a moment; activations: bytes of a micro-batch.
+    that is whole for a moment; activations: bytes of a micro-batch, of which context parallel ranks have a slice each.
     """
 
     trained: int
@@ -49,8 +49,9 @@ def choose_data_layout(layout: Layout, need: Need, free: int) -> Choice:
     """
     split = layout.tp * layout.pp
     ranks = layout.data_ranks
-    replicated = need.states / split + need.activations
-    sharded = need.states / split / ranks + 2 * need.largest_unit + need.activations
+    activations = need.activations // layout.cp
+    replicated = need.states / split + activations
+    sharded = need.states / split / ranks + 2 * need.largest_unit + activations
     limit = USABLE * free
     room = f"of {free / GIB:.2f} GiB free on a device"
     if replicated <= limit:

@@ -38,7 +38,7 @@ from swiftlite.parallel.mesh import Mesh, build_mesh
 from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
-from swiftlite.planning.choose import Choice, Need, choose_data_layout
+from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout
 from swiftlite.planning.memory import activation_bytes_per_token, free_bytes
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.precision import Precision, resolve_precision
@@ -159,7 +159,8 @@ def build_trainee(
     fresh = FreshValues(config.seed, new_rows)
     check_expert_parallel(base, layout)
     to_master_precision(model)
-    choice = _choose(config, model_config, model, base, world, layout, precision)
+    need = _need(config, model_config, model, base, precision)
+    choice = _choose(config, need, world, layout)
     trainee = _on_meta(
         config,
         model_config,
@@ -168,6 +169,7 @@ def build_trainee(
         choice,
         build_mesh(choice.layout, world.device, grouped=choice.offload),
         precision,
+        need,
     )
     trainee.has_new_head = new_head is not None and resume is None
     for part in trainee.divided.parts:
@@ -209,6 +211,7 @@ def _on_meta(
     choice: Choice,
     mesh: Mesh,
     precision: Precision,
+    need: Need,
 ) -> Trainee:
     """What is known of the whole model, and then its parts."""
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(model_config)
@@ -225,34 +228,31 @@ def _on_meta(
         offload=choice.offload,
         min_params=config.fsdp_min_params,
     )
-    checkpointing = _choose_checkpointing(config, model_config, mesh.device, precision)
+    checkpointing = _choose_checkpointing(config, model_config, choice, mesh.device, precision, need)
     divided = divide(model, base, mesh, options, precision, checkpointing, config)
     return Trainee(model, base, mesh, choice, precision, divided, **known)
 
 
-def _choose(
-    config: RunConfig,
-    model_config: PretrainedConfig,
-    model: nn.Module,
-    base: PreTrainedModel,
-    world: World,
-    layout: Layout,
-    precision: Precision,
-) -> Choice:
+def _need(
+    config: RunConfig, model_config: PretrainedConfig, model: nn.Module, base: PreTrainedModel, precision: Precision
+) -> Need:
+    trained, total = count_parameters(model)
+    per_token = activation_bytes_per_token(model_config, precision.dtype)
+    return Need(
+        trained=trained,
+        frozen=total - trained,
+        frozen_bytes=precision.dtype.itemsize,
+        largest_unit=precision.dtype.itemsize * max(_unit_sizes(base)),
+        activations=per_token * config.micro_batch_size * pack_capacity(config),
+    )
+
+
+def _choose(config: RunConfig, need: Need, world: World, layout: Layout) -> Choice:
     """What the flags say, or under `--parallel auto` what fits; rank 0's memory decides for all."""
     offload = config.offload == "cpu"
     free_to_choose = config.parallel == "auto" and config.sharding is None and config.mesh is None and not offload
     if not free_to_choose or layout.data_ranks == 1 or layout.expert_parallel > 1:
         return Choice(layout, offload, "")
-    trained, total = count_parameters(model)
-    per_token = activation_bytes_per_token(model_config, precision.dtype)
-    need = Need(
-        trained=trained,
-        frozen=total - trained,
-        frozen_bytes=precision.dtype.itemsize,
-        largest_unit=precision.dtype.itemsize * max(_unit_sizes(base)),
-        activations=per_token * config.micro_batch_size * pack_capacity(config) // layout.cp,
-    )
     free = int(world.same("free memory", str(free_bytes(world.device))))
     return choose_data_layout(layout, need, free)
 
@@ -327,15 +327,21 @@ def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
 
 
 def _choose_checkpointing(
-    config: RunConfig, model_config: PretrainedConfig, device: torch.device, precision: Precision
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    choice: Choice,
+    device: torch.device,
+    precision: Precision,
+    need: Need,
 ) -> str:
-    """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half of the free
-    memory."""
+    """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half of the
+    memory that weights, gradients and optimizer states will leave free."""
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
-    free, packs = free_bytes(device), config.micro_batch_size if device.type == "cuda" else 1
-    tokens = packs * pack_capacity(config)
+    elsewhere = choice.offload and device.type != "cpu"
+    room = USABLE * free_bytes(device) - (0 if elsewhere else need.states / choice.layout.shards)
+    tokens = (config.micro_batch_size if device.type == "cuda" else 1) * pack_capacity(config)
     for mode in ("none", "selective"):
-        if activation_bytes_per_token(model_config, precision.dtype, mode) * tokens < free / 2:
+        if activation_bytes_per_token(model_config, precision.dtype, mode) * tokens < room / 2:
             return mode
     return "full"
