@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ ROWS = (1_000, 10_000, 100_000, 1_000_000)
 WIDTHS = (128, 256, 512, 1024)
 STEP_TOKENS = 4096  # of a step where the width grows
 MIB = 2**20
+WORDS = ("fox", "dog", "Paris", "Rome", "two", "answer", "model", "time", "def", "return")
 
 
 def shape(width: int, layers: int = 2):  # noqa: ANN201 - a config of transformers
@@ -46,13 +48,10 @@ def shape(width: int, layers: int = 2):  # noqa: ANN201 - a config of transforme
 
 def write_text(path: Path, rows: int, letters: int) -> None:
     """Rows of one document each."""
-    numbers, words = (
-        random.Random(0),
-        ("fox", "dog", "Paris", "Rome", "two", "answer", "model", "time", "def", "return"),
-    )
+    numbers = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(rows):
-            text = " ".join(numbers.choices(words, k=letters // 4))
+            text = " ".join(numbers.choices(WORDS, k=letters // 4))
             file.write(json.dumps({"text": text}) + "\n")
 
 
@@ -69,13 +68,26 @@ def train(folder: Path, model: Path, rows: Path, length: int, steps: int) -> lis
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    subprocess.run(["rm", "-r", str(output)], check=True)
+    shutil.rmtree(output)
     return metrics
 
 
 def fastest(metrics: list[dict[str, Any]]) -> float:
     """Seconds of the fastest step but the first, which also touches memory for the first time."""
     return min(row["step_seconds"] for row in metrics[1:])
+
+
+def needed(config: Any, length: int) -> tuple[float, int]:
+    """(FLOPs of a step over one document, as for MFU, parameters) of a model, built without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from swiftlite.models.tuners import count_parameters
+    from swiftlite.training.flops import FlopCounter
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return FlopCounter(model).step([length]), count_parameters(model)[1]
 
 
 def lengths_table(folder: Path) -> str:
@@ -89,33 +101,27 @@ def lengths_table(folder: Path) -> str:
         assert metrics[-1]["tokens"] == length, metrics[-1]
         seconds, peak = fastest(metrics), metrics[-1]["peak_memory_gib"] * 1024
         print(f"length {length:,}: {seconds:.2f} s, {peak:,.0f} MiB", flush=True)
-        flops = _flops(128, length)
+        flops, _ = needed(shape(128), length)
         cells.append([f"{length:,}", f"{seconds:.2f}", f"{1e3 * seconds / (length / 1024):.0f}",
                       f"{flops / seconds / 1e9:.0f}", f"{peak:,.0f}"])  # fmt: skip
     header = ("tokens in the document", "s a step", "ms per 1,024 tokens", "GFLOP/s", "peak MiB")
     return markdown_table(header, cells)
 
 
-def _flops(width: int, length: int, layers: int = 2) -> float:
-    """Of a step: `6 N` a token and causal attention, as for MFU."""
-    weights = layers * (4 * width**2 + 3 * width * 3 * width) + 512 * width
-    return 6 * weights * length + 6 * layers * width * length**2
-
-
 def widths_table(folder: Path) -> str:
     """A step over 4,096 tokens."""
     from swiftlite.models.toys import write_toy
+    from swiftlite.planning.choose import TRAINED_BYTES
 
     write_text(folder / "text.jsonl", 5, 8 * STEP_TOKENS)
     cells = []
     for width in WIDTHS:
-        layers = 8
-        model = write_toy(folder / f"width-{width}", shape(width, layers))
+        model = write_toy(folder / f"width-{width}", shape(width, 8))
         metrics = train(folder, model, folder / "text.jsonl", STEP_TOKENS, 4)
-        count = layers * (13 * width**2 + 2 * width) + 513 * width
+        flops, count = needed(shape(width, 8), STEP_TOKENS)
         seconds, peak = fastest(metrics), metrics[-1]["peak_memory_gib"] * 1024
         print(f"{count / 1e6:.1f} M parameters: {seconds:.2f} s, {peak:,.0f} MiB", flush=True)
-        state, flops = 16 * count / MIB, _flops(width, STEP_TOKENS, layers)
+        state = TRAINED_BYTES * count / MIB
         cells.append([f"{count / 1e6:.1f} M", f"{seconds:.2f}", f"{flops / seconds / 1e9:.0f}", f"{state:,.0f}",
                       f"{peak:,.0f}"])  # fmt: skip
     header = ("parameters", "s a step", "GFLOP/s", "weights, gradients, moments MiB", "peak MiB")
@@ -129,7 +135,7 @@ def prepare(folder: str, rows: str, results: Any) -> None:
     from swiftlite.models.tokenizer import tokenizer_loader
 
     config = resolve_config(
-        "sft", model=f"{folder}/length", dataset=[rows], max_length=1024, cache_dir=f"{folder}/cache", output_dir="o"
+        "sft", model=f"{folder}/model", dataset=[rows], max_length=1024, cache_dir=f"{folder}/cache", output_dir="o"
     )
     started = time.perf_counter()
     prepared = prepare_data(config, tokenizer_loader(config))
@@ -146,7 +152,7 @@ def rows_table(folder: Path) -> str:
     """Chat rows of about 30 tokens."""
     from swiftlite.models.toys import toy_rows, write_toy
 
-    write_toy(folder / "length", shape(128))
+    write_toy(folder / "model", shape(128))
     lines, cells = [json.dumps(row) for row in toy_rows(1000)], []
     for count in ROWS:
         path = folder / f"rows-{count}.jsonl"

@@ -18,7 +18,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from bench.campaign import machine
+from bench.campaign import CACHE, machine
 from bench.tables import fill, has_place
 from bench.tools import swiftlite
 from bench.workload import Workload, make_workload
@@ -80,9 +80,7 @@ def measure(work: Path, threads: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--work", type=Path, default=Path.home() / ".cache" / "swiftlite" / "bench", help="of bench_cpu"
-    )
+    parser.add_argument("--work", type=Path, default=CACHE, help="cache folder of bench_cpu (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS (2)")
     parser.add_argument("--markdown", type=Path, help="Markdown file whose marked place takes the table")
     options = parser.parse_args()

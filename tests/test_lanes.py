@@ -15,6 +15,7 @@ from swiftlite.config.resolve import resolve_config
 from swiftlite.data.order import Sequence
 from swiftlite.models.toys import toy_judged, toy_pairs
 from swiftlite.training import divide, lanes, share
+from swiftlite.training.balance import spread
 from swiftlite.training.lanes import Lanes, count_lanes
 from swiftlite.training.share import balance
 
@@ -108,8 +109,9 @@ def test_a_lane_that_fails_ends_the_step_once_all_have_ended(several_threads):
 
 
 def test_lanes_have_equally_much_to_do():
-    assert lanes._divide([600, 220, 210, 200], 2) == [[0], [1, 2, 3]]
-    assert lanes._divide([5], 3) == [[0], [], []]
+    sizes = [600, 220, 210, 200]
+    assert spread(range(4), 2, sizes.__getitem__) == [[0], [1, 2, 3]]
+    assert spread([0], 3, float) == [[0], [], []]
 
 
 def test_gradients_meet_in_the_module_and_weights_are_one(several_threads):

@@ -47,7 +47,7 @@ from swiftlite.training.pipeline_step import PipelineStep, StageScorer, Work, pa
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import DirectStep
 
-STEPS = 3
+STEPS = 5
 FP32 = Precision("fp32", torch.float32)
 CPU = torch.device("cpu")
 

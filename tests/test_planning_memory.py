@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,10 +10,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
+from swiftlite.data.batches import collate
+from swiftlite.data.order import Sequence
 from swiftlite.models import attention
 from swiftlite.models.toys import toy_config
 from swiftlite.models.tuners import _selective_contexts
-from swiftlite.objectives.scorer import _Probe, decoder_inputs
+from swiftlite.objectives.scorer import decoder_inputs
 from swiftlite.planning.choose import USABLE, Choice, Need
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training import setup
@@ -44,9 +47,8 @@ def test_what_selective_checkpointing_keeps(family):
     config = toy_config(family, 3)
     config._attn_implementation = attention.register()
     model = AutoModelForCausalLM.from_config(config).float()
-    ids = torch.arange(TOKENS)[None] % config.vocab_size
-    borders = torch.tensor([0, TOKENS], dtype=torch.int32)
-    batch = _Probe(ids, torch.arange(TOKENS)[None], ids, borders, max_document=TOKENS)
+    ids = np.arange(TOKENS, dtype=np.int32) % config.vocab_size
+    batch = collate([[Sequence(ids, np.ones(TOKENS, dtype=np.bool_), "")]])
     with KeptUnderSelective() as counted:
         model.model(**decoder_inputs(batch))
     entering = activation_bytes_per_token(config, torch.float32, "full") * TOKENS

@@ -36,7 +36,8 @@ def profilers(monkeypatch):
 def test_a_table_and_a_trace_of_two_steps(base, tmp_path, profilers, checkpointing, capfd):
     train(base, profile=True, activation_checkpointing=checkpointing)
     assert capfd.readouterr().err == ""
-    ((table,),) = ([p.table for p in profilers],)
+    (profiler,) = profilers
+    table = profiler.table
     assert sum(table.kinds.values()) == pytest.approx(table.wall)
     assert {"matrix products", "attention", "optimizer", REST} <= set(table.kinds)
     assert all(spent > 0 for spent in table.kinds.values())

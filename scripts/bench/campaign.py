@@ -18,15 +18,16 @@ from bench.measure import Run, measure
 from bench.settings import Benchmark, Setting
 from bench.tables import as_json, fill, goals, has_place, markdown, summarise, text_table
 
+CACHE = Path.home() / ".cache" / "swiftlite" / "bench"
+
 
 def parse(benchmark: Benchmark, about: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
     """The options of a benchmark's script, whose docstring is `about`; arguments: sys.argv's by default."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    cache = Path.home() / ".cache" / "swiftlite" / "bench"
     tools = benchmark.tools
-    parser.add_argument("--work", type=Path, default=cache, help="cache folder (%(default)s)")
+    parser.add_argument("--work", type=Path, default=CACHE, help="cache folder (%(default)s)")
     parser.add_argument("--swiftlite-python", type=Path, default=Path(sys.executable), help="Python that has swiftlite")
     parser.add_argument("--only", nargs="+", choices=tools, default=list(tools), metavar="TOOL", help=", ".join(tools))
     parser.add_argument("--rounds", type=int, default=1, help="how often every run is repeated, interleaved (1)")

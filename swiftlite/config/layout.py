@@ -35,7 +35,7 @@ class Layout:
     @property
     def world(self) -> int:
         """Processes in all."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+        return self.dp_replicate * self.shards
 
     @property
     def shards(self) -> int:

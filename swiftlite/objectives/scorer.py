@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import dissect
+from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.objectives.completions import answer_scores
 from swiftlite.objectives.logprobs import token_logprobs
 
@@ -49,8 +49,7 @@ class TokenScorer(nn.Module):
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
         self._anatomy = dissect(base)
-        routed = bool(base.config.get_text_config().to_dict().get("output_router_logits"))
-        self._routed = routed and not self._anatomy.gives_scores
+        self._routed = balances_router(base) and not self._anatomy.gives_scores
 
     @property
     def base(self) -> PreTrainedModel:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from swiftlite.models.anatomy import has_dropout
+from swiftlite.models.anatomy import balances_router, has_dropout
+from swiftlite.training.balance import spread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,8 +37,7 @@ def count_lanes(config: RunConfig, mesh: Mesh, base: PreTrainedModel, trained: i
     together hold no more tokens than `--micro-batch-size` allows.
     """
     random = has_dropout(base) or (config.tuner == "lora" and config.lora_dropout)
-    routed = base.config.get_text_config().to_dict().get("output_router_logits")
-    if mesh.device.type != "cpu" or mesh.layout.world > 1 or config.compile or random or routed:
+    if mesh.device.type != "cpu" or mesh.layout.world > 1 or config.compile or random or balances_router(base):
         return 1
     by_memory = 1 + GRADIENT_BYTES // (4 * max(1, trained))
     by_tokens = config.micro_batch_size * config.max_length // LANE_TOKENS
@@ -67,7 +67,8 @@ class Lanes:
             torch.set_num_threads(max(1, threads // self._count))
             return {number: work(twin, number) for number in numbers}
 
-        mine, *theirs = zip(self._modules, _divide(sizes, self._count), strict=True)
+        numbers = spread(range(len(sizes)), self._count, sizes.__getitem__)
+        mine, *theirs = zip(self._modules, numbers, strict=True)
         others = [self._pool.submit(lane, *their) for their in theirs]
         try:
             found = lane(*mine)
@@ -79,14 +80,6 @@ class Lanes:
         for twin in self._modules[1:]:
             _hand_over(twin, module)
         return [found[number] for number in range(len(sizes))]
-
-
-def _divide(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The places of sizes in `count` lists of about the same sum: the next largest to the list with the least."""
-    lists: list[list[int]] = [[] for _ in range(count)]
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        min(lists, key=lambda numbers: sum(sizes[number] for number in numbers)).append(place)
-    return lists
 
 
 def _twin(module: nn.Module) -> nn.Module:

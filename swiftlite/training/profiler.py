@@ -10,7 +10,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -43,13 +43,13 @@ def kind_of(name: str) -> str:
     return next((kind for kind, marks in KINDS if any(mark in name for mark in marks)), ELEMENTWISE)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Table:
     """Milliseconds a step. wall: from begin to end; kinds: of all work; modules: (forward, backward) of each."""
 
     wall: float
-    kinds: dict[str, float] = field(default_factory=dict)
-    modules: dict[str, tuple[float, float]] = field(default_factory=dict)
+    kinds: dict[str, float]
+    modules: dict[str, tuple[float, float]]
 
     def lines(self) -> list[str]:
         """As text for a terminal; the kinds and the rest add up to the step."""

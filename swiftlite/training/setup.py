@@ -220,7 +220,7 @@ def _on_meta(
     known = {
         "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
-        "parameters": count_parameters(model),
+        "parameters": (need.trained, need.trained + need.frozen),
     }
     options = DataParallel(
         dtype=precision.dtype,

@@ -7,13 +7,13 @@ FLOPs: packs of equally many tokens differ where attention over one long documen
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from swiftlite.data.batches import MicroBatch, collate, empty_micro_batch
 from swiftlite.data.order import Pack, Sequence
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.balance import spread
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.lanes import LANE_TOKENS
 
@@ -88,35 +88,21 @@ def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit:
 
 
 def balance(packs: list[Pack], tokens: int, multiple: int, cost: Cost) -> list[Pack]:
-    """The documents in packs of about `tokens` that cost about the same, a multiple of so many packs: the next dearest
-    document to the pack that costs least so far, the dearest pack first.
+    """The documents in packs of about `tokens` that cost about the same, a multiple of so many packs; the dearest pack
+    first.
     """
     documents = [[document] for pack in packs for document in pack]
     count = multiple * max(1, round(sum(map(_tokens, documents)) / (tokens * multiple)))
-    balanced: list[Pack] = [[] for _ in range(min(count, len(documents)))]
-    fill = [(0.0, place) for place in range(len(balanced))]
-    for document in sorted(documents, key=cost, reverse=True):
-        spent, place = heapq.heappop(fill)
-        balanced[place] += document
-        heapq.heappush(fill, (spent + cost(document), place))
-    return sorted(balanced, key=cost, reverse=True)
+    parts = spread(documents, min(count, len(documents)), cost)
+    return sorted(([document for (document,) in part] for part in parts), key=cost, reverse=True)
 
 
 def _by_rank(packs: list[Pack], ranks: int, cost: Cost) -> list[list[Pack]]:
-    """Equally many packs each (but for the remainder), the next dearest to the rank with the least to do so far.
+    """Equally many packs each (but for the remainder) that cost about the same.
 
     Each rank begins with its dearest packs, so that micro-batches that meet in a collective cost about the same.
     """
-    if ranks == 1:
-        return [packs]
-    most = -(-len(packs) // ranks)
-    chosen: list[list[Pack]] = [[] for _ in range(ranks)]
-    spent = [0.0] * ranks
-    for pack in sorted(packs, key=cost, reverse=True):
-        rank = min((r for r in range(ranks) if len(chosen[r]) < most), key=lambda r: (spent[r], r))
-        chosen[rank].append(pack)
-        spent[rank] += cost(pack)
-    return chosen
+    return [packs] if ranks == 1 else spread(packs, ranks, cost, most=-(-len(packs) // ranks))
 
 
 def _micro_batches(packs: list[Pack], size: int, token_limit: int | None) -> list[list[Pack]]:
