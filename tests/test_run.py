@@ -63,10 +63,11 @@ def same_weights(one, other):
         ("full", {}),
         ("full", {"save_dtype": "bf16"}),
         ("full", {"precision": "fp16"}),
+        ("full", {"optimizer": "adamw_8bit"}),
         ("lora", {"lora_dropout": 0.3}),
         ("freeze", {"trainable_layers": 1}),
     ],
-    ids=["full", "saved in bf16", "fp16", "lora with dropout", "freeze"],
+    ids=["full", "saved in bf16", "fp16", "8 bits", "lora with dropout", "freeze"],
 )
 def test_resume_continues_bit_for_bit(base, tmp_path, tuner, more):
     values = base | {"tuner": tuner, "lr_scheduler": "cosine", "keep_checkpoints": 9} | more

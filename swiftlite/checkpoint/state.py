@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -30,6 +30,14 @@ MOMENTS, COUNTER = ("exp_avg", "exp_avg_sq"), "step"
 
 T = TypeVar("T")
 Named = Iterable[tuple[str, nn.Parameter]]
+
+
+@runtime_checkable
+class PacksMoments(Protocol):
+    """An optimizer that keeps its moments in another form than files do."""
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]: ...
+    def put_moments(self, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None: ...
 
 
 def fresh_moments(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -58,9 +66,19 @@ def resume_tensors(trained: Named, optimizer: torch.optim.Optimizer, *, masters:
     for name, parameter in trained:
         if masters:
             tensors[f"{name}.master"] = parameter.detach()
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}.{kind}"] = value
+        if parameter in optimizer.state:
+            packs = isinstance(optimizer, PacksMoments)
+            moments = optimizer.moments(parameter) if packs else optimizer.state[parameter]
+            tensors |= {f"{name}.{kind}": value for kind, value in moments.items()}
     return tensors
+
+
+def put_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None:
+    """Let an optimizer go on from these, which are of the kinds that `fresh_moments` has."""
+    if isinstance(optimizer, PacksMoments):
+        optimizer.put_moments(parameter, moments)
+    else:
+        optimizer.state[parameter] = moments
 
 
 def write_trainer_state(folder: Path, state: dict[str, Any]) -> None:
@@ -128,7 +146,7 @@ def load_resume_state(
             _read(file, f"{name}.{kind}", state[kind])
         # A copy: what is read twice, for both ends of a tied weight, is the same memory and would count twice.
         state[COUNTER] = file.read(f"{name}.{COUNTER}").to(parameter.device, copy=True)
-        optimizer.state[parameter] = state
+        put_moments(optimizer, parameter, state)
 
 
 def _check_names(folder: Path, file: TensorFolder, shapes: dict[str, tuple[int, ...]]) -> None:

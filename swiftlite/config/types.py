@@ -26,7 +26,12 @@ DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32
 SHARDING = {"full_shard": "full", "shard_grad_op": "grad_op", "no_shard": "none", "hybrid_shard": "hybrid"}
 OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
 SCHEDULER = {"warmup_stable_decay": "wsd"}
-ADAMW = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"}
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw8bit": "adamw_8bit",
+}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from swiftlite.errors import UserError
 from swiftlite.parallel.exchange import exchange
-from swiftlite.parallel.mesh import device_mesh
+from swiftlite.parallel.mesh import device_mesh, local
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -179,8 +179,7 @@ class _LocalExperts:
         self._experts, self.num_experts = experts, count
 
     def __getattr__(self, name: str) -> object:
-        value = getattr(self._experts, name)
-        return value.to_local() if isinstance(value, DTensor) else value
+        return local(getattr(self._experts, name))
 
 
 @torch.compiler.disable  # how many rows travel depends on the data: the compiled layer is cut here

@@ -130,6 +130,11 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return found
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor that a mesh divides; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def is_sharding(placement: Placement) -> bool:
     return isinstance(placement, Shard | _StridedShard)
 

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import dissect, head_of, keep_layers, set_head
+from swiftlite.parallel.mesh import local
 from swiftlite.parallel.stages import StagePlan
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _tied_gradients(stage: Stage) -> list[torch.Tensor]:
     """This process's parts of the gradients of trained tied weights, in an order that both ends agree on."""
     names = sorted(stage.tied, key=stage.full_name)
     trained = [p for p in map(stage.model.get_parameter, names) if p.requires_grad]
-    return [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in trained]
+    return [local(p.grad) for p in trained]
 
 
 def _add_from(peer: int, values: torch.Tensor, group: dist.ProcessGroup) -> None:

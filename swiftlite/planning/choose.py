@@ -9,6 +9,7 @@ from swiftlite.config.layout import Layout
 # fp32 master weight and gradient, and AdamW's two moments. Source: ZeRO, arXiv 1910.02054, section 3.1
 STATE_BYTES = {"weights": 4, "gradients": 4, "moments": 8}
 TRAINED_BYTES = sum(STATE_BYTES.values())
+PACKED_BYTES = TRAINED_BYTES - STATE_BYTES["moments"] + 2 * (1 + 4 / 256)  # adamw_8bit: a byte, and a scale for 256
 USABLE = 0.85  # of the free memory; the rest is for buffers, fragments and what other libraries take
 GIB = 2**30
 
@@ -18,7 +19,8 @@ class Need:
     """What training takes before it is divided.
 
     trained, frozen: parameters; frozen_bytes: of each frozen one; largest_unit: bytes of the largest group of weights
-    that is whole for a moment; activations: bytes of a micro-batch, of which context parallel ranks have a slice each.
+    that is whole for a moment; activations: bytes of a micro-batch, of which context parallel ranks have a slice each;
+    trained_bytes: of each trained parameter.
     """
 
     trained: int
@@ -26,11 +28,12 @@ class Need:
     frozen_bytes: int
     largest_unit: int
     activations: int
+    trained_bytes: float = TRAINED_BYTES
 
     @property
     def states(self) -> int:
         """Bytes of weights, gradients and optimizer states."""
-        return self.trained * TRAINED_BYTES + self.frozen * self.frozen_bytes
+        return int(self.trained * self.trained_bytes) + self.frozen * self.frozen_bytes
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from swiftlite.errors import UserError
+from swiftlite.imports import require_package
 from swiftlite.untrusted import without_secrets
 
 PROJECT = "swiftlite"
@@ -24,14 +24,7 @@ class Tracker(Protocol):
 def check_trackers(names: Iterable[str]) -> None:
     """Raises UserError where a tracker's package is not installed."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        # A folder of that name in the working directory (wandb leaves one) is found as a package without a file.
-        if found is None or found.origin is None:
-            raise UserError(
-                f"--report-to {name} needs the package {name}",
-                where=f"--report-to {name}",
-                fix=f"pip install 'swiftlite[{name}]', or leave it out of --report-to",
-            )
+        require_package(name, f"--report-to {name}")
 
 
 def open_trackers(

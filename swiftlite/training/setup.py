@@ -21,6 +21,7 @@ from swiftlite.checkpoint.start_values import FreshValues
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.errors import UserError
+from swiftlite.imports import require_package
 from swiftlite.models import attention
 from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
 from swiftlite.models.dtypes import DTYPES, source_dtype
@@ -38,7 +39,7 @@ from swiftlite.parallel.mesh import Mesh, build_mesh
 from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
-from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout
+from swiftlite.planning.choose import PACKED_BYTES, TRAINED_BYTES, USABLE, Choice, Need, choose_data_layout
 from swiftlite.planning.memory import activation_bytes_per_token, free_bytes
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.precision import Precision, resolve_precision
@@ -103,6 +104,8 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> PretrainedConfig:
     """Everything that can be known of the model without its weights. Raises UserError where it cannot be trained."""
+    if config.optimizer == "adamw_8bit":
+        require_package("bitsandbytes", "--optimizer adamw_8bit")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_trainable_architecture(model_config)
     _check_length(config, model_config)
@@ -244,6 +247,7 @@ def _need(
         frozen_bytes=precision.dtype.itemsize,
         largest_unit=precision.dtype.itemsize * max(_unit_sizes(base)),
         activations=per_token * config.micro_batch_size * pack_capacity(config),
+        trained_bytes=PACKED_BYTES if config.optimizer == "adamw_8bit" else TRAINED_BYTES,
     )
 
 

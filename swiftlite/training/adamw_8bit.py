@@ -1,0 +1,144 @@
+"""AdamW that keeps each moment in a byte: blocks of 256 numbers share a scale (arXiv 2110.02861).
+
+The arithmetic is that of bitsandbytes, on CPU and CUDA. Checkpoints hold the moments in fp32 as those of any run do, so
+a run goes on in another layout, or with the other optimizer. The table of signed values is symmetric, which
+bitsandbytes' own is not: then a block that is taken apart and put together again has the same bytes, and a run that
+goes on from a checkpoint stays the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from swiftlite.checkpoint.state import COUNTER, MOMENTS
+from swiftlite.parallel.mesh import local
+
+BLOCK = 256  # numbers that share a scale; the CUDA kernel knows no other count
+SMALLEST = 4096  # numbers of a tensor whose moments are worth packing
+
+
+@dataclass
+class PackedMoment:
+    """codes: uint8, of n numbers in the moment's shape; scales: fp32 `[ceil(n / 256)]`, the largest magnitude of each
+    block; table: fp32 `[256]`, the value of each code."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    table: torch.Tensor
+
+    @classmethod
+    def pack(cls, values: torch.Tensor, table: torch.Tensor) -> PackedMoment:
+        """The nearest codes. values: fp32.
+
+        Written out here: what `unpack` gave has to become the same codes again, which bitsandbytes' own search through
+        the table misses now and then on a CPU.
+        """
+        blocks = F.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+        scales = blocks.abs().amax(1)
+        shares = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        codes = torch.bucketize(shares, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+        return cls(codes.view(-1)[: values.numel()].view(values.shape), scales, table)
+
+    def unpack(self) -> torch.Tensor:
+        """fp32."""
+        return torch.ops.bitsandbytes.dequantize_blockwise(self.codes, self.scales, self.table, BLOCK, torch.float32)
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """`torch.optim.AdamW`, but for tensors of 4,096 numbers on this process and more.
+
+    Needs the package bitsandbytes.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        import bitsandbytes  # noqa: F401 - registers the operators
+
+        super().__init__(groups, **options)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient."""
+        packed = [(group, p, p.grad) for group, p in self._packed() if p.grad is not None]
+        for _, parameter, _ in packed:
+            parameter.grad = None
+        super().step(closure)  # the others
+        for group, parameter, gradient in packed:
+            parameter.grad = gradient
+            if parameter not in self.state:
+                self.put_moments(parameter, {kind: torch.zeros_like(parameter) for kind in MOMENTS})
+            self._update(group, parameter, self.state[parameter])
+
+    def _packed(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        for group in self.param_groups:
+            yield from ((group, parameter) for parameter in group["params"] if _is_packed(parameter))
+
+    def _update(self, group: dict[str, Any], parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        state[COUNTER] += 1
+        mean, square = (state[kind] for kind in MOMENTS)
+        torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
+            "adam",
+            local(parameter.grad).contiguous(),
+            local(parameter),
+            mean.codes,
+            square.codes,
+            *group["betas"],
+            0.0,  # beta3 and alpha of another optimizer
+            0.0,
+            group["eps"],
+            int(state[COUNTER]),
+            group["lr"],
+            mean.table,
+            square.table,
+            mean.scales,
+            square.scales,
+            group["weight_decay"],
+            1.0,  # times the gradient
+        )
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Of a parameter that was updated: in fp32, divided over processes as the parameter is.
+
+        In the host's memory: a GPU that needs packed moments has no room for them.
+        """
+        return {
+            kind: _placed_as(parameter, value.unpack().cpu()) if isinstance(value, PackedMoment) else value
+            for kind, value in self.state[parameter].items()
+        }
+
+    def put_moments(self, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None:
+        """Go on from these, as `moments` gives them; without a counter from the beginning."""
+        if _is_packed(parameter):
+            tables = _tables(parameter.device)
+            counter = moments.get(COUNTER, torch.zeros(())).to("cpu", copy=True)  # the kernel takes a Python number
+            packed = {kind: PackedMoment.pack(local(moments[kind]), tables[kind]) for kind in MOMENTS}
+            self.state[parameter] = {COUNTER: counter} | packed
+        else:
+            self.state[parameter] = moments
+
+
+def _is_packed(parameter: nn.Parameter) -> bool:
+    return local(parameter).numel() >= SMALLEST
+
+
+def _placed_as(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """values: of this process's part."""
+    return DTensor(values, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else values
+
+
+@functools.cache
+def _tables(device: torch.device) -> dict[str, torch.Tensor]:
+    """What the codes of each moment stand for."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    signed = create_dynamic_map(signed=True)
+    signed[0] = -1.0
+    mean, square = MOMENTS
+    return {mean: signed.to(device), square: create_dynamic_map(signed=False).to(device)}
