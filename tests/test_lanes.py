@@ -114,13 +114,23 @@ def test_lanes_have_equally_much_to_do():
     assert spread([0], 3, float) == [[0], [], []]
 
 
+def test_a_step_that_cannot_be_shared_out_takes_all_threads(several_threads):
+    def work(_module, number):
+        return number, torch.get_num_threads(), threading.current_thread()
+
+    run, here = Lanes(torch.nn.Linear(2, 2), 3), threading.current_thread()
+    assert run.map(work, [900]) == [(0, 3, here)]
+    assert run.map(work, [900, 500, 500]) == [(0, 3, here), (1, 3, here), (2, 3, here)]
+    assert {threads for _, threads, _ in run.map(work, [500, 500, 500])} == {1}
+
+
 def test_gradients_meet_in_the_module_and_weights_are_one(several_threads):
     module = torch.nn.Linear(4, 1)
     rows = torch.randn(5, 4)
     run = Lanes(module, 2)
     for _ in range(2):
         module.zero_grad()
-        run.map(lambda twin, number: twin(rows[number]).sum().backward(), [1] * 5)
+        run.map(lambda twin, number: twin(rows[number]).sum().backward(), [2, 1, 1, 1, 1])
         assert torch.allclose(module.weight.grad, rows.sum(0)[None])
         with torch.no_grad():
             module.weight += 1

@@ -101,6 +101,25 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             "use --tuner lora, or leave --adapter out",
         ),
         (
+            config.quantization != "none" and config.tuner != "lora",
+            f"--quantization {config.quantization} keeps weights that are not trained in 4 bits, but the tuner is "
+            f"{config.tuner}",
+            ("quantization", "tuner"),
+            "use --tuner lora, or leave --quantization out",
+        ),
+        (
+            config.quantization != "none" and config.tensor_parallel_size > 1,
+            "tensor parallelism would cut through numbers that share a scale in 4 bits",
+            ("quantization", "tensor_parallel_size"),
+            "use --parallel fsdp, which divides 4-bit weights by rows",
+        ),
+        (
+            config.quantization != "none" and config.dora,
+            "--dora measures the rows of weights that --quantization has rounded",
+            ("quantization", "dora"),
+            "leave one of them out",
+        ),
+        (
             config.tuner == "freeze" and config.trainable_layers == 0 and not config.trainable_modules,
             "--tuner freeze with --trainable-layers 0 trains nothing",
             ("trainable_layers",),

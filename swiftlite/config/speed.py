@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import MEMORY, flag
-from swiftlite.config.types import OFFLOAD, SWITCH, Spelling
+from swiftlite.config.types import FOUR_BITS, OFFLOAD, SWITCH, Spelling
 
 
 class SpeedSettings(BaseModel):
@@ -21,6 +21,15 @@ class SpeedSettings(BaseModel):
     )
     offload: Annotated[Literal["none", "cpu"], Spelling(OFFLOAD)] = flag(
         "none", MEMORY, "Keep weights and optimizer state in the host's memory.", "cpu_offload", bare="cpu"
+    )
+    quantization: Annotated[Literal["none", "nf4"], Spelling(FOUR_BITS)] = flag(
+        "none",
+        MEMORY,
+        "QLoRA: keep the frozen matrices of the layers in 4 bits.",
+        "load_in_4bit",
+        "quantization_bit",
+        "quant_bits",
+        bare="nf4",
     )
     compile: bool = flag(False, MEMORY, "Compile each layer by torch.compile.", "torch_compile")
     profile: bool = flag(

@@ -20,6 +20,8 @@ DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 # What other tools call a choice of ours.
 SWITCH = {"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"}
+FOUR_BITS = {"4": "nf4", "4bit": "nf4", "true": "nf4", "yes": "nf4", "on": "nf4"}
+FOUR_BITS |= {"false": "none", "no": "none", "off": "none"}
 OFFLOAD = {"true": "cpu", "yes": "cpu", "on": "cpu", "false": "none", "no": "none", "off": "none"}
 RESUME = {"never": "never", "auto": "auto", "true": "auto", "false": "never", "no": "never", "none": "never"}
 DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"}
@@ -45,7 +47,7 @@ class Spelling:
         table |= {_plain(theirs): ours for theirs, ours in self.others.items()}
 
         def respell(value: Any) -> Any:
-            if isinstance(value, bool):
+            if isinstance(value, bool | int):
                 value = str(value)
             return table.get(_plain(value), value) if isinstance(value, str) else value
 

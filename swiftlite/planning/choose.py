@@ -18,14 +18,14 @@ GIB = 2**30
 class Need:
     """What training takes before it is divided.
 
-    trained, frozen: parameters; frozen_bytes: of each frozen one; largest_unit: bytes of the largest group of weights
-    that is whole for a moment; activations: bytes of a micro-batch, of which context parallel ranks have a slice each;
-    trained_bytes: of each trained parameter.
+    trained, frozen: parameters; frozen_bytes: of a frozen one, on average; largest_unit: bytes of the largest group of
+    weights that is whole for a moment; activations: bytes of a micro-batch, of which context parallel ranks have a
+    slice each; trained_bytes: of a trained parameter.
     """
 
     trained: int
     frozen: int
-    frozen_bytes: int
+    frozen_bytes: float
     largest_unit: int
     activations: int
     trained_bytes: float = TRAINED_BYTES
@@ -33,7 +33,7 @@ class Need:
     @property
     def states(self) -> int:
         """Bytes of weights, gradients and optimizer states."""
-        return int(self.trained * self.trained_bytes) + self.frozen * self.frozen_bytes
+        return int(self.trained * self.trained_bytes + self.frozen * self.frozen_bytes)
 
 
 @dataclass(frozen=True)

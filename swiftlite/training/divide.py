@@ -1,8 +1,8 @@
 """Cuts a model on `meta` along every dimension of the mesh, in the one order that works.
 
-Pipeline stages -> tensor parallelism -> experts -> activation checkpointing -> compile per layer -> FSDP over the data
-ranks. Adapters are in the model already: added later, they would stay whole on each rank and their gradients would
-never meet.
+4 bits -> pipeline stages -> tensor parallelism -> experts -> activation checkpointing -> compile per layer -> FSDP over
+the data ranks. Adapters are in the model already: added later, they would stay whole on each rank and their gradients
+would never meet.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.methods import PREFERENCE
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.lora import fuse_adapters
+from swiftlite.models.quantize import quantize
 from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
@@ -79,7 +81,7 @@ def divide(
     checkpointing: str,
     config: RunConfig,
 ) -> Divided:
-    """Cut `model` (`base` or a peft model around it). Where there is a pipeline, it stays as it is and copies are cut.
+    """Cut `model` (`base` or a peft model around it). Where there is a pipeline, it stays whole and copies are cut.
 
     Raises UserError where the architecture cannot be cut.
     """
@@ -88,6 +90,7 @@ def divide(
     share = Sharing(mesh, config.micro_batch_size, FlopCounter(base), lanes)
     summed = config.method not in PREFERENCE  # their losses are a plain sum over tokens
     if layout.pp == 1:
+        _quantize(base, config)
         parts = [Part(TokenScorer(model, base, summed=summed), model, base)]
         runner: StepRunner = DirectStep(
             parts[0].scorer,
@@ -100,6 +103,7 @@ def divide(
     else:
         schedule = choose_schedule(config.pipeline_schedule, base.config.get_text_config().num_hidden_layers, layout.pp)
         plan = plan_stages(base, layout.pp, schedule, length=config.max_length)
+        _quantize(base, config)  # stages are planned by the numbers that matrices have
         hidden_dtype = base.get_input_embeddings().weight.dtype
         stages = cut_model(model, base, plan, mesh.place("pp"))
         summed = summed and not schedule.splits_backward  # which runs the head's backward twice
@@ -113,8 +117,15 @@ def divide(
         options = replace(options, resharding=False)
     expert_mesh = build_expert_mesh(layout, mesh.device) if layout.expert_parallel > 1 else None
     for part in parts:
-        _divide_part(part, mesh, expert_mesh, options, checkpointing, compile_layers=config.compile)
+        _divide_part(
+            part, mesh, expert_mesh, options, checkpointing, compile_layers=config.compile, lora=config.tuner == "lora"
+        )
     return Divided(parts, runner, share)
+
+
+def _quantize(base: PreTrainedModel, config: RunConfig) -> None:
+    if config.quantization != "none":
+        quantize(dissect(base).layers)
 
 
 def _divide_part(
@@ -125,10 +136,13 @@ def _divide_part(
     checkpointing: str,
     *,
     compile_layers: bool,
+    lora: bool,
 ) -> None:
     anatomy, experts = dissect(part.base), []
     if mesh.layout.tp > 1:
         apply_tensor_parallel(part.model, part.base, mesh.stored["tp"])
+    elif lora:
+        fuse_adapters(part.model)
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
     set_activation_checkpointing(part.base, anatomy, checkpointing)

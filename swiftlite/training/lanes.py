@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 LANE_TOKENS = 512  # of a micro-batch: what a core's caches like, and two of them take no more memory than one of 1,024
+LOPSIDED = 1.1  # the busiest lane to the mean of all: from there on, waiting for it costs more than lanes gain
 GRADIENT_BYTES = 256 << 20  # of all lanes but the first
 
 
@@ -54,10 +55,13 @@ class Lanes:
     def map(self, work: Callable[[nn.Module, int], Result], sizes: Sequence[int]) -> list[Result]:
         """`work(module, number)` for each number of a size, in their order; gradients end up in the module itself.
 
-        sizes: how much work each is; lanes get equally much. Raises what the work raises, once no thread runs any more.
+        sizes: how much work each is; lanes get equally much, or where that cannot be, all threads share each operation.
+        Raises what the work raises, once no thread runs any more.
         """
         module = self._modules[0]
-        if self._pool is None:
+        numbers = spread(range(len(sizes)), self._count, sizes.__getitem__)
+        busiest = max(sum(sizes[number] for number in lane) for lane in numbers)
+        if self._pool is None or busiest * self._count > LOPSIDED * sum(sizes):
             return [work(module, number) for number in range(len(sizes))]
         if len(self._modules) == 1:  # not before the first step: weights and hooks are in their place by then
             self._modules += [_twin(module) for _ in range(self._count - 1)]
@@ -67,7 +71,6 @@ class Lanes:
             torch.set_num_threads(max(1, threads // self._count))
             return {number: work(twin, number) for number in numbers}
 
-        numbers = spread(range(len(sizes)), self._count, sizes.__getitem__)
         mine, *theirs = zip(self._modules, numbers, strict=True)
         others = [self._pool.submit(lane, *their) for their in theirs]
         try:

@@ -26,6 +26,7 @@ from swiftlite.models import attention
 from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
+from swiftlite.models.quantize import BLOCK, count_quantizable, packing
 from swiftlite.models.tuners import (
     apply_tuner,
     count_parameters,
@@ -106,6 +107,8 @@ def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> Pretr
     """Everything that can be known of the model without its weights. Raises UserError where it cannot be trained."""
     if config.optimizer == "adamw_8bit":
         require_package("bitsandbytes", "--optimizer adamw_8bit")
+    if config.quantization != "none":
+        require_package("bitsandbytes", f"--quantization {config.quantization}")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_trainable_architecture(model_config)
     _check_length(config, model_config)
@@ -177,7 +180,7 @@ def build_trainee(
     trainee.has_new_head = new_head is not None and resume is None
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
-        fill(((name, tensor) for name, tensor, _ in part.tensors()), sources, fresh)
+        fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
         _start_dora(part.model)
     return trainee
 
@@ -240,12 +243,15 @@ def _need(
     config: RunConfig, model_config: PretrainedConfig, model: nn.Module, base: PreTrainedModel, precision: Precision
 ) -> Need:
     trained, total = count_parameters(model)
+    size, spared = precision.dtype.itemsize, 0.0
+    if config.quantization != "none":
+        spared = count_quantizable(dissect(base).layers) * (size - 1 / 2 - size / BLOCK)
     per_token = activation_bytes_per_token(model_config, precision.dtype)
     return Need(
         trained=trained,
         frozen=total - trained,
-        frozen_bytes=precision.dtype.itemsize,
-        largest_unit=precision.dtype.itemsize * max(_unit_sizes(base)),
+        frozen_bytes=size - spared / max(1, total - trained),
+        largest_unit=size * max(_unit_sizes(base)),
         activations=per_token * config.micro_batch_size * pack_capacity(config),
         trained_bytes=PACKED_BYTES if config.optimizer == "adamw_8bit" else TRAINED_BYTES,
     )

@@ -95,7 +95,7 @@ def _key(parts: MethodParts) -> str:
     facts = {
         "data": parts.prepared.fingerprint,
         "method": config.method,
-        "precision": parts.trainee.precision.name,
+        "precision": [parts.trainee.precision.name, config.quantization],
         "device": parts.trainee.mesh.device.type,
         "tokens": [config.new_tokens, config.seed],
         "versions": [version("torch"), version("transformers")],

@@ -1,0 +1,96 @@
+"""What each way to save memory saves, and what it costs in time.
+
+    python scripts/measure_savers.py --markdown docs/performance.md
+
+Trains a model of random weights in the shape of SmolLM2-135M by the `swiftlite` command, a new process for each row of
+the table, on the GPU where there is one. Takes ten minutes on two cores; needs a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from bench.campaign import machine
+from bench.tables import fill, has_place, markdown_table
+from measure_growth import write_text
+
+PLACE, STEPS = "savers", 5
+FULL, LORA = ("--tuner", "full"), ("--tuner", "lora")
+CASES = (
+    ("full", FULL),
+    ("full, activations recomputed", (*FULL, "--activation-checkpointing", "full")),
+    ("full, some activations recomputed", (*FULL, "--activation-checkpointing", "selective")),
+    ("full, AdamW of 8 bits", (*FULL, "--optimizer", "adamw_8bit")),
+    ("LoRA", LORA),
+    ("LoRA, activations recomputed", (*LORA, "--activation-checkpointing", "full")),
+    ("QLoRA", (*LORA, "--quantization", "nf4")),
+    ("QLoRA, activations recomputed", (*LORA, "--quantization", "nf4", "--activation-checkpointing", "full")),
+)
+
+
+def make_model(folder: Path) -> Path:
+    """Random weights in bf16, as on the hub."""
+    from transformers import LlamaConfig
+
+    from swiftlite.models.toys import write_toy
+
+    config = LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=8192, bos_token_id=0, eos_token_id=2,
+        dtype="bfloat16",
+    )  # fmt: skip
+    return write_toy(folder / "model", config)
+
+
+def train(folder: Path, model: Path, rows: Path, length: int, flags: tuple[str, ...]) -> list[dict]:
+    """The metrics of a run with a document of `length` tokens a step."""
+    with tempfile.TemporaryDirectory(dir=folder) as output:
+        command = [
+            sys.executable, "-m", "swiftlite", "pretrain", "--model", model, "--dataset", rows, "--max-steps", STEPS,
+            "--global-batch-size", "1", "--max-length", length, "--save-steps", "1000", "--no-warm-check",
+            "--activation-checkpointing", "none", "--cache-dir", folder / "cache", "-o", f"{output}/run", *flags,
+        ]  # fmt: skip
+        subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
+        return [json.loads(line) for line in (Path(output) / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def measure(folder: Path, length: int) -> str:
+    """Markdown."""
+    model, rows, cells = make_model(folder), folder / "rows.jsonl", []
+    write_text(rows, STEPS, 8 * length)
+    first = None
+    for name, flags in CASES:
+        found = train(folder, model, rows, length, flags)
+        peak, seconds = found[-1]["peak_memory_gib"], min(row["step_seconds"] for row in found[1:])
+        first = first or (peak, seconds)
+        cells.append([name, f"{peak:.2f}", f"{peak / first[0]:.2f}", f"{seconds:.2f}", f"{seconds / first[1]:.2f}",
+                      f"{found[-1]['loss']:.4f}"])  # fmt: skip
+        print(*cells[-1], sep="  ", flush=True)
+    header = ("", "peak GiB", "of the first", "s a step", "of the first", f"loss of step {STEPS}")
+    facts = machine()
+    where = f"{facts['cpu']}, {facts['cores']} cores, torch {version('torch')}, bitsandbytes {version('bitsandbytes')}"
+    return f"One document of {length:,} tokens a step; {where}.\n\n{markdown_table(header, cells)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a document (%(default)s)")
+    parser.add_argument("--markdown", type=Path, help="Markdown file whose marked place takes the table")
+    options = parser.parse_args()
+    if options.markdown and not has_place(options.markdown, PLACE):
+        parser.error(f"{options.markdown} has no place for the table")
+    with tempfile.TemporaryDirectory() as folder:
+        text = measure(Path(folder), options.length)
+    print(text)
+    if options.markdown:
+        fill(options.markdown, PLACE, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The short way through an adapter gives what peft's own gives."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from swiftlite.models.lora import fuse_adapters
+from swiftlite.models.tuners import adapters_off
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 20), nn.Linear(20, 6, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def adapted(**more) -> nn.Module:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Tiny(), peft.LoraConfig(r=4, target_modules=["first", "second"], **more))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+def results(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The output, and the gradients of all that is trained."""
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        y = model(x)
+    y.float().square().sum().backward()
+    return [y.detach(), *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("shape", [(2, 5, 12), (7, 12)])
+def test_output_and_gradients_are_those_of_peft(dtype, tolerance, shape):
+    theirs = adapted()
+    ours = copy.deepcopy(theirs)
+    fuse_adapters(ours)
+    assert "FusedLinear" in {type(module).__name__ for module in ours.modules()}
+    x = torch.randn(shape)
+    for found, expected in zip(results(ours, x, dtype), results(theirs, x, dtype), strict=True):
+        assert found.dtype == expected.dtype
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+def test_adapters_can_be_turned_off():
+    model, x = adapted(), torch.randn(3, 12)
+    fuse_adapters(model)
+    with adapters_off([model]):
+        base = model(x)
+    assert torch.equal(base, model.unload()(x)) and not torch.equal(base, adapted()(x))
+
+
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}])
+def test_other_kinds_keep_their_own_forward(more):
+    model = adapted(**more)
+    fuse_adapters(model)
+    assert "FusedLinear" not in {type(module).__name__ for module in model.modules()}
