@@ -53,7 +53,7 @@ def train(folder: Path, model: Path, rows: Path, length: int, flags: tuple[str, 
     with tempfile.TemporaryDirectory(dir=folder) as output:
         command = [
             sys.executable, "-m", "swiftlite", "pretrain", "--model", model, "--dataset", rows, "--max-steps", STEPS,
-            "--global-batch-size", "1", "--max-length", length, "--save-steps", "1000", "--no-warm-check",
+            "--global-batch-size", "1", "--max-length", length, "--overlong", "truncate", "--no-warm-check",
             "--activation-checkpointing", "none", "--cache-dir", folder / "cache", "-o", f"{output}/run", *flags,
         ]  # fmt: skip
         subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
@@ -68,6 +68,7 @@ def measure(folder: Path, length: int) -> str:
     for name, flags in CASES:
         found = train(folder, model, rows, length, flags)
         peak, seconds = found[-1]["peak_memory_gib"], min(row["step_seconds"] for row in found[1:])
+        assert {row["tokens"] for row in found} == {length}, found
         first = first or (peak, seconds)
         cells.append([name, f"{peak:.2f}", f"{peak / first[0]:.2f}", f"{seconds:.2f}", f"{seconds / first[1]:.2f}",
                       f"{found[-1]['loss']:.4f}"])  # fmt: skip

@@ -190,6 +190,7 @@ class Board:
             ("grad norm", shown("grad_norm", lambda v: short(v, 3))),
             ("learn rate", shown("learning_rate", "{:.2e}".format)),
             ("tokens/s", shown("tokens_per_second", "{:,.0f}".format)),
+            ("trained/s", shown("trained_tokens_per_second", "{:,.0f}".format)),
             ("step", shown("step_seconds", spent)),
             ("data", shown("data_seconds", spent)),
             ("memory", shown("peak_memory_gib", "{:.2f} GiB".format)),

@@ -22,6 +22,7 @@ from swiftlite.checkpoint.state import COUNTER, MOMENTS
 from swiftlite.parallel.mesh import local
 
 BLOCK = 256  # numbers that share a scale; the CUDA kernel knows no other count
+CPU_PIECE = BLOCK << 12  # numbers that are updated at a time there
 SMALLEST = 4096  # numbers of a tensor whose moments are worth packing
 
 
@@ -83,25 +84,28 @@ class AdamW8bit(torch.optim.AdamW):
     def _update(self, group: dict[str, Any], parameter: nn.Parameter, state: dict[str, Any]) -> None:
         state[COUNTER] += 1
         mean, square = (state[kind] for kind in MOMENTS)
-        torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
-            "adam",
-            local(parameter.grad).contiguous(),
-            local(parameter),
-            mean.codes,
-            square.codes,
-            *group["betas"],
-            0.0,  # beta3 and alpha of another optimizer
-            0.0,
-            group["eps"],
-            int(state[COUNTER]),
-            group["lr"],
-            mean.table,
-            square.table,
-            mean.scales,
-            square.scales,
-            group["weight_decay"],
-            1.0,  # times the gradient
-        )
+        flat = [part.view(-1) for part in (local(parameter), mean.codes, square.codes)]
+        pieces = (local(parameter.grad).reshape(-1), *flat, mean.scales, square.scales)
+        for gradient, weights, codes, squares, scales, square_scales in _pieces(*pieces):
+            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
+                "adam",
+                gradient,
+                weights,
+                codes,
+                squares,
+                *group["betas"],
+                0.0,  # beta3 and alpha of another optimizer
+                0.0,
+                group["eps"],
+                int(state[COUNTER]),
+                group["lr"],
+                mean.table,
+                square.table,
+                scales,
+                square_scales,
+                group["weight_decay"],
+                1.0,  # times the gradient
+            )
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Of a parameter that was updated: in fp32, divided over processes as the parameter is.
@@ -122,6 +126,19 @@ class AdamW8bit(torch.optim.AdamW):
             self.state[parameter] = {COUNTER: counter} | packed
         else:
             self.state[parameter] = moments
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Four flat tensors and two of a scale for each block, in pieces of whole blocks; on a GPU as one piece.
+
+    On a CPU the update unpacks all that it is given, and what stays in a core's cache is updated fastest.
+    """
+    if tensors[0].is_cuda:
+        yield tensors
+        return
+    yield from zip(
+        *(t.split(CPU_PIECE) for t in tensors[:4]), *(t.split(CPU_PIECE // BLOCK) for t in tensors[4:]), strict=True
+    )
 
 
 def _is_packed(parameter: nn.Parameter) -> bool:

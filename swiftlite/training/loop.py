@@ -288,6 +288,7 @@ class Loop:
         flops = self._parts.share.flops.step(share.lengths) / self._parts.mesh.layout.world  # of one device
         return {
             "tokens_per_second": round(share.tokens / seconds, 2),
+            "trained_tokens_per_second": round(share.trained_tokens / seconds, 2),
             "step_seconds": round(seconds, 6),
             "data_seconds": round(data_seconds, 6),
             "peak_memory_gib": round(peak_gib, 4),
