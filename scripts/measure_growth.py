@@ -12,11 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import random
 import resource
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from importlib.metadata import version
@@ -24,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.campaign import machine
+from bench.script import train_documents, write_text
 from bench.tables import fill, has_place, markdown_table
 
 PLACE = "growth"
@@ -32,7 +29,6 @@ ROWS = (1_000, 10_000, 100_000, 1_000_000)
 WIDTHS = (128, 256, 512, 1024)
 STEP_TOKENS = 4096  # of a step where the width grows
 MIB = 2**20
-WORDS = ("fox", "dog", "Paris", "Rome", "two", "answer", "model", "time", "def", "return")
 
 
 def shape(width: int, layers: int = 2):  # noqa: ANN201 - a config of transformers
@@ -44,32 +40,6 @@ def shape(width: int, layers: int = 2):  # noqa: ANN201 - a config of transforme
         num_attention_heads=width // 32, num_key_value_heads=width // 32, tie_word_embeddings=True,
         max_position_embeddings=max(LENGTHS), bos_token_id=0, eos_token_id=2,
     )  # fmt: skip
-
-
-def write_text(path: Path, rows: int, letters: int) -> None:
-    """Rows of one document each."""
-    numbers = random.Random(0)
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(rows):
-            text = " ".join(numbers.choices(WORDS, k=letters // 4))
-            file.write(json.dumps({"text": text}) + "\n")
-
-
-def train(folder: Path, model: Path, rows: Path, length: int, steps: int) -> list[dict[str, Any]]:
-    """The metrics of a run with one document of `length` tokens a step."""
-    output = folder / "run"
-    command = [
-        sys.executable, "-m", "swiftlite", "pretrain", "--model", model, "--dataset", rows, "--tuner", "full",
-        "--precision", "fp32", "--max-length", length, "--overlong", "truncate", "--global-batch-size", 1,
-        "--micro-batch-size", 1, "--max-steps", steps, "--output-dir", output, "--cache-dir", folder / "cache",
-        "--activation-checkpointing", "none", "--no-warm-check",
-    ]  # fmt: skip
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=folder)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
-    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    shutil.rmtree(output)
-    return metrics
 
 
 def fastest(metrics: list[dict[str, Any]]) -> float:
@@ -97,8 +67,7 @@ def lengths_table(folder: Path) -> str:
     model, cells = write_toy(folder / "length", shape(128)), []
     for length in LENGTHS:
         write_text(folder / "text.jsonl", 3, 8 * length)
-        metrics = train(folder, model, folder / "text.jsonl", length, 2 if length > 16_384 else 3)
-        assert metrics[-1]["tokens"] == length, metrics[-1]
+        metrics, _ = train_documents(folder, model, length, 2 if length > 16_384 else 3)
         seconds, peak = fastest(metrics), metrics[-1]["peak_memory_gib"] * 1024
         print(f"length {length:,}: {seconds:.2f} s, {peak:,.0f} MiB", flush=True)
         flops, _ = needed(shape(128), length)
@@ -117,7 +86,7 @@ def widths_table(folder: Path) -> str:
     cells = []
     for width in WIDTHS:
         model = write_toy(folder / f"width-{width}", shape(width, 8))
-        metrics = train(folder, model, folder / "text.jsonl", STEP_TOKENS, 4)
+        metrics, _ = train_documents(folder, model, STEP_TOKENS, 4)
         flops, count = needed(shape(width, 8), STEP_TOKENS)
         seconds, peak = fastest(metrics), metrics[-1]["peak_memory_gib"] * 1024
         print(f"{count / 1e6:.1f} M parameters: {seconds:.2f} s, {peak:,.0f} MiB", flush=True)

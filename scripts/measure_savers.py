@@ -9,16 +9,13 @@ the table, on the GPU where there is one. Takes ten minutes on two cores; needs 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 from bench.campaign import machine
-from bench.tables import fill, has_place, markdown_table
-from measure_growth import write_text
+from bench.script import run_script, train_documents, write_text
+from bench.tables import markdown_table
 
 PLACE, STEPS = "savers", 5
 FULL, LORA = ("--tuner", "full"), ("--tuner", "lora")
@@ -48,50 +45,25 @@ def make_model(folder: Path) -> Path:
     return write_toy(folder / "model", config)
 
 
-def train(folder: Path, model: Path, rows: Path, length: int, flags: tuple[str, ...]) -> list[dict]:
-    """The metrics of a run with a document of `length` tokens a step."""
-    with tempfile.TemporaryDirectory(dir=folder) as output:
-        command = [
-            sys.executable, "-m", "swiftlite", "pretrain", "--model", model, "--dataset", rows, "--max-steps", STEPS,
-            "--global-batch-size", "1", "--max-length", length, "--overlong", "truncate", "--no-warm-check",
-            "--activation-checkpointing", "none", "--cache-dir", folder / "cache", "-o", f"{output}/run", *flags,
-        ]  # fmt: skip
-        subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
-        return [json.loads(line) for line in (Path(output) / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-def measure(folder: Path, length: int) -> str:
+def measure(options: argparse.Namespace) -> str:
     """Markdown."""
-    model, rows, cells = make_model(folder), folder / "rows.jsonl", []
-    write_text(rows, STEPS, 8 * length)
-    first = None
-    for name, flags in CASES:
-        found = train(folder, model, rows, length, flags)
-        peak, seconds = found[-1]["peak_memory_gib"], min(row["step_seconds"] for row in found[1:])
-        assert {row["tokens"] for row in found} == {length}, found
-        first = first or (peak, seconds)
-        cells.append([name, f"{peak:.2f}", f"{peak / first[0]:.2f}", f"{seconds:.2f}", f"{seconds / first[1]:.2f}",
-                      f"{found[-1]['loss']:.4f}"])  # fmt: skip
-        print(*cells[-1], sep="  ", flush=True)
+    cells: list[list[str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model, length = make_model(Path(folder)), options.length
+        write_text(Path(folder) / "text.jsonl", STEPS, 8 * length)
+        first = None
+        for name, flags in CASES:
+            found, _ = train_documents(Path(folder), model, length, STEPS, *flags)
+            peak, seconds = found[-1]["peak_memory_gib"], min(row["step_seconds"] for row in found[1:])
+            first = first or (peak, seconds)
+            cells.append([name, f"{peak:.2f}", f"{peak / first[0]:.2f}", f"{seconds:.2f}", f"{seconds / first[1]:.2f}",
+                          f"{found[-1]['loss']:.4f}"])  # fmt: skip
+            print(*cells[-1], sep="  ", flush=True)
     header = ("", "peak GiB", "of the first", "s a step", "of the first", f"loss of step {STEPS}")
     facts = machine()
     where = f"{facts['cpu']}, {facts['cores']} cores, torch {version('torch')}, bitsandbytes {version('bitsandbytes')}"
     return f"One document of {length:,} tokens a step; {where}.\n\n{markdown_table(header, cells)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a document (%(default)s)")
-    parser.add_argument("--markdown", type=Path, help="Markdown file whose marked place takes the table")
-    options = parser.parse_args()
-    if options.markdown and not has_place(options.markdown, PLACE):
-        parser.error(f"{options.markdown} has no place for the table")
-    with tempfile.TemporaryDirectory() as folder:
-        text = measure(Path(folder), options.length)
-    print(text)
-    if options.markdown:
-        fill(options.markdown, PLACE, text)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, PLACE, measure, length={"type": int, "default": 1024, "help": "tokens of a document (1024)"})

@@ -8,7 +8,6 @@ matrices before and after it, on as many threads. Takes two minutes; needs a qui
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from bench.campaign import CACHE, machine
-from bench.tables import fill, has_place
+from bench.script import run_script
 from bench.tools import swiftlite
 from bench.workload import Workload, make_workload
 
@@ -78,19 +77,10 @@ def measure(work: Path, threads: int) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=CACHE, help="cache folder of bench_cpu (%(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS (2)")
-    parser.add_argument("--markdown", type=Path, help="Markdown file whose marked place takes the table")
-    options = parser.parse_args()
-    if options.markdown and not has_place(options.markdown, PLACE):
-        parser.error(f"{options.markdown} has no place for the table")
-    text = measure(options.work, options.threads)
-    print(text)
-    if options.markdown:
-        fill(options.markdown, PLACE, text)
-
+OPTIONS = {
+    "work": {"type": Path, "default": CACHE, "help": "cache folder of bench_cpu (%(default)s)"},
+    "threads": {"type": int, "default": 2, "help": "OMP_NUM_THREADS (2)"},
+}
 
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, PLACE, lambda options: measure(options.work, options.threads), **OPTIONS)

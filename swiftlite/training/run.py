@@ -376,9 +376,10 @@ class Session:
         trained, total = trainee.parameters
         data = self._prepared.train.describe()
         fill = f"{data['packs']:,} packs, {data['fill']:.1%} full"
+        tuner = config.tuner if config.quantization == "none" else f"{config.tuner} on {config.quantization}"
         return {
             "model": config.model,
-            "method": f"{config.method}, {config.tuner}",
+            "method": f"{config.method}, {tuner}",
             "layout": trainee.layout_words,
             "parameters": f"{trained:,} trained of {total:,}",
             "data": f"{data['rows']:,} rows, {data['tokens']:,} tokens, {fill}",
