@@ -375,14 +375,13 @@ class Session:
         config, trainee = self._config, self._trainee
         trained, total = trainee.parameters
         data = self._prepared.train.describe()
-        fill = f"{data['packs']:,} packs, {data['fill']:.1%} full"
         tuner = config.tuner if config.quantization == "none" else f"{config.tuner} on {config.quantization}"
         return {
             "model": config.model,
             "method": f"{config.method}, {tuner}",
             "layout": trainee.layout_words,
             "parameters": f"{trained:,} trained of {total:,}",
-            "data": f"{data['rows']:,} rows, {data['tokens']:,} tokens, {fill}",
+            "data": "{rows:,} rows, {tokens:,} tokens, {packs:,} packs, {fill:.1%} full".format(**data),
             "device": f"{describe_device(self._mesh.device)}, {trainee.precision.name}",
             "output": str(self._output),
         }
