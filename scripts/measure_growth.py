@@ -139,16 +139,7 @@ def rows_table(folder: Path) -> str:
         print(f"{count:,} rows: {tokenising:.1f} s, again {packing:.2f} s, {own:,.0f} MiB", flush=True)
         cells.append([f"{count:,}", f"{facts['tokens']:,}", f"{tokenising:.1f}", f"{1e6 * tokenising / count:,.0f}",
                       f"{packing:.2f}", f"{1 - facts['fill']:.2%}", f"{own:,.0f}", f"{workers:,.0f}"])  # fmt: skip
-    header = (
-        "rows",
-        "tokens",
-        "s to prepare",
-        "µs a row",
-        "s from the cache",
-        "empty",
-        "peak MiB",
-        "of a worker",
-    )
+    header = ("rows", "tokens", "s to prepare", "µs a row", "s from the cache", "empty", "peak MiB", "of a worker")
     return markdown_table(header, cells)
 
 

@@ -47,7 +47,7 @@ class Spelling:
         table |= {_plain(theirs): ours for theirs, ours in self.others.items()}
 
         def respell(value: Any) -> Any:
-            if isinstance(value, bool | int):
+            if isinstance(value, int):
                 value = str(value)
             return table.get(_plain(value), value) if isinstance(value, str) else value
 

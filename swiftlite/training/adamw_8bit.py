@@ -131,7 +131,7 @@ class AdamW8bit(torch.optim.AdamW):
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Four flat tensors and two of a scale for each block, in pieces of whole blocks; on a GPU as one piece.
 
-    On a CPU the update unpacks all that it is given, and what stays in a core's cache is updated fastest.
+    On a CPU the update unpacks all that it is given: pieces bound the memory that this takes, and are updated faster.
     """
     if tensors[0].is_cuda:
         yield tensors
