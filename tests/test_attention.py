@@ -7,8 +7,10 @@ import torch
 
 from swiftlite.errors import UserError
 from swiftlite.models import attention
-from swiftlite.models.anatomy import check_trainable_architecture
+from swiftlite.models.anatomy import check_trainable_architecture, dissect
+from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.toys import toy_config
+from swiftlite.models.tuners import set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
 
@@ -71,6 +73,7 @@ def lay_out(documents, untrained=2):
     return SimpleNamespace(
         input_ids=ids,
         labels=labels,
+        learnt=(labels[0] != -100).nonzero()[:, 0],
         position_ids=torch.cat(positions)[None],
         cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
         max_document=max(lengths),
@@ -86,13 +89,17 @@ def build(family, implementation):
     return AutoModelForCausalLM.from_config(toy_config(family), attn_implementation=implementation).train()
 
 
+@pytest.mark.parametrize(("spared", "checkpointing"), [(False, "none"), (True, "none"), (True, "full")])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_loss_and_gradients_equal_the_hf_model_one_by_one(family):
+def test_packed_loss_and_gradients_equal_the_hf_model_one_by_one(family, spared, checkpointing):
     torch.manual_seed(0)
     documents = [torch.randint(3, 500, (n,)) for n in LENGTHS]
     model, reference = build(family, attention.register()), build(family, "eager")
     reference.load_state_dict(model.state_dict())
-    scorer = TokenScorer(model, model)
+    scorer, anatomy = TokenScorer(model, model), dissect(model)
+    if spared:
+        spare_last_mlp(anatomy.layers[-1])
+    set_activation_checkpointing(model, anatomy, checkpointing)
     scorer.check()
     batch = lay_out(documents)
     tokens = int((batch.labels != -100).sum())
@@ -110,6 +117,17 @@ def test_packed_loss_and_gradients_equal_the_hf_model_one_by_one(family):
             assert ours.grad is None or not ours.grad.any(), name
         else:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_last_mlp_runs_where_something_is_learnt():
+    model = build("llama", attention.register())
+    layers, rows = dissect(model).layers, []
+    spare_last_mlp(layers[-1])
+    for layer in layers:
+        layer.mlp.up_proj.register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[1]))
+    batch = lay_out([torch.randint(3, 500, (n,)) for n in (4, 9)], untrained=3)
+    TokenScorer(model, model)(batch)
+    assert rows == [13, 1 + 6]
 
 
 def test_an_unknown_output_head_is_refused():

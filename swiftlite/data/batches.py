@@ -49,6 +49,7 @@ class MicroBatch:
 
     input_ids, position_ids: int64 `[1, T]`, positions restart at 0 in each document.
     labels: int64 `[1, T]`, already shifted: the token to predict at this place, -100 where there is none to learn.
+    learnt: int64 `[trained tokens]`, the places that have one.
     cu_seqlens: int32 `[D + 1]`, document borders; max_document: tokens of the longest; where: the rows, `file:line`.
     context: None, or `parallel.context.Context` where the tokens are one rank's slice of the row.
 
@@ -63,6 +64,7 @@ class MicroBatch:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
+    learnt: torch.Tensor
     cu_seqlens: torch.Tensor
     max_document: int
     tokens: int
@@ -135,6 +137,7 @@ def collate(packs: Sequence[Pack]) -> MicroBatch:
         input_ids=torch.from_numpy(ids)[None],
         position_ids=torch.from_numpy(positions)[None],
         labels=torch.from_numpy(labels)[None],
+        learnt=torch.from_numpy(np.flatnonzero(labels != IGNORED)),
         cu_seqlens=torch.from_numpy(borders),
         max_document=int((before + lengths).max()),
         tokens=len(ids),
@@ -204,6 +207,7 @@ def empty_micro_batch() -> MicroBatch:
         input_ids=zero,
         position_ids=zero,
         labels=torch.full((1, 1), IGNORED),
+        learnt=none,
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         max_document=1,
         tokens=0,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftlite.data.packing import best_fit_decreasing
+from swiftlite.data.packing import Packs, best_fit_decreasing, ranges
 from swiftlite.data.preference_tokens import Preference
 from swiftlite.data.store import SequenceStore
 
@@ -94,7 +94,7 @@ class BatchPlan:
         self._pairs = None if None in found else np.concatenate([columns["chosen"] > 0 for columns in found])
         self._desirable = None if None in found else np.concatenate([columns["desirable"] for columns in found])
         self._index = [_RowIndex(part) for part in parts]
-        self._packs_of: tuple[int, list[list[int]]] = (-1, [])
+        self._packs_of: tuple[int, Packs | None] = (-1, None)
         self._steps_of: dict[int, int] = {}
         self.total_steps = options.max_steps or self._steps_in(options.epochs)
 
@@ -110,8 +110,8 @@ class BatchPlan:
             for place in range(step - done, min(count, self.total_steps - done)):
                 step += 1
                 size = self._options.global_batch_size
-                chosen = packs[place * size : (place + 1) * size]
-                yield StepBatch(step, epoch + (place + 1) / count, [self._read_pack(pack) for pack in chosen])
+                chosen = range(place * size, min((place + 1) * size, len(packs)))
+                yield StepBatch(step, epoch + (place + 1) / count, [self._read_pack(packs[i]) for i in chosen])
             done += count
             epoch += 1
 
@@ -159,9 +159,7 @@ class BatchPlan:
     def _first_epoch(self) -> tuple[np.ndarray, np.ndarray]:
         """(sequence index, number of its pack) of everything in the first epoch."""
         packs = self._packs(0)
-        sizes = [len(pack) for pack in packs]
-        members = np.fromiter((index for pack in packs for index in pack), dtype=np.int64, count=sum(sizes))
-        return members, np.repeat(np.arange(len(packs)), sizes)
+        return packs.members, packs.numbers()
 
     def _pack_tokens(self) -> np.ndarray:
         members, packs = self._first_epoch()
@@ -209,13 +207,13 @@ class BatchPlan:
         partial = math.ceil(rest * self._epoch_steps(whole)) if rest else 0
         return sum(self._epoch_steps(epoch) for epoch in range(whole)) + partial
 
-    def _packs(self, epoch: int) -> list[list[int]]:
+    def _packs(self, epoch: int) -> Packs:
         """The packs of an epoch in their order, as sequence indices; the last epoch asked for is kept."""
         if self._packs_of[0] != epoch:
             self._packs_of = (epoch, self._arrange(epoch))
         return self._packs_of[1]
 
-    def _arrange(self, epoch: int) -> list[list[int]]:
+    def _arrange(self, epoch: int) -> Packs:
         options = self._options
         order = np.concatenate(
             [
@@ -226,13 +224,13 @@ class BatchPlan:
         if options.shuffle:
             order = order[permutation(len(order), options.seed, epoch, "rows")]
         if not options.packing:
-            return order[:, None].tolist()
+            return Packs(order, np.ones_like(order))
         packs = best_fit_decreasing(self._lengths[order], options.capacity)
         if options.shuffle:
-            packs = [packs[i] for i in permutation(len(packs), options.seed, epoch, "packs").tolist()]
+            packs = packs.reordered(permutation(len(packs), options.seed, epoch, "packs"))
         else:
-            packs = sorted((sorted(pack) for pack in packs), key=lambda pack: pack[0])
-        return [order[pack].tolist() for pack in packs]
+            packs = packs.sorted()
+        return packs.of(order)
 
 
 class _RowIndex:
@@ -258,6 +256,4 @@ class _RowIndex:
         return self._of_rows(np.concatenate(chosen))
 
     def _of_rows(self, rows: np.ndarray) -> np.ndarray:
-        counts = self._counts[rows]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return np.repeat(self._first[rows], counts) + within
+        return ranges(self._first[rows], self._counts[rows])

@@ -1,38 +1,87 @@
 """Best-fit-decreasing packing: rows into packs of at most `capacity` tokens, few and full.
 
 The rooms left in the open packs are the bits of one Python integer, so "the smallest room that still takes this row"
-is a shift and a lowest-set-bit: 100,000 rows take a fraction of a second.
+is a shift and a lowest-set-bit: 100,000 rows take a fraction of a second. Packs are numbers in two arrays and no lists
+of lists, which would take ten times the memory.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
+
 import numpy as np
 
 
-def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+class Packs:
+    """Packs of rows, in an order. members: int64 `[rows]`, the rows pack by pack; sizes: int64 `[packs]`."""
+
+    def __init__(self, members: np.ndarray, sizes: np.ndarray) -> None:
+        self.members, self.sizes = members, sizes
+        self._starts = np.cumsum(sizes) - sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, place: int) -> list[int]:
+        start = self._starts[place]
+        return self.members[start : start + self.sizes[place]].tolist()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self[place] for place in range(len(self)))
+
+    def numbers(self) -> np.ndarray:
+        """The place of each member's pack."""
+        return np.repeat(np.arange(len(self)), self.sizes)
+
+    def reordered(self, places: np.ndarray) -> Packs:
+        """The packs of these places."""
+        sizes = self.sizes[places]
+        return Packs(self.members[ranges(self._starts[places], sizes)], sizes)
+
+    def sorted(self) -> Packs:
+        """By the smallest row of each pack, with the rows of a pack ascending."""
+        order = np.lexsort((self.members, self.numbers()))
+        ascending = Packs(self.members[order], self.sizes)
+        return ascending.reordered(np.argsort(ascending.members[self._starts], kind="stable"))
+
+    def of(self, rows: np.ndarray) -> Packs:
+        """With each row replaced by `rows[row]`."""
+        return Packs(rows[self.members], self.sizes)
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`start, start + 1, ...`, count numbers of it, for each of them, one after the other."""
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts, counts) + within
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packs:
     """Packs of indices into `lengths`; every index is in exactly one.
 
     lengths: int `[rows]`, each from 1 to capacity. Rows of equal length keep their order, so that a shuffle before
     it is a shuffle of the packs' content. (Johnson, 1974: at most 11/9 of the best possible number of packs.)
     """
     order = np.argsort(-lengths, kind="stable")
-    packs: list[list[int]] = []
+    chosen = array("q")  # the pack of each row of `order`
+    opened = 0
     by_room: dict[int, list[int]] = {}  # room -> packs with exactly that room
     rooms = 0  # bit r is set where by_room[r] is not empty
-    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+    for length in memoryview(lengths[order]):
         fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
             waiting = by_room[room]
             pack = waiting.pop()
-            packs[pack].append(index)
             if not waiting:
                 rooms ^= 1 << room
         else:
-            room, pack = capacity, len(packs)
-            packs.append([index])
+            room, pack = capacity, opened
+            opened += 1
+        chosen.append(pack)
         left = room - length
         if left:
             by_room.setdefault(left, []).append(pack)
             rooms |= 1 << left
-    return packs
+    numbers = np.frombuffer(chosen, dtype=np.int64) if chosen else np.empty(0, dtype=np.int64)
+    return Packs(order[np.argsort(numbers, kind="stable")], np.bincount(numbers, minlength=opened))

@@ -11,6 +11,7 @@ from torch import nn
 
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router, dissect
+from swiftlite.models.last_layer import PLACES
 from swiftlite.objectives.completions import answer_scores
 from swiftlite.objectives.logprobs import token_logprobs
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from swiftlite.data.batches import MicroBatch
 
-NO_LABEL = -100
 HEAD_TOLERANCE = 2e-2  # of the largest logit; a forgotten scale or soft cap is off by far more than bf16 rounding
 
 
@@ -63,7 +63,9 @@ class TokenScorer(nn.Module):
 
     def _decode(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None):  # noqa: ANN202 - its own class
         """The decoder's outputs. hidden: `[1, T, hidden]`, what enters its layers instead of the tokens' embeddings."""
-        options = {"output_router_logits": True} if self._routed else {}
+        options: dict[str, object] = {"output_router_logits": True} if self._routed else {}
+        if not self._anatomy.gives_scores:
+            options[PLACES] = batch.learnt
         return self._anatomy.decoder(**decoder_inputs(batch, hidden), **options)
 
     def _score(self, hidden: torch.Tensor, batch: MicroBatch | _Probe) -> torch.Tensor:
@@ -71,13 +73,12 @@ class TokenScorer(nn.Module):
         if self._anatomy.gives_scores:
             start = 0 if batch.context is None else batch.context.rank * hidden.shape[1]
             return answer_scores(hidden[0], self._anatomy.head.weight, batch.completions.last - start)
-        trained = batch.labels[0] != NO_LABEL
         head, transform = self._anatomy.head, self._anatomy.transform
         return token_logprobs(
-            hidden[0][trained],
+            hidden[0].index_select(0, batch.learnt),
             head.weight,
             head.bias,
-            batch.labels[0][trained],
+            batch.labels[0].index_select(0, batch.learnt),
             scale=transform.scale,
             softcap=transform.softcap,
             summed=self._summed,
@@ -180,6 +181,7 @@ class _Probe:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
+    learnt: torch.Tensor
     cu_seqlens: torch.Tensor
     max_document: int = 5
     context: None = None
@@ -188,10 +190,11 @@ class _Probe:
     def second(self) -> _Probe:
         """The second document alone."""
         parts = {name: getattr(self, name)[:, 3:] for name in ("input_ids", "position_ids", "labels")}
-        return replace(self, **parts, cu_seqlens=self.cu_seqlens[1:] - 3)
+        return replace(self, **parts, learnt=self.learnt[:5], cu_seqlens=self.cu_seqlens[1:] - 3)
 
 
 def _probe(vocabulary: int, device: torch.device) -> _Probe:
     ids = (torch.arange(8, device=device) * 7 + 3).remainder(vocabulary)[None]
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=device)
-    return _Probe(ids, positions, ids, torch.tensor([0, 3, 8], dtype=torch.int32, device=device))
+    borders = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+    return _Probe(ids, positions, ids, torch.arange(8, device=device), borders)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from swiftlite.data.batches import MicroBatch
     from swiftlite.models.attention import Attend, SharedKeys
 
-NO_LABEL = -100
 # Rotary frequencies that follow the longest position of the micro-batch: ranks would disagree, each seeing its slice.
 POSITION_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
@@ -164,9 +163,9 @@ def slice_for_context(batch: MicroBatch, group: dist.ProcessGroup | None) -> Mic
     """This rank's contiguous slice of a micro-batch; all of it where there is no group.
 
     The row is padded to a multiple of the ranks by a document of its own without labels. `input_ids`, `position_ids`
-    and `labels` become `[1, slice]`, `owner` that of the slice's labels, and the counts of tokens those of the slice,
-    without padding: summed over the group they are the row's. Borders, keys, `max_document` and `completions` go on
-    describing the whole row.
+    and `labels` become `[1, slice]`, `learnt` and `owner` those of the slice's labels, and the counts of
+    tokens those of the slice, without padding: summed over the group they are the row's. Borders, keys, `max_document`
+    and `completions` go on describing the whole row.
     """
     if group is None:
         return batch
@@ -175,16 +174,16 @@ def slice_for_context(batch: MicroBatch, group: dist.ProcessGroup | None) -> Mic
     length = (tokens + padding) // size
     part = slice(rank * length, (rank + 1) * length)
     row = batch.padded([padding] if padding else [])
-    learnt = row.labels[0] != NO_LABEL
-    earlier, mine = int(learnt[: part.start].sum()), int(learnt[part].sum())
+    first, last = torch.searchsorted(row.learnt, torch.tensor([part.start, part.stop])).tolist()
     return replace(
         row,
         input_ids=row.input_ids[:, part],
         position_ids=row.position_ids[:, part],
         labels=row.labels[:, part],
-        owner=None if row.owner is None else row.owner[earlier : earlier + mine],
+        learnt=row.learnt[first:last] - part.start,
+        owner=None if row.owner is None else row.owner[first:last],
         tokens=max(0, min(batch.tokens - part.start, length)),
-        trained_tokens=mine,
+        trained_tokens=last - first,
         context=Context(group, tokens),
     )
 

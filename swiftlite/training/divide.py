@@ -19,6 +19,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.methods import PREFERENCE
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
 from swiftlite.models.quantize import quantize
 from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
@@ -143,6 +144,8 @@ def _divide_part(
         apply_tensor_parallel(part.model, part.base, mesh.stored["tp"])
     elif lora:
         fuse_adapters(part.model)
+    if mesh.layout.tp == 1 and not compile_layers and (part.stage is None or part.stage.is_last):
+        spare_last_mlp(anatomy.layers[-1])
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
     set_activation_checkpointing(part.base, anatomy, checkpointing)

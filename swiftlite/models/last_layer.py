@@ -1,0 +1,53 @@
+"""The last layer's MLP, only where something is learnt.
+
+What the last layer makes of a token is read at that token alone: by the output head where a token is learnt, by nobody
+elsewhere. So its MLP runs on those tokens, and leaves zeros at the others, which get no gradient. Prompts and earlier
+turns are often more than half of all tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+PLACES = "learnt_places"  # a keyword argument of the decoder, which hands it on to its layers
+
+
+class LearntPlacesOnly:
+    """Hooks of one layer and of its MLP: `[1, tokens, hidden]` in and out, computed at the places given.
+
+    The places reach the layer among its own keyword arguments, so that a recomputation in the backward pass, or a
+    pipeline with several micro-batches under way, finds those of its own micro-batch.
+    """
+
+    def __init__(self, layer: nn.Module, mlp: nn.Module) -> None:
+        self._places: torch.Tensor | None = None
+        self._tokens = 0
+        # Bound methods: a deep copy of the layer then has hooks of its own.
+        layer.register_forward_pre_hook(self._begin, with_kwargs=True)
+        mlp.register_forward_pre_hook(self._choose)
+        mlp.register_forward_hook(self._put_back)
+
+    def _begin(self, _layer: nn.Module, _args: object, kwargs: dict[str, object]) -> None:
+        self._places = kwargs.get(PLACES)
+
+    def _choose(self, _mlp: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._places is None:
+            return None
+        hidden, *rest = args
+        self._tokens = hidden.shape[1]
+        return hidden.index_select(1, self._places), *rest
+
+    def _put_back(self, _mlp: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor | None:
+        if self._places is None:
+            return None
+        everywhere = output.new_zeros(1, self._tokens, output.shape[2])
+        return everywhere.index_copy(1, self._places, output)
+
+
+def spare_last_mlp(layer: nn.Module) -> None:
+    """Let the MLP of the last decoder layer skip tokens that nothing is learnt at. Leaves a layer alone that has none,
+    or a mixture of experts, whose router balances over all tokens."""
+    mlp = getattr(layer, "mlp", None)
+    if isinstance(mlp, nn.Module) and not any("expert" in name for name, _ in mlp.named_modules()):
+        LearntPlacesOnly(layer, mlp)
