@@ -140,6 +140,22 @@ def _attend(
     flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
     if softcap is None and sinks is None and flash:
         return _varlen(query, key, value, query_borders, key_borders, longest, scaling, window)
+    return _by_document(query, key, value, query_borders, key_borders, sinks, scaling, dropout, window, softcap)
+
+
+@torch.compiler.disable  # one call for each document, so how many depends on the data: a compiled layer is cut here
+def _by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_borders: torch.Tensor,
+    key_borders: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

@@ -151,7 +151,7 @@ def _divide_part(
     set_activation_checkpointing(part.base, anatomy, checkpointing)
     if compile_layers:
         for layer in anatomy.layers:
-            layer.compile()
+            layer.compile(dynamic=True)  # rows differ in length and number; one compilation serves all
     if experts:
         shard_experts(experts, expert_mesh, **options.unit(mesh.device))
     shard_over_data(part.scorer, anatomy.layers, mesh, options)

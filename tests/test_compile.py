@@ -1,0 +1,32 @@
+"""`--compile`: the same curve, and everything is compiled in the first step, however the rows differ later."""
+
+import shutil
+
+import pytest
+import torch
+from test_parity import metrics, settings, train_alone
+from torch._dynamo.callback import callback_handler
+
+from swiftlite.config.resolve import resolve_config
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_train_the_same_and_compile_once(tmp_path, tiny_model, write_rows, chat_rows):
+    data, curves, written = write_rows("rows.jsonl", chat_rows), {}, []
+
+    def begin(_args):
+        file = tmp_path / "compiled" / "metrics.jsonl"
+        written.append(len(file.read_text().splitlines()) if file.exists() else 0)
+
+    torch._dynamo.reset()
+    callback_handler.register_start_callback(begin)
+    try:
+        for name, compiled in (("plain", False), ("compiled", True)):
+            values = settings(tmp_path, tiny_model("llama"), data, activation_checkpointing="full")
+            train_alone(resolve_config("sft", **values | {"compile": compiled, "output_dir": str(tmp_path / name)}))
+            curves[name] = [(row["loss"], row["grad_norm"]) for row in metrics(tmp_path / name)]
+    finally:
+        callback_handler.remove_start_callback(begin)
+        torch._dynamo.reset()
+    assert curves["compiled"] == [pytest.approx(pair, rel=1e-5) for pair in curves["plain"]]
+    assert written and not any(written)  # nothing is compiled once the first step is done
