@@ -154,7 +154,14 @@ def test_gradients_meet_in_the_module_and_weights_are_one(several_threads):
     ],
 )
 def test_how_many_lanes_there_are(several_threads, change, count):
-    values = {"micro_batch_size": 4, "max_length": 1024, "compile": False, "tuner": "full", "lora_dropout": 0.0}
+    values = {
+        "micro_batch_size": 4,
+        "max_length": 1024,
+        "compile": False,
+        "optimizer_in_backward": False,
+        "tuner": "full",
+        "lora_dropout": 0.0,
+    }
     config = SimpleNamespace(**(values | change))
     layout = Layout() if "world" not in change else Layout(dp_shard=change["world"])
     mesh = SimpleNamespace(device=torch.device(change.get("device", "cpu")), layout=layout)

@@ -106,13 +106,13 @@ def test_a_step_that_takes_too_long_leaves_its_stacks(base, tmp_path, monkeypatc
     train(base)
     assert not (tmp_path / "out" / "stacks").exists()
     monkeypatch.setattr("swiftlite.training.watchdog.SECONDS", 0.2)
-    real = loop_module.clip_gradients
+    real = loop_module.set_rate
 
     def slow(*arguments):
         time.sleep(0.5)
         return real(*arguments)
 
-    monkeypatch.setattr(loop_module, "clip_gradients", slow)
+    monkeypatch.setattr(loop_module, "set_rate", slow)
     train(base, output_dir=str(tmp_path / "slow"), max_steps=1)
     stacks = (tmp_path / "slow" / "stacks" / "rank-00000.txt").read_text()
     assert "in slow" in stacks and "in _step" in stacks

@@ -21,16 +21,13 @@ ADAPTER_STEM, MODEL_STEM = "adapter_model", "model"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What the result consists of. plan: its tensors; dtype: of config.json; adapter: it is one."""
+    """What the result consists of. plan: its tensors; dtype: of config.json; adapter: it is one; rounded: they hold a
+    rounded copy of the weights that are trained, which are kept beside them then."""
 
     plan: FilePlan
     dtype: torch.dtype
     adapter: bool
-
-    @property
-    def rounded(self) -> bool:
-        """Whether they hold a rounded copy of the weights that are trained, which are kept beside them then."""
-        return not self.adapter and self.dtype != torch.float32
+    rounded: bool
 
 
 def plan_files(model: nn.Module, base: PreTrainedModel, *, dtype: torch.dtype, max_shard_size: str) -> ModelFiles:
@@ -41,9 +38,10 @@ def plan_files(model: nn.Module, base: PreTrainedModel, *, dtype: torch.dtype, m
     types = {name: tensor.dtype for name, tensor in stored_tensors(model)}
     if model is not base:
         pairs = [(entry, types[entry.owner]) for entry in catalog_adapter(model)]
-        return ModelFiles(FilePlan(pairs, ADAPTER_STEM, None), dtype, True)
+        return ModelFiles(FilePlan(pairs, ADAPTER_STEM, None), dtype, adapter=True, rounded=False)
     pairs = [(e, dtype if types[e.owner].is_floating_point else types[e.owner]) for e in catalog_model(base)]
-    return ModelFiles(FilePlan(pairs, MODEL_STEM, parse_size(max_shard_size)), dtype, False)
+    rounded = any(p.requires_grad and dtype not in (p.dtype, torch.float32) for p in model.parameters())
+    return ModelFiles(FilePlan(pairs, MODEL_STEM, parse_size(max_shard_size)), dtype, adapter=False, rounded=rounded)
 
 
 def create_model_files(

@@ -43,7 +43,7 @@ class PacksMoments(Protocol):
 def fresh_moments(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """What AdamW keeps of a parameter before its first update, as that makes it."""
     counter = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return {COUNTER: counter} | {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+    return {COUNTER: counter} | {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in MOMENTS}
 
 
 def plan_resume_file(shapes: dict[str, tuple[int, ...]], *, masters: bool, moments: bool) -> FilePlan:

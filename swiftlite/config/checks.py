@@ -120,6 +120,13 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             "leave one of them out",
         ),
         (
+            config.pure_bf16 and config.precision in ("fp32", "fp16"),
+            f"--pure-bf16 keeps and computes in bf16, but the precision is {config.precision}",
+            ("pure_bf16", "precision"),
+            "leave one of them out",
+        ),
+        *_backward_rules(config),
+        (
             config.tuner == "freeze" and config.trainable_layers == 0 and not config.trainable_modules,
             "--tuner freeze with --trainable-layers 0 trains nothing",
             ("trainable_layers",),
@@ -132,6 +139,43 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             f"warm-up ({config.warmup_ratio:g}) and decay ({config.decay_ratio:g}) are longer than the run",
             ("warmup_ratio", "decay_ratio"),
             "lower --warmup-ratio or --decay-ratio",
+        ),
+    ]
+
+
+def _backward_rules(config: RunConfig) -> list[Rule]:
+    """What an update in the backward pass cannot do: look at all gradients, or wait for more of them."""
+    on, flag = config.optimizer_in_backward, "--optimizer-in-backward"
+    return [
+        (
+            on and config.max_grad_norm > 0,
+            f"{flag} updates weights before the norm of all gradients is known, so it cannot clip them",
+            ("optimizer_in_backward", "max_grad_norm"),
+            "add --max-grad-norm 0",
+        ),
+        (
+            on and config.pipeline_parallel_size > 1,
+            f"{flag} takes the gradient of one forward, but a pipeline has several under way",
+            ("optimizer_in_backward", "pipeline_parallel_size"),
+            "use --parallel fsdp",
+        ),
+        (
+            on and config.gradient_accumulation_steps != 1,
+            f"{flag} takes the gradient of one forward, but a step has {config.gradient_accumulation_steps}",
+            ("optimizer_in_backward", "gradient_accumulation_steps", "global_batch_size", "micro_batch_size"),
+            "give --gradient-accumulation-steps 1, or a --global-batch-size of --micro-batch-size times the data ranks",
+        ),
+        (
+            on and config.precision == "fp16",
+            f"{flag} updates weights before fp16 gradients are known not to overflow",
+            ("optimizer_in_backward", "precision"),
+            "use --precision bf16",
+        ),
+        (
+            on and config.on_nonfinite == "skip",
+            f"{flag} updates weights before all gradients are known to be finite, so it cannot skip a step",
+            ("optimizer_in_backward", "on_nonfinite"),
+            "leave one of them out",
         ),
     ]
 

@@ -31,6 +31,17 @@ class SpeedSettings(BaseModel):
         "quant_bits",
         bare="nf4",
     )
+    pure_bf16: bool = flag(
+        False,
+        MEMORY,
+        "Keep trained weights in bf16 only, rounded stochastically: 12 instead of 16 bytes a trained parameter.",
+    )
+    optimizer_in_backward: bool = flag(
+        False,
+        MEMORY,
+        "Update each weight as soon as its gradient is there and drop that: 4 bytes less a trained parameter.",
+        "optimizer_in_bwd",
+    )
     compile: bool = flag(False, MEMORY, "Compile each layer by torch.compile.", "torch_compile")
     profile: bool = flag(
         False, MEMORY, "Record steps 3 and 4: a trace and a table of where their time went, in the output folder."

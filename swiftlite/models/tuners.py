@@ -167,11 +167,11 @@ def adapters_off(models: Iterable[nn.Module]) -> Iterator[None]:
             module._disable_adapters = False
 
 
-def to_master_precision(model: nn.Module) -> None:
-    """Trained parameters in fp32; frozen ones as they are."""
+def to_master_precision(model: nn.Module, masters: torch.dtype) -> None:
+    """Trained parameters in the type of masters; frozen ones as they are."""
     for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
+        if parameter.requires_grad and parameter.dtype != masters:
+            parameter.data = parameter.data.to(masters)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -45,7 +45,7 @@ class DataParallel:
         }
 
     def root(self, device: torch.device) -> dict[str, Any]:
-        """Those of what is left: its weights stay fp32, and autocast casts them where a product wants it."""
+        """Those of what is left: its weights stay as they are, and autocast casts them where a product wants it."""
         return self.unit(device) | {"reshard_after_forward": False, "mp_policy": _policy(torch.float32)}
 
 
@@ -84,9 +84,9 @@ def _parameters(layer: nn.Module) -> int:
 
 
 def _policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    if dtype == torch.float32:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    """dtype: to compute in; fp32 leaves weights as they are."""
+    cast = None if dtype == torch.float32 else dtype
+    return MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _prefetch(of_layers: list[list[nn.Module]]) -> None:

@@ -9,9 +9,17 @@ from swiftlite.config.layout import Layout
 # fp32 master weight and gradient, and AdamW's two moments. Source: ZeRO, arXiv 1910.02054, section 3.1
 STATE_BYTES = {"weights": 4, "gradients": 4, "moments": 8}
 TRAINED_BYTES = sum(STATE_BYTES.values())
-PACKED_BYTES = TRAINED_BYTES - STATE_BYTES["moments"] + 2 * (1 + 4 / 256)  # adamw_8bit: a byte, and a scale for 256
+PACKED_MOMENTS = 2 * (1 + 4 / 256)  # of adamw_8bit: a byte, and a scale for 256
 USABLE = 0.85  # of the free memory; the rest is for buffers, fragments and what other libraries take
 GIB = 2**30
+
+
+def trained_bytes(*, packed: bool = False, pure_bf16: bool = False, no_gradients: bool = False) -> float:
+    """What a trained parameter takes. packed: moments of 8 bits; no_gradients: each is used and dropped at once."""
+    share = 0.5 if pure_bf16 else 1.0
+    gradients = 0 if no_gradients else STATE_BYTES["gradients"]
+    moments = PACKED_MOMENTS if packed else STATE_BYTES["moments"]
+    return share * (STATE_BYTES["weights"] + gradients) + moments
 
 
 @dataclass(frozen=True)

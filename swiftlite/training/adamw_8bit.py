@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from swiftlite.checkpoint.state import COUNTER, MOMENTS
+from swiftlite.checkpoint.state import COUNTER, MOMENTS, fresh_moments
 from swiftlite.parallel.mesh import local
+from swiftlite.training.adamw_bf16 import AdamWBf16, in_fp32
 
 BLOCK = 256  # numbers that share a scale; the CUDA kernel knows no other count
 CPU_PIECE = BLOCK << 12  # numbers that are updated at a time there
@@ -53,8 +54,8 @@ class PackedMoment:
         return torch.ops.bitsandbytes.dequantize_blockwise(self.codes, self.scales, self.table, BLOCK, torch.float32)
 
 
-class AdamW8bit(torch.optim.AdamW):
-    """`torch.optim.AdamW`, but for tensors of 4,096 numbers on this process and more.
+class AdamW8bit(AdamWBf16):
+    """`AdamWBf16`, but for tensors of 4,096 numbers on this process and more.
 
     Needs the package bitsandbytes.
     """
@@ -64,48 +65,41 @@ class AdamW8bit(torch.optim.AdamW):
 
         super().__init__(groups, **options)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update every parameter that has a gradient."""
-        packed = [(group, p, p.grad) for group, p in self._packed() if p.grad is not None]
-        for _, parameter, _ in packed:
-            parameter.grad = None
-        super().step(closure)  # the others
-        for group, parameter, gradient in packed:
-            parameter.grad = gradient
-            if parameter not in self.state:
-                self.put_moments(parameter, {kind: torch.zeros_like(parameter) for kind in MOMENTS})
-            self._update(group, parameter, self.state[parameter])
+    def _is_apart(self, parameter: nn.Parameter) -> bool:
+        return _is_packed(parameter) or super()._is_apart(parameter)
 
-    def _packed(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        for group in self.param_groups:
-            yield from ((group, parameter) for parameter in group["params"] if _is_packed(parameter))
-
-    def _update(self, group: dict[str, Any], parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    def _update(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        if not _is_packed(parameter):
+            super()._update(group, parameter)
+            return
+        if parameter not in self.state:
+            self.put_moments(parameter, fresh_moments(parameter))
+        state, chance = self.state[parameter], self._chance(parameter)
         state[COUNTER] += 1
         mean, square = (state[kind] for kind in MOMENTS)
         flat = [part.view(-1) for part in (local(parameter), mean.codes, square.codes)]
         pieces = (local(parameter.grad).reshape(-1), *flat, mean.scales, square.scales)
         for gradient, weights, codes, squares, scales, square_scales in _pieces(*pieces):
-            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
-                "adam",
-                gradient,
-                weights,
-                codes,
-                squares,
-                *group["betas"],
-                0.0,  # beta3 and alpha of another optimizer
-                0.0,
-                group["eps"],
-                int(state[COUNTER]),
-                group["lr"],
-                mean.table,
-                square.table,
-                scales,
-                square_scales,
-                group["weight_decay"],
-                1.0,  # times the gradient
-            )
+            with in_fp32(weights, chance) as exact:
+                torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
+                    "adam",
+                    gradient.float(),
+                    exact,
+                    codes,
+                    squares,
+                    *group["betas"],
+                    0.0,  # beta3 and alpha of another optimizer
+                    0.0,
+                    group["eps"],
+                    int(state[COUNTER]),
+                    group["lr"],
+                    mean.table,
+                    square.table,
+                    scales,
+                    square_scales,
+                    group["weight_decay"],
+                    1.0,  # times the gradient
+                )
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Of a parameter that was updated: in fp32, divided over processes as the parameter is.

@@ -88,7 +88,7 @@ def divide(
     """
     layout = mesh.layout
     lanes = count_lanes(config, mesh, base, count_parameters(model)[0])
-    share = Sharing(mesh, config.micro_batch_size, FlopCounter(base), lanes)
+    share = Sharing(mesh, config.micro_batch_size, FlopCounter(base), lanes, in_pieces=not config.optimizer_in_backward)
     summed = config.method not in PREFERENCE  # their losses are a plain sum over tokens
     if layout.pp == 1:
         _quantize(base, config)

@@ -20,11 +20,13 @@ PATIENCE = 3  # spikes one after another that end a run
 
 
 class StepFailed(RunError):
-    """A step could not be finished; the weights are those of the step before. sound: every process is here and may save
-    them.
+    """A step could not be finished. sound: the weights are those of the step before, and every process is here and may
+    save them.
     """
 
-    sound = True
+    def __init__(self, what: str, *, where: str, fix: str, sound: bool) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.sound = sound
 
 
 class NotFinite(StepFailed):
@@ -33,10 +35,6 @@ class NotFinite(StepFailed):
 
 class OutOfMemory(StepFailed):
     """A process ran out of memory. The others, if there are any, wait for it in vain."""
-
-    def __init__(self, what: str, *, where: str, fix: str, sound: bool) -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.sound = sound
 
 
 class LossSpike(RunError):

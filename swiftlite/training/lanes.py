@@ -34,11 +34,12 @@ def count_lanes(config: RunConfig, mesh: Mesh, base: PreTrainedModel, trained: i
     """How many lanes a run has. trained: its trained parameters.
 
     Only one where several processes share the work already, where random numbers are drawn on the way (threads have one
-    generator), where a loss is a mean per micro-batch, and where the gradients would take too much memory. All lanes
-    together hold no more tokens than `--micro-batch-size` allows.
+    generator), where a loss is a mean per micro-batch, where a gradient is used at once, and where the gradients would
+    take too much memory. All lanes together hold no more tokens than `--micro-batch-size` allows.
     """
     random = has_dropout(base) or (config.tuner == "lora" and config.lora_dropout)
-    if mesh.device.type != "cpu" or mesh.layout.world > 1 or config.compile or random or balances_router(base):
+    alone = config.compile or config.optimizer_in_backward
+    if mesh.device.type != "cpu" or mesh.layout.world > 1 or alone or random or balances_router(base):
         return 1
     by_memory = 1 + GRADIENT_BYTES // (4 * max(1, trained))
     by_tokens = config.micro_batch_size * config.max_length // LANE_TOKENS

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWat
 from swiftlite.training.flops import peak_flops
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.methods import Method, check_start
-from swiftlite.training.optimizer import clip_gradients, make_moments, set_rate
+from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moments, set_rate
 from swiftlite.training.precision import LossScale, Precision
 from swiftlite.training.profiler import StepProfiler
 from swiftlite.training.reference import evaluating
@@ -103,6 +103,8 @@ class Loop:
         self._spikes = SpikeWatch(progress.recent_losses)
         self._peak = peak_flops(parts.mesh.device, parts.precision.dtype)
         config = parts.config
+        kind = UpdatesInBackward if config.optimizer_in_backward else Updates
+        self._updates = kind(parts.optimizer, parts.trained, parts.uncounted, parts.mesh)
         self._warmup = warmup_steps(parts.plan.total_steps, config.warmup_steps, config.warmup_ratio)
 
     def run(self) -> None:
@@ -155,7 +157,7 @@ class Loop:
     def _memory_errors(self, doing: str, batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
         """The weights may be saved afterwards where nobody else waits for this process."""
         parts = self._parts
-        return memory_errors(doing, batches, parts.config, sound=parts.mesh.stored is None)
+        return memory_errors(doing, batches, parts.config, sound=parts.mesh.stored is None and self._updates.at_once)
 
     def _agree(self, reason: int | None, peak: float) -> tuple[int | None, float]:
         """(a reason to stop that any process has, the largest peak memory): all have to stop at the same step."""
@@ -193,16 +195,17 @@ class Loop:
         method = parts.method
         share, make_loss = method.prepare(batch, share, "train")
         count = method.count(share)
-        with self._memory_errors(f"step {batch.step}", share.micro_batches):
+        learning = self._updates.during_backward() if share.trained_tokens else nullcontext()
+        with self._memory_errors(f"step {batch.step}", share.micro_batches), learning:
             outcome = parts.runner.train(
                 batch.step, share.micro_batches, make_loss(count), self._scale.value, share.count
             )
         if self.progress.step == 0 and parts.checks_start:
             check_start(method, share, outcome.loss, parts.precision.dtype)
-        norm = clip_gradients(parts.trained, config.max_grad_norm, parts.mesh, self._scale.value, parts.uncounted)
+        norm = self._updates.norm(config.max_grad_norm, self._scale.value)
         if self._may_update(batch.step, share, outcome, norm):
             self._watch_loss(batch.step, share, outcome)
-            parts.optimizer.step()
+            self._updates.finish()
             method.after(outcome.sums, count)
         self._scale.update(overflowed=not math.isfinite(norm))
         parts.optimizer.zero_grad(set_to_none=True)
@@ -238,6 +241,7 @@ class Loop:
             where=self._rows(_not_finite(share, outcome)),
             fix="look at these rows, lower --learning-rate or use --precision fp32; "
             "--on-nonfinite skip leaves such steps out and counts them",
+            sound=self._updates.at_once,
         )
 
     def _watch_loss(self, step: int, share: StepShare, outcome: StepOutcome) -> None:

@@ -1,9 +1,11 @@
-"""The optimizer over the trained parameters, and gradient clipping."""
+"""The optimizer over the trained parameters, gradient clipping, and when weights change."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,19 +15,24 @@ from torch.distributed.tensor import DTensor
 from swiftlite.checkpoint.state import fresh_moments, put_moments
 from swiftlite.parallel.mesh import STORED, Mesh, local
 from swiftlite.training.adamw_8bit import AdamW8bit
+from swiftlite.training.adamw_bf16 import AdamWBf16
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
 def build_optimizer(trained: list[tuple[str, nn.Parameter]], config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101), fused or with moments of 8 bits; vectors (norms, biases) are not decayed."""
+    """AdamW (arXiv 1711.05101): fused, with moments of 8 bits, or for weights without fp32 masters. Vectors (norms,
+    biases) are not decayed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}  # one fused update takes parameters of one mesh
     for _, parameter in trained:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
-    kind = AdamW8bit if config.optimizer == "adamw_8bit" else torch.optim.AdamW
-    return kind(
+    make = torch.optim.AdamW
+    if config.optimizer == "adamw_8bit" or config.pure_bf16:
+        kind = AdamW8bit if config.optimizer == "adamw_8bit" else AdamWBf16
+        make = functools.partial(kind, seed=config.seed, names={id(parameter): name for name, parameter in trained})
+    return make(
         [{"params": group, "weight_decay": config.weight_decay * decay} for (decay, _), group in groups.items()]
         or [{"params": []}],  # a stage of a pipeline may be frozen as a whole
         lr=config.learning_rate,
@@ -71,12 +78,83 @@ def clip_gradients(
 
 
 def _norm(gradients: list[torch.Tensor], mesh: Mesh) -> float:
-    parts = [local(gradient) for gradient in gradients]
-    if mesh.layout.world == 1:
-        return torch.nn.utils.get_total_norm(parts).item() if parts else 0.0
+    norms = torch._foreach_norm([local(gradient) for gradient in gradients], dtype=torch.float32) if gradients else []
+    return _whole_norm(norms, gradients, mesh)
+
+
+def _whole_norm(norms: Collection[torch.Tensor], tensors: Collection[torch.Tensor], mesh: Mesh) -> float:
+    """Of all processes. norms: fp32, of this process's parts of some tensors, or of what is divided as they are."""
     total = torch.zeros((), dtype=torch.float32, device=mesh.device)
-    if parts:
-        squares = torch.stack([norm.float() for norm in torch._foreach_norm(parts)]).square()
-        copies = torch.tensor([mesh.copies(gradient) for gradient in gradients], device=squares.device)
+    if norms:
+        squares = torch.stack([*norms]).square()
+        copies = torch.tensor([mesh.copies(tensor) for tensor in tensors], device=squares.device)
         total += (squares / copies).sum().to(mesh.device)
     return mesh.sum_over(total, *STORED).sqrt().item()
+
+
+class Updates:
+    """Changes the weights when the gradients of a step are complete.
+
+    at_once: until then they are those of the step before, whatever happens.
+    """
+
+    at_once = True
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, trained: list[nn.Parameter], uncounted: Collection[int], mesh: Mesh
+    ) -> None:
+        """uncounted: ids of parameters that another process counts."""
+        self._optimizer, self._trained, self._uncounted, self._mesh = optimizer, trained, uncounted, mesh
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Around the forward and backward passes of a step that is learnt from."""
+        yield
+
+    def norm(self, limit: float, scale: float) -> float:
+        """Of the step's gradients, which are clipped and freed of the loss scale: see `clip_gradients`."""
+        return clip_gradients(self._trained, limit, self._mesh, scale, self._uncounted)
+
+    def finish(self) -> None:
+        """Change what has not been changed."""
+        self._optimizer.step()
+
+
+class UpdatesInBackward(Updates):
+    """Changes each weight when its gradient is complete, and drops the gradient: there is never more than a few.
+
+    Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+    """
+
+    at_once = False
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, trained: list[nn.Parameter], uncounted: Collection[int], mesh: Mesh
+    ) -> None:
+        super().__init__(optimizer, trained, uncounted, mesh)
+        self._norms: dict[nn.Parameter, torch.Tensor] = {}
+        self._learning = False
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        self._norms.clear()
+        self._learning = True
+        try:
+            yield
+        finally:
+            self._learning = False
+
+    def _update(self, parameter: nn.Parameter) -> None:
+        if self._learning:
+            [self._norms[parameter]] = torch._foreach_norm([local(parameter.grad)], dtype=torch.float32)
+            self._optimizer.step()  # of all parameters only this one has a gradient
+            parameter.grad = None
+
+    def norm(self, limit: float, scale: float) -> float:
+        """Of the step's gradients, as they were."""
+        return _whole_norm(self._norms.values(), self._norms.keys(), self._mesh)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""

@@ -1,4 +1,4 @@
-"""The device of a run and the number type it computes in; trained weights are fp32 masters in every mode."""
+"""The device of a run and the number types it computes in and keeps trained weights in."""
 
 from __future__ import annotations
 
@@ -48,14 +48,19 @@ def describe_device(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Precision:
-    """name: `fp32`, `bf16` or `fp16`; dtype: what matrix products run in."""
+    """name: `fp32`, `bf16` or `fp16`; dtype: what matrix products run in; masters: what trained weights are kept in."""
 
     name: str
     dtype: torch.dtype
+    masters: torch.dtype = torch.float32
+
+    @property
+    def words(self) -> str:
+        return self.name if self.masters == torch.float32 else f"{self.name} without fp32 masters"
 
     @contextlib.contextmanager
     def compute(self, device: torch.device) -> Iterator[None]:
-        """Where the forward pass runs: autocast, with fp32 weights cast for each product, or nothing for fp32."""
+        """Where the forward pass runs: autocast, with masters cast for each product, or nothing for fp32."""
         if self.dtype == torch.float32:
             yield
         else:
@@ -66,8 +71,8 @@ class Precision:
         return LossScale(FP16_FIRST_SCALE) if self.name == "fp16" else LossScale(1.0, dynamic=False)
 
 
-def resolve_precision(name: str, device: torch.device) -> Precision:
-    """`auto` is bf16 where the device is fast at it, else fp32."""
+def resolve_precision(name: str, device: torch.device, *, pure_bf16: bool = False) -> Precision:
+    """`auto` is bf16 where the device is fast at it or the weights are bf16, else fp32."""
     if name == "auto":
-        name = "bf16" if fast_at_bf16(device) else "fp32"
-    return Precision(name, DTYPES[name])
+        name = "bf16" if pure_bf16 or fast_at_bf16(device) else "fp32"
+    return Precision(name, DTYPES[name], torch.bfloat16 if pure_bf16 else torch.float32)

@@ -382,7 +382,7 @@ class Session:
             "layout": trainee.layout_words,
             "parameters": f"{trained:,} trained of {total:,}",
             "data": "{rows:,} rows, {tokens:,} tokens, {packs:,} packs, {fill:.1%} full".format(**data),
-            "device": f"{describe_device(self._mesh.device)}, {trainee.precision.name}",
+            "device": f"{describe_device(self._mesh.device)}, {trainee.precision.words}",
             "output": str(self._output),
         }
 

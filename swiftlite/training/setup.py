@@ -40,7 +40,7 @@ from swiftlite.parallel.mesh import Mesh, build_mesh
 from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
-from swiftlite.planning.choose import PACKED_BYTES, TRAINED_BYTES, USABLE, Choice, Need, choose_data_layout
+from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, trained_bytes
 from swiftlite.planning.memory import activation_bytes_per_token, free_bytes
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.precision import Precision, resolve_precision
@@ -138,14 +138,14 @@ def build_trainee(
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
-    precision = resolve_precision(config.precision, world.device)
+    precision = resolve_precision(config.precision, world.device, pure_bf16=config.pure_bf16)
     source, adapter = _weights(config, resume)
     if config.method == "rm":
         _describe_scores(model_config, load_tokenizer())
     base = build_model(
         source,
         model_config,
-        dtype=precision.dtype if config.tuner == "lora" else torch.float32,
+        dtype=precision.dtype if config.tuner == "lora" else precision.masters,
         attention=attention.register(),
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
@@ -164,7 +164,7 @@ def build_trainee(
     new_rows = _new_rows(on_disk, weights, model) | _new_scores(model, base, new_head)
     fresh = FreshValues(config.seed, new_rows)
     check_expert_parallel(base, layout)
-    to_master_precision(model)
+    to_master_precision(model, precision.masters)
     need = _need(config, model_config, model, base, precision)
     choice = _choose(config, need, world, layout)
     trainee = _on_meta(
@@ -253,7 +253,11 @@ def _need(
         frozen_bytes=size - spared / max(1, total - trained),
         largest_unit=size * max(_unit_sizes(base)),
         activations=per_token * config.micro_batch_size * pack_capacity(config),
-        trained_bytes=PACKED_BYTES if config.optimizer == "adamw_8bit" else TRAINED_BYTES,
+        trained_bytes=trained_bytes(
+            packed=config.optimizer == "adamw_8bit",
+            pure_bf16=config.pure_bf16,
+            no_gradients=config.optimizer_in_backward,
+        ),
     )
 
 

@@ -95,7 +95,7 @@ def _key(parts: MethodParts) -> str:
     facts = {
         "data": parts.prepared.fingerprint,
         "method": config.method,
-        "precision": [parts.trainee.precision.name, config.quantization],
+        "precision": [parts.trainee.precision.name, config.quantization, config.pure_bf16],
         "device": parts.trainee.mesh.device.type,
         "tokens": [config.new_tokens, config.seed],
         "versions": [version("torch"), version("transformers")],

@@ -45,12 +45,14 @@ class StepShare:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a run divides its steps. lanes: micro-batches that this process trains at a time."""
+    """How a run divides its steps. lanes: micro-batches that this process trains at a time; in_pieces: whether it may
+    run a micro-batch in several forward passes."""
 
     mesh: Mesh
     micro_batch_size: int
     flops: FlopCounter
     lanes: int = 1
+    in_pieces: bool = True
 
     def __call__(self, packs: list[Pack]) -> StepShare:
         """This process's part of some packs of a step."""
@@ -59,7 +61,7 @@ class Sharing:
             return share_step(balance(packs, LANE_TOKENS, self.lanes, self._cost), 0, 1, 1, None, self._cost)
         if layout.pp > 1:  # a short last step still has work for all stages
             size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
-        limit = CPU_FORWARD_TOKENS if self.mesh.device.type == "cpu" else None
+        limit = CPU_FORWARD_TOKENS if self.mesh.device.type == "cpu" and self.in_pieces else None
         return share_step(packs, self.mesh.data_rank, layout.data_ranks, size, limit, self._cost)
 
     def _cost(self, pack: Pack) -> float:

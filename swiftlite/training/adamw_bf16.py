@@ -1,0 +1,106 @@
+"""AdamW for weights that exist in bf16 only: the update is computed in fp32 and rounded stochastically.
+
+bf16 has 8 bits of precision, so most updates are less than half a step between two numbers: rounded to the nearest one
+they would vanish. Rounded up or down by chance, in proportion to the distances, they are right on average
+(arXiv 2010.06192, section 4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from swiftlite.checkpoint.boxes import holdings
+from swiftlite.checkpoint.state import COUNTER, MOMENTS, fresh_moments
+from swiftlite.parallel.mesh import local
+
+PIECE = 1 << 24  # numbers that exist in fp32 at a time
+DROPPED = 1 << 16  # fp32 is bf16 with 16 more bits
+
+
+class AdamWBf16(torch.optim.AdamW):
+    """`torch.optim.AdamW`, but for bf16 parameters, whose moments are fp32.
+
+    What decides about the rounding of a number is a function of the seed, the parameter's name and update and the
+    shard: replicas round alike, and a run that goes on from a checkpoint stays the same bit for bit.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, seed: int = 0, names: Mapping[int, str] | None = None, **options: Any
+    ) -> None:
+        """names: of the parameters, by id."""
+        super().__init__(groups, **options)
+        self._seed, self._names = seed, names or {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient."""
+        apart = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if self._is_apart(p)]
+        for _, parameter, _ in apart:
+            parameter.grad = None
+        super().step(closure)  # the others
+        for group, parameter, gradient in apart:
+            if gradient is not None:
+                parameter.grad = gradient
+                self._update(group, parameter)
+
+    def _is_apart(self, parameter: nn.Parameter) -> bool:
+        """Whether `_update` takes it, one parameter at a time."""
+        return parameter.dtype == torch.bfloat16
+
+    def _update(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        if parameter not in self.state:
+            self.state[parameter] = fresh_moments(parameter)
+        state, chance = self.state[parameter], self._chance(parameter)
+        flat = [local(x).view(-1).split(PIECE) for x in (parameter, parameter.grad, *(state[kind] for kind in MOMENTS))]
+        for weights, gradient, mean, square in zip(*flat, strict=True):
+            with in_fp32(weights, chance) as exact:
+                adamw(
+                    [exact],
+                    [gradient.float()],
+                    [mean],
+                    [square],
+                    [],
+                    [state[COUNTER].clone()],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+        state[COUNTER] += 1
+
+    def _chance(self, parameter: nn.Parameter) -> torch.Generator:
+        """For the parameter's next update; `state` has its counter."""
+        boxes = [holding.box for holding in holdings(parameter)]
+        count = int(self.state[parameter][COUNTER])
+        key = f"{self._seed}/{count}/{self._names.get(id(parameter), '')}/{boxes}"
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+        return torch.Generator(parameter.device).manual_seed(seed)
+
+
+@contextmanager
+def in_fp32(weights: torch.Tensor, chance: torch.Generator | None) -> Iterator[torch.Tensor]:
+    """Weights to change: themselves where they are fp32, else a copy that is rounded back into them."""
+    if weights.dtype == torch.float32:
+        yield weights
+        return
+    exact = weights.float()
+    yield exact
+    weights.copy_(round_stochastically(exact, chance))
+
+
+def round_stochastically(values: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """fp32 -> bf16, to one of the two neighbours, in proportion to the distances from them."""
+    bits = values.view(torch.int32)
+    noise = torch.empty_like(bits).random_(0, DROPPED, generator=chance)
+    return ((bits + noise) & -DROPPED).view(torch.float32).to(torch.bfloat16)

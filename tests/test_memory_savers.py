@@ -1,0 +1,133 @@
+"""bf16 weights without masters, and updates in the backward pass: rounding that is right on average, the same curve."""
+
+import pytest
+import torch
+from test_parity import metrics, settings, train_alone
+from test_verify import BF16_LOSS, BF16_NORM, in_real_processes
+from torch import nn
+
+from swiftlite.checkpoint.folder import list_checkpoints
+from swiftlite.config.resolve import resolve_config
+from swiftlite.errors import UserError
+from swiftlite.training.adamw_8bit import AdamW8bit
+from swiftlite.training.adamw_bf16 import AdamWBf16, round_stochastically
+from swiftlite.training.failures import NotFinite
+from swiftlite.verification.cases import FULL, LORA, Subject
+
+OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+ALONE = {"global_batch_size": 1, "max_grad_norm": 0.0, "optimizer_in_backward": True}
+EARLY = {
+    "optimizer_in_backward": True,
+    "max_grad_norm": 0.0,
+    "micro_batch_size": None,
+    "gradient_accumulation_steps": 1,
+}
+BF16 = {"pure_bf16": True, "precision": "bf16"}
+
+
+def test_rounding_goes_to_a_neighbour_and_is_right_on_average():
+    chance = torch.Generator().manual_seed(0)
+    for value in (1.0 + 1 / 512, -3.1, 0.0, 1e-20, -65504.0):
+        values = torch.full((100_000,), value)
+        rounded = round_stochastically(values, chance).float()
+        step = torch.tensor(value).to(torch.bfloat16).float().abs() / 128
+        assert (rounded - value).abs().max() <= step
+        assert (rounded.double().mean() - value).abs() <= 0.01 * step
+
+
+@pytest.mark.parametrize("kind", [AdamWBf16, AdamW8bit])
+def test_updates_that_nearest_rounding_would_lose_are_made(kind):
+    torch.manual_seed(0)
+    start = torch.randn(64, 128).bfloat16()
+    moves = []
+    for parameter, optimizer in ((nn.Parameter(start.float()), torch.optim.AdamW), (nn.Parameter(start.clone()), kind)):
+        running = optimizer([{"params": [parameter]}], **OPTIONS)
+        for _ in range(20):  # of 1e-4 each, for weights that lie up to 1.6e-2 apart
+            parameter.grad = torch.ones_like(parameter)
+            running.step()
+        moves.append((parameter.detach().float() - start.float()).mean().item())
+    assert moves[1] == pytest.approx(moves[0], rel=0.05)
+
+
+def test_the_same_seed_rounds_alike():
+    def run(seed):
+        parameter = nn.Parameter(torch.ones(50, 3, dtype=torch.bfloat16))
+        optimizer = AdamWBf16([{"params": [parameter]}], seed=seed, names={id(parameter): "w"}, **OPTIONS)
+        for _ in range(3):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        return parameter.detach()
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+@pytest.fixture
+def start(tmp_path, tiny_model, write_rows, chat_rows):
+    data = write_rows("rows.jsonl", chat_rows)
+
+    def resolve(out, **more):
+        values = settings(tmp_path, tiny_model("llama"), data, output_dir=str(tmp_path / out))
+        return resolve_config("sft", **values | more)
+
+    def train(out, **more):
+        train_alone(resolve(out, **more))
+        return [(row["loss"], row["grad_norm"]) for row in metrics(tmp_path / out)]
+
+    train.resolve = resolve
+    return train
+
+
+def weights_of(folder):
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def test_updates_in_the_backward_pass_are_the_same_training(start, tmp_path):
+    late = start("late", **ALONE | {"optimizer_in_backward": False})
+    assert start("early", **ALONE) == [pytest.approx(pair, rel=1e-6) for pair in late]
+    assert weights_of(tmp_path / "early") == weights_of(tmp_path / "late")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_bf16_weights_learn_and_go_on_bit_for_bit(start, tmp_path, optimizer):
+    exact = start("exact", precision="bf16", optimizer=optimizer)
+    found = start("whole", **BF16, optimizer=optimizer, save_steps=2)
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in exact], rel=1e-2)
+    checkpoint = str(tmp_path / "whole" / "checkpoints" / "step-00000002")
+    assert start("again", **BF16, optimizer=optimizer, resume=checkpoint) == found[2:]
+    assert weights_of(tmp_path / "again") == weights_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "fix"),
+    [
+        ({"max_grad_norm": 1.0}, "cannot clip", "--max-grad-norm 0"),
+        ({"global_batch_size": 4}, "a step has 4", "--gradient-accumulation-steps 1"),
+        ({"precision": "fp16"}, "overflow", "--precision bf16"),
+        ({"on_nonfinite": "skip"}, "cannot skip", "leave one"),
+        ({"optimizer_in_backward": False, "pure_bf16": True}, "the precision is fp32", "leave one"),
+    ],
+)
+def test_what_contradicts_is_refused(start, change, words, fix):
+    with pytest.raises(UserError, match=words) as error:
+        start.resolve("refused", **ALONE | change)
+    assert fix in error.value.fix
+
+
+def test_weights_that_were_changed_before_a_bad_gradient_are_not_saved(start, tmp_path):
+    with pytest.raises(NotFinite):
+        start("bad", **ALONE, learning_rate=1e30, warmup_ratio=0.0)
+    assert metrics(tmp_path / "bad") and not list_checkpoints(tmp_path / "bad")
+
+
+def test_layouts_train_the_same(tmp_path, monkeypatch):
+    early = Subject("llama-tied", "early", FULL | EARLY), Subject("llama-tied", "early, LoRA", LORA | EARLY)
+    bf16 = Subject("llama-tied", "bf16", FULL | BF16)
+    chosen = ("ddp 2", "fsdp full 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "cp 2")
+    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, *early, bf16):
+        if verdict.subject == "bf16":
+            assert verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
+        elif verdict.case == "pp 2":
+            assert "pipeline" in verdict.refused
+        else:
+            assert verdict.passed and verdict.difference is not None, verdict
