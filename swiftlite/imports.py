@@ -28,13 +28,19 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def require_package(name: str, flag: str) -> None:
-    """Raises UserError where a package is not installed that an extra of the same name brings. flag: that needs it."""
+def is_installed(name: str) -> bool:
+    """Whether a package is here, without importing it."""
     found = importlib.util.find_spec(name)
     # A folder of that name in the working directory (wandb leaves one) is found as a package without a file.
-    if found is None or found.origin is None:
+    return found is not None and found.origin is not None
+
+
+def require_package(name: str, flag: str, extra: str | None = None) -> None:
+    """Raises UserError where a package is not installed. flag: that needs it; extra: that brings it, of the package's
+    name by default."""
+    if not is_installed(name):
         raise UserError(
             f"{flag} needs the package {name}",
             where=flag,
-            fix=f"pip install 'swiftlite[{name}]', or leave {flag} out",
+            fix=f"pip install 'swiftlite[{extra or name}]', or leave {flag} out",
         )

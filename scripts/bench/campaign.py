@@ -21,8 +21,11 @@ from bench.tables import as_json, fill, goals, has_place, markdown, summarise, t
 CACHE = Path.home() / ".cache" / "swiftlite" / "bench"
 
 
-def parse(benchmark: Benchmark, about: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options of a benchmark's script, whose docstring is `about`; arguments: sys.argv's by default."""
+def parse(
+    benchmark: Benchmark, about: str | None, arguments: list[str] | None = None, *, steps: int = 25, skip: int = 2
+) -> argparse.Namespace:
+    """The options of a benchmark's script, whose docstring is `about`; arguments: sys.argv's by default; steps, skip:
+    how many are measured and left out by default."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -31,8 +34,10 @@ def parse(benchmark: Benchmark, about: str | None, arguments: list[str] | None =
     parser.add_argument("--swiftlite-python", type=Path, default=Path(sys.executable), help="Python that has swiftlite")
     parser.add_argument("--only", nargs="+", choices=tools, default=list(tools), metavar="TOOL", help=", ".join(tools))
     parser.add_argument("--rounds", type=int, default=1, help="how often every run is repeated, interleaved (1)")
-    parser.add_argument("--steps", type=int, default=25, help="measured steps; grouped samplers cycle in 25 (25)")
-    parser.add_argument("--skip", type=int, default=2, help="first steps that are run but not measured (2)")
+    words = "measured steps; grouped samplers cycle in 25 (%(default)s)"
+    parser.add_argument("--steps", type=int, default=steps, help=words)
+    words = "first steps that are run but not measured (%(default)s)"
+    parser.add_argument("--skip", type=int, default=skip, help=words)
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS of every tool (2)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds after which a run is stopped (1800)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the model and the rows (1)")

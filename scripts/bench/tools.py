@@ -1,4 +1,4 @@
-"""The command line of every tool and configuration that `scripts/bench_cpu.py` measures.
+"""The command line of every tool and configuration that `bench_cpu.py` and `bench_135m.py` measure.
 
 All train the same rows with micro-batches of 4 x 2, fp32, AdamW, a constant rate of 1e-4 where the tool has one, loss
 on the answers only, and neither save in between nor evaluate. "shipped" leaves the tool's speed settings as they come;
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from bench.pairs import PairWorkload
-from bench.settings import ACCUMULATION, MAX_LENGTH, MICRO_BATCH, Benchmark, Setting
+from bench.settings import ACCUMULATION, MAX_LENGTH, MICRO_BATCH, Benchmark, Command, Setting
 from bench.workload import Workload
 
 LEARNING_RATE = "1e-4"
@@ -46,7 +46,7 @@ SETTINGS = (
 def swiftlite(
     method: str, python: Path, workload: Workload | PairWorkload, output: Path, steps: int, learning_rate: str
 ) -> list[str]:
-    """swiftlite's own command line for full tuning by a method."""
+    """swiftlite's own command line for a method."""
     return [
         str(python), "-m", "swiftlite", method, "--model", str(workload.model), "--dataset", str(workload.rows),
         "--tuner", "full", "--micro-batch-size", str(MICRO_BATCH),
@@ -106,6 +106,40 @@ def _litgpt(python: Path, workload: Workload, output: Path, steps: int) -> list[
         "--train.global_batch_size", str(MICRO_BATCH * ACCUMULATION), "--train.max_seq_length", str(MAX_LENGTH),
         "--train.max_steps", str(steps), "--train.lr_warmup_steps", "1",
     ]  # fmt: skip
+
+
+# LoRA of one kind for all: every matrix of the layers, rank 16, scaled by 2, no dropout.
+LORA = {
+    "swiftlite": ("--tuner", "lora", "--lora-rank", "16", "--lora-alpha", "32"),
+    "trl": (
+        "--use_peft", "true", "--lora_r", "16", "--lora_alpha", "32", "--lora_dropout", "0",
+        "--lora_target_modules", "all-linear",
+    ),
+    "llamafactory": ("--finetuning_type", "lora", "--lora_rank", "16", "--lora_alpha", "32", "--lora_target", "all"),
+    "ms-swift": (
+        "--tuner_type", "lora", "--lora_rank", "16", "--lora_alpha", "32", "--lora_dropout", "0",
+        "--target_modules", "all-linear",
+    ),
+}  # fmt: skip
+
+
+def larger(name: str, lora: bool) -> Benchmark:
+    """The same job for a larger model, by the tools that are not far behind: full tuning, or LoRA."""
+    commands = {"swiftlite": _swiftlite, "trl": _trl, "llamafactory": _llamafactory, "ms-swift": _ms_swift}
+
+    def adapted(tool: str) -> Command:
+        return lambda *given: [*commands[tool](*given), *(LORA[tool] if lora else ())]
+
+    return Benchmark(
+        name=name,
+        rate="tokens_per_second",
+        settings=tuple(s for s in SETTINGS if s.tool in commands and s.name != "no checkpointing, neat packing"),
+        commands={tool: adapted(tool) for tool in commands},
+        pack_tokens=MAX_LENGTH,
+        kinds={"shipped": 2.2, "tuned": 1.5},
+        first_step=0.5,
+        memory=0.7,
+    )
 
 
 SFT = Benchmark(

@@ -11,8 +11,9 @@ import math
 import random
 import shutil
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 8192
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -30,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 ROWS, SHORTEST, LONGEST, MEDIAN, SPREAD = 2000, 22, 693, 118, 0.78  # tokens a row; spread of a log-normal
 LEXICON = 12_000
-SETTINGS = {"format": 3, "rows": ROWS, "median": MEDIAN, "spread": SPREAD, "lexicon": LEXICON, **SHAPE}
+SETTINGS = {"format": 3, "rows": ROWS, "median": MEDIAN, "spread": SPREAD, "lexicon": LEXICON}
 
 
 class Workload:
@@ -50,25 +51,29 @@ class Workload:
         return json.loads((self.folder / "facts.json").read_text())
 
 
-def make_workload(folder: Path, seed: int) -> Workload:
-    """The workload of `seed` under `folder`, made now unless it is there and made by these settings."""
+def make_workload(folder: Path, seed: int, shape: Mapping[str, Any] = SHAPE) -> Workload:
+    """The workload of `seed` under `folder`, made now unless it is there and made by these settings.
+
+    shape: of the model, whose embedding may have more rows than the tokenizer has tokens.
+    """
+    settings = {**SETTINGS, **shape, "seed": seed}
     workload = Workload(folder)
     facts = folder / "facts.json"
-    if facts.is_file() and json.loads(facts.read_text())["settings"] == {**SETTINGS, "seed": seed}:
+    if facts.is_file() and json.loads(facts.read_text())["settings"] == settings:
         return workload
     shutil.rmtree(folder, ignore_errors=True)
     for part in (workload.model, workload.chat, workload.llamafactory, workload.litgpt):
         part.mkdir(parents=True)
     words = Words(seed)
     tokenizer = train_tokenizer(words)
-    write_model(workload.model, tokenizer, seed)
+    write_model(workload.model, tokenizer, seed, shape)
     rows, lengths = make_rows(words, tokenizer, seed)
     write_rows(workload, rows)
     described = {
         "rows": len(rows), "tokens": sum(lengths), "shortest": min(lengths), "median": statistics.median(lengths),
         "mean": round(statistics.mean(lengths), 1), "longest": max(lengths),
     }  # fmt: skip
-    facts.write_text(json.dumps({"settings": {**SETTINGS, "seed": seed}, "described": described}))
+    facts.write_text(json.dumps({"settings": settings, "described": described}))
     return workload
 
 
@@ -176,16 +181,16 @@ def write_rows(workload: Workload, rows: list[dict]) -> None:
     (workload.litgpt / "val.json").write_text(json.dumps(alpaca[:4]))  # LitGPT insists on a validation set
 
 
-def write_model(folder: Path, tokenizer, seed: int) -> None:
+def write_model(folder: Path, tokenizer, seed: int, shape: Mapping[str, Any] = SHAPE) -> None:
     """A Qwen2 folder as `save_pretrained` would write it: random fp32 weights with a spread of 0.02, tied head."""
     import numpy as np
     from safetensors.numpy import save_file
 
     generator = np.random.default_rng(seed)
-    hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
-    keys = hidden // SHAPE["num_attention_heads"] * SHAPE["num_key_value_heads"]
-    weights = {"model.embed_tokens.weight": (VOCABULARY, hidden), "model.norm.weight": (hidden,)}
-    for layer in range(SHAPE["num_hidden_layers"]):
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    keys = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    weights = {"model.embed_tokens.weight": (shape["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    for layer in range(shape["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         weights |= {f"{name}.input_layernorm.weight": (hidden,), f"{name}.post_attention_layernorm.weight": (hidden,)}
         for part, rows in (("q", hidden), ("k", keys), ("v", keys)):
@@ -196,19 +201,19 @@ def write_model(folder: Path, tokenizer, seed: int) -> None:
             f"{name}.mlp.up_proj.weight": (inner, hidden), f"{name}.mlp.down_proj.weight": (hidden, inner),
         }  # fmt: skip
     tensors = {}
-    for name, shape in weights.items():
+    for name, extent in weights.items():
         if name.endswith("norm.weight"):
-            tensors[name] = np.ones(shape, np.float32)
+            tensors[name] = np.ones(extent, np.float32)
         elif name.endswith("bias"):
-            tensors[name] = np.zeros(shape, np.float32)
+            tensors[name] = np.zeros(extent, np.float32)
         else:
-            tensors[name] = generator.normal(0, 0.02, shape).astype(np.float32)
+            tensors[name] = generator.normal(0, 0.02, extent).astype(np.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     special = {"bos_token_id": None, "eos_token_id": tokenizer.token_to_id(END), "pad_token_id": PAD_ID}
     config = {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "dtype": "float32",
         "tie_word_embeddings": True, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
-        "use_sliding_window": False, **SHAPE, **special,
+        "use_sliding_window": False, **shape, **special,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps(special))

@@ -125,6 +125,18 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             ("pure_bf16", "precision"),
             "leave one of them out",
         ),
+        (
+            config.kernels == "liger" and config.tensor_parallel_size > 1,
+            "Liger's kernels take whole weights, which tensor parallelism divides",
+            ("kernels", "tensor_parallel_size"),
+            "use --kernels none",
+        ),
+        (
+            config.kernels == "liger" and config.compile,
+            "--compile and --kernels liger fuse the same operations",
+            ("kernels", "compile"),
+            "leave one of them out",
+        ),
         *_backward_rules(config),
         (
             config.tuner == "freeze" and config.trainable_layers == 0 and not config.trainable_modules,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import MEMORY, flag
-from swiftlite.config.types import FOUR_BITS, OFFLOAD, SWITCH, Spelling
+from swiftlite.config.types import FOUR_BITS, KERNELS, OFFLOAD, SWITCH, Spelling
 
 
 class SpeedSettings(BaseModel):
@@ -41,6 +41,14 @@ class SpeedSettings(BaseModel):
         MEMORY,
         "Update each weight as soon as its gradient is there and drop that: 4 bytes less a trained parameter.",
         "optimizer_in_bwd",
+    )
+    kernels: Annotated[Literal["none", "auto", "liger"], Spelling(KERNELS)] = flag(
+        "none",
+        MEMORY,
+        "Liger's fused norms, MLPs and rotary embeddings on a GPU; `auto`: where the package has them.",
+        "use_liger_kernel",
+        "enable_liger_kernel",
+        bare="liger",
     )
     compile: bool = flag(False, MEMORY, "Compile each layer by torch.compile.", "torch_compile")
     profile: bool = flag(

@@ -23,6 +23,7 @@ SWITCH = {"true": "full", "yes": "full", "on": "full", "false": "none", "no": "n
 FOUR_BITS = {"4": "nf4", "4bit": "nf4", "true": "nf4", "yes": "nf4", "on": "nf4"}
 FOUR_BITS |= {"false": "none", "no": "none", "off": "none"}
 OFFLOAD = {"true": "cpu", "yes": "cpu", "on": "cpu", "false": "none", "no": "none", "off": "none"}
+KERNELS = {"true": "liger", "yes": "liger", "on": "liger", "false": "none", "no": "none", "off": "none"}
 RESUME = {"never": "never", "auto": "auto", "true": "auto", "false": "never", "no": "never", "none": "never"}
 DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"}
 SHARDING = {"full_shard": "full", "shard_grad_op": "grad_op", "no_shard": "none", "hybrid_shard": "hybrid"}

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from swiftlite.checkpoint.state import COUNTER, MOMENTS, fresh_moments
+from swiftlite.checkpoint.state import COUNTER, MOMENTS
 from swiftlite.parallel.mesh import local
 from swiftlite.training.adamw_bf16 import AdamWBf16, in_fp32
 
 BLOCK = 256  # numbers that share a scale; the CUDA kernel knows no other count
-CPU_PIECE = BLOCK << 12  # numbers that are updated at a time there
+PIECE = BLOCK << 12  # numbers that are packed at a time, and on a CPU updated
 SMALLEST = 4096  # numbers of a tensor whose moments are worth packing
 
 
@@ -43,11 +43,27 @@ class PackedMoment:
         Written out here: what `unpack` gave has to become the same codes again, which bitsandbytes' own search through
         the table misses now and then on a CPU.
         """
-        blocks = F.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-        scales = blocks.abs().amax(1)
-        shares = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-        codes = torch.bucketize(shares, (table[1:] + table[:-1]) / 2).to(torch.uint8)
-        return cls(codes.view(-1)[: values.numel()].view(values.shape), scales, table)
+        packed = cls.zeros(values.shape, table)
+        borders, tiny = (table[1:] + table[:-1]) / 2, torch.finfo(torch.float32).tiny
+        pieces = zip(
+            values.flatten().split(PIECE),
+            packed.codes.view(-1).split(PIECE),
+            packed.scales.split(PIECE // BLOCK),
+            strict=True,
+        )
+        for numbers, codes, scales in pieces:
+            blocks = F.pad(numbers, (0, -numbers.numel() % BLOCK)).view(-1, BLOCK)
+            scales.copy_(blocks.abs().amax(1))
+            found = torch.bucketize(blocks / scales.clamp(min=tiny)[:, None], borders, out_int32=True)
+            codes.copy_(found.view(-1)[: numbers.numel()])
+        return packed
+
+    @classmethod
+    def zeros(cls, shape: torch.Size, table: torch.Tensor) -> PackedMoment:
+        """Of this shape, before the first update."""
+        [zero] = (table == 0).nonzero()[0].tolist()
+        codes = torch.full(shape, zero, dtype=torch.uint8, device=table.device)
+        return cls(codes, table.new_zeros(-(-codes.numel() // BLOCK)), table)
 
     def unpack(self) -> torch.Tensor:
         """fp32."""
@@ -73,7 +89,7 @@ class AdamW8bit(AdamWBf16):
             super()._update(group, parameter)
             return
         if parameter not in self.state:
-            self.put_moments(parameter, fresh_moments(parameter))
+            self._begin(parameter)
         state, chance = self.state[parameter], self._chance(parameter)
         state[COUNTER] += 1
         mean, square = (state[kind] for kind in MOMENTS)
@@ -111,11 +127,17 @@ class AdamW8bit(AdamWBf16):
             for kind, value in self.state[parameter].items()
         }
 
+    def _begin(self, parameter: nn.Parameter) -> None:
+        """Moments of a parameter that was never updated."""
+        tables = _tables(parameter.device)
+        fresh = {kind: PackedMoment.zeros(local(parameter).shape, tables[kind]) for kind in MOMENTS}
+        self.state[parameter] = {COUNTER: torch.zeros(())} | fresh
+
     def put_moments(self, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None:
-        """Go on from these, as `moments` gives them; without a counter from the beginning."""
+        """Go on from these, as `moments` gives them."""
         if _is_packed(parameter):
             tables = _tables(parameter.device)
-            counter = moments.get(COUNTER, torch.zeros(())).to("cpu", copy=True)  # the kernel takes a Python number
+            counter = moments[COUNTER].to("cpu", copy=True)  # the kernel takes a Python number
             packed = {kind: PackedMoment.pack(local(moments[kind]), tables[kind]) for kind in MOMENTS}
             self.state[parameter] = {COUNTER: counter} | packed
         else:
@@ -130,9 +152,7 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     if tensors[0].is_cuda:
         yield tensors
         return
-    yield from zip(
-        *(t.split(CPU_PIECE) for t in tensors[:4]), *(t.split(CPU_PIECE // BLOCK) for t in tensors[4:]), strict=True
-    )
+    yield from zip(*(t.split(PIECE) for t in tensors[:4]), *(t.split(PIECE // BLOCK) for t in tensors[4:]), strict=True)
 
 
 def _is_packed(parameter: nn.Parameter) -> bool:

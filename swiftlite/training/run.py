@@ -46,7 +46,7 @@ from swiftlite.training.failures import StepFailed, is_out_of_memory
 from swiftlite.training.loop import Loop, Parts, Progress
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
-from swiftlite.training.precision import LossScale, describe_device
+from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
 from swiftlite.training.setup import Trainee, build_trainee, check_model
 from swiftlite.training.setup_method import MethodParts, build_method
@@ -382,7 +382,7 @@ class Session:
             "layout": trainee.layout_words,
             "parameters": f"{trained:,} trained of {total:,}",
             "data": "{rows:,} rows, {tokens:,} tokens, {packs:,} packs, {fill:.1%} full".format(**data),
-            "device": f"{describe_device(self._mesh.device)}, {trainee.precision.words}",
+            "device": trainee.device_words,
             "output": str(self._output),
         }
 

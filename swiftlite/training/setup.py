@@ -25,6 +25,7 @@ from swiftlite.imports import require_package
 from swiftlite.models import attention
 from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
 from swiftlite.models.dtypes import DTYPES, source_dtype
+from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
 from swiftlite.models.quantize import BLOCK, count_quantizable, packing
 from swiftlite.models.tuners import (
@@ -43,7 +44,7 @@ from swiftlite.parallel.world import World
 from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, trained_bytes
 from swiftlite.planning.memory import activation_bytes_per_token, free_bytes
 from swiftlite.training.divide import Divided, divide
-from swiftlite.training.precision import Precision, resolve_precision
+from swiftlite.training.precision import Precision, describe_device, resolve_precision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -61,6 +62,7 @@ class Trainee:
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
+    kernels: `liger` or `none`.
     """
 
     model: nn.Module
@@ -73,11 +75,17 @@ class Trainee:
     trained_shapes: dict[str, tuple[int, ...]]
     parameters: tuple[int, int]
     has_new_head: bool = False
+    kernels: str = "none"
 
     @property
     def layout_words(self) -> str:
         reason = f" ({self.choice.reason})" if self.choice.reason else ""
         return self.choice.layout.describe() + reason
+
+    @property
+    def device_words(self) -> str:
+        kernels = ", Liger's kernels" if self.kernels == "liger" else ""
+        return f"{describe_device(self.mesh.device)}, {self.precision.words}{kernels}"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this process has to save of everything that belongs to the model's files, by its name in the whole."""
@@ -109,6 +117,8 @@ def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> Pretr
         require_package("bitsandbytes", "--optimizer adamw_8bit")
     if config.quantization != "none":
         require_package("bitsandbytes", f"--quantization {config.quantization}")
+    if config.kernels == "liger":
+        require_package(PACKAGE, "--kernels liger", "liger")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_trainable_architecture(model_config)
     _check_length(config, model_config)
@@ -164,6 +174,11 @@ def build_trainee(
     new_rows = _new_rows(on_disk, weights, model) | _new_scores(model, base, new_head)
     fresh = FreshValues(config.seed, new_rows)
     check_expert_parallel(base, layout)
+    kernels = choose_kernels(
+        config.kernels, model_config.model_type, world.device, divided=config.compile or layout.tp > 1
+    )
+    if kernels == "liger":
+        apply_liger(base)
     to_master_precision(model, precision.masters)
     need = _need(config, model_config, model, base, precision)
     choice = _choose(config, need, world, layout)
@@ -178,6 +193,7 @@ def build_trainee(
         need,
     )
     trainee.has_new_head = new_head is not None and resume is None
+    trainee.kernels = kernels
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
