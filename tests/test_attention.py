@@ -89,7 +89,7 @@ def build(family, implementation):
     return AutoModelForCausalLM.from_config(toy_config(family), attn_implementation=implementation).train()
 
 
-@pytest.mark.parametrize(("spared", "checkpointing"), [(False, "none"), (True, "none"), (True, "full")])
+@pytest.mark.parametrize(("spared", "checkpointing"), [(False, "none"), (True, "full"), (True, "offload")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_loss_and_gradients_equal_the_hf_model_one_by_one(family, spared, checkpointing):
     torch.manual_seed(0)

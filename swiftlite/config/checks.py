@@ -100,6 +100,28 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             ("adapter", "tuner"),
             "use --tuner lora, or leave --adapter out",
         ),
+        *_memory_rules(config),
+        *_backward_rules(config),
+        (
+            config.tuner == "freeze" and config.trainable_layers == 0 and not config.trainable_modules,
+            "--tuner freeze with --trainable-layers 0 trains nothing",
+            ("trainable_layers",),
+            "give --trainable-layers 2 or --trainable-modules",
+        ),
+        (
+            config.lr_scheduler == "wsd"
+            and config.warmup_steps is None
+            and config.warmup_ratio + config.decay_ratio > 1,
+            f"warm-up ({config.warmup_ratio:g}) and decay ({config.decay_ratio:g}) are longer than the run",
+            ("warmup_ratio", "decay_ratio"),
+            "lower --warmup-ratio or --decay-ratio",
+        ),
+    ]
+
+
+def _memory_rules(config: RunConfig) -> list[Rule]:
+    """What saves memory or time where, and not elsewhere."""
+    return [
         (
             config.quantization != "none" and config.tuner != "lora",
             f"--quantization {config.quantization} keeps weights that are not trained in 4 bits, but the tuner is "
@@ -137,20 +159,11 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             ("kernels", "compile"),
             "leave one of them out",
         ),
-        *_backward_rules(config),
         (
-            config.tuner == "freeze" and config.trainable_layers == 0 and not config.trainable_modules,
-            "--tuner freeze with --trainable-layers 0 trains nothing",
-            ("trainable_layers",),
-            "give --trainable-layers 2 or --trainable-modules",
-        ),
-        (
-            config.lr_scheduler == "wsd"
-            and config.warmup_steps is None
-            and config.warmup_ratio + config.decay_ratio > 1,
-            f"warm-up ({config.warmup_ratio:g}) and decay ({config.decay_ratio:g}) are longer than the run",
-            ("warmup_ratio", "decay_ratio"),
-            "lower --warmup-ratio or --decay-ratio",
+            config.activation_checkpointing == "offload" and config.compile,
+            "compiled layers save their weights beside their inputs, and --activation-checkpointing offload moves both",
+            ("activation_checkpointing", "compile"),
+            "use --activation-checkpointing full, or leave --compile out",
         ),
     ]
 

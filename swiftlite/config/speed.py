@@ -11,11 +11,14 @@ from swiftlite.config.types import FOUR_BITS, KERNELS, OFFLOAD, SWITCH, Spelling
 class SpeedSettings(BaseModel):
     """A part of `RunConfig`."""
 
-    activation_checkpointing: Annotated[Literal["auto", "none", "full", "selective"], Spelling(SWITCH)] = flag(
+    activation_checkpointing: Annotated[
+        Literal["auto", "none", "full", "selective", "offload"],
+        Spelling(SWITCH),
+    ] = flag(
         "auto",
         MEMORY,
         "Recompute layers in the backward to save memory, all of them or (`selective`) what is cheap; `auto` does the "
-        "least that fits.",
+        "least that fits. `offload`: all, and a GPU's layer inputs wait in the host's memory.",
         "gradient_checkpointing",
         bare="full",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,7 +181,8 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def set_activation_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> None:
-    """`full` recomputes each layer in the backward; `selective` keeps the results of matrix products and attention.
+    """`full` recomputes each layer in the backward; `selective` keeps the results of matrix products and attention;
+    `offload` is `full` with the layers' inputs in the host's memory meanwhile.
 
     Source of the policy: https://docs.pytorch.org/docs/stable/checkpoint.html (selective activation checkpointing).
     Raises UserError where the architecture has no checkpointing.
@@ -198,6 +199,28 @@ def set_activation_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode:
     except ValueError as error:
         raise UserError(str(error), fix="use --activation-checkpointing none") from error
     anatomy.embedding.register_forward_hook(_require_grad)
+    if mode == "offload":
+        _SavedInHost(anatomy.decoder)
+
+
+class _SavedInHost:
+    """Hooks of a decoder: what its forward pass saves for the backward lies in the host's memory, pinned where there is
+    a GPU. A checkpointed layer saves its input alone, so weights stay where they are.
+
+    Source: https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._saving: AbstractContextManager | None = None
+        decoder.register_forward_pre_hook(self._enter)
+        decoder.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, _decoder: nn.Module, _args: object) -> None:
+        self._saving = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        self._saving.__enter__()
+
+    def _leave(self, _decoder: nn.Module, _args: object, _output: object) -> None:
+        self._saving.__exit__(None, None, None)
 
 
 def _require_grad(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ def _less_memory(config: RunConfig) -> str:
     advice = []
     if config.micro_batch_size > 1:
         advice.append("--micro-batch-size 1")
-    if config.activation_checkpointing != "full":
+    if config.activation_checkpointing not in ("full", "offload"):
         advice.append("--activation-checkpointing full")
     if config.tuner == "full":
         advice.append("--tuner lora")

@@ -174,24 +174,12 @@ def build_trainee(
     new_rows = _new_rows(on_disk, weights, model) | _new_scores(model, base, new_head)
     fresh = FreshValues(config.seed, new_rows)
     check_expert_parallel(base, layout)
-    kernels = choose_kernels(
-        config.kernels, model_config.model_type, world.device, divided=config.compile or layout.tp > 1
-    )
-    if kernels == "liger":
-        apply_liger(base)
+    kernels = _fuse(config, base, world.device, layout)
     to_master_precision(model, precision.masters)
     need = _need(config, model_config, model, base, precision)
     choice = _choose(config, need, world, layout)
-    trainee = _on_meta(
-        config,
-        model_config,
-        model,
-        base,
-        choice,
-        build_mesh(choice.layout, world.device, grouped=choice.offload),
-        precision,
-        need,
-    )
+    mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
+    trainee = _on_meta(config, model_config, model, base, choice, mesh, precision, need)
     trainee.has_new_head = new_head is not None and resume is None
     trainee.kernels = kernels
     for part in trainee.divided.parts:
@@ -199,6 +187,15 @@ def build_trainee(
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
         _start_dora(part.model)
     return trainee
+
+
+def _fuse(config: RunConfig, base: PreTrainedModel, device: torch.device, layout: Layout) -> str:
+    """Exchange what `--kernels` says. Returns whose kernels are used."""
+    divided = config.compile or layout.tp > 1
+    kernels = choose_kernels(config.kernels, base.config.model_type, device, divided=divided)
+    if kernels == "liger":
+        apply_liger(base)
+    return kernels
 
 
 def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
