@@ -33,18 +33,56 @@ TESTS = ("tests/test_attention.py", "tests/test_objectives.py", "tests/test_pari
 GLOBAL_BATCH = 8  # rows a step
 MEASURED, SKIPPED = 10, 3  # steps; the first ones warm up the allocator and the kernels
 FULL_TUNING_BYTES = 18  # a parameter: fp32 weight, gradient and two moments, and the bf16 copy of autocast
-HEADER = ("model", "tuner", "rows a forward", "tokens/s", "MFU", "peak GiB", "loss of steps", "result")
+LEAN_BYTES = 10  # bf16 weight and two moments
+LIGER = "liger_kernel"
+HEADER = ("model", "training", "rows a forward", "tokens/s", "MFU", "peak GiB", "loss of steps", "result")
 PARITY_HEADER = ("family", "precision", "micro-batches", "loss differs by", "grad norm differs by", "result")
 
 
 @dataclass(frozen=True)
+class Way:
+    """How a model is trained. rows: of a forward pass; step_rows: of a step; bytes: that a parameter takes at least;
+    package: that it needs."""
+
+    name: str
+    flags: tuple[str, ...]
+    rows: int = 4
+    step_rows: int = GLOBAL_BATCH
+    bytes: int = 2
+    package: str | None = None
+
+
+LORA, FULL, COMPILED = ("--tuner", "lora"), ("--tuner", "full"), ("--compile",)
+FUSED = ("--kernels", "liger")
+LEAN = (*FULL, "--pure-bf16", "--optimizer-in-backward", "--max-grad-norm", "0")
+USUAL = (
+    Way("lora", LORA),
+    Way("full", FULL, bytes=FULL_TUNING_BYTES),
+    Way("full, compiled", (*FULL, *COMPILED), bytes=FULL_TUNING_BYTES),
+    Way("full, Liger", (*FULL, *FUSED), bytes=FULL_TUNING_BYTES, package=LIGER),
+)
+LARGE = (
+    Way("lora", LORA),
+    Way("lora, compiled", (*LORA, *COMPILED)),
+    Way("lora, Liger", (*LORA, *FUSED), package=LIGER),
+    Way("full, bf16 without masters, updates in the backward", LEAN, step_rows=4, bytes=LEAN_BYTES),
+    Way("full", FULL, rows=1, bytes=FULL_TUNING_BYTES),
+)
+TINY = (
+    Way("lora", LORA, rows=2),
+    Way("full", FULL, rows=2, bytes=FULL_TUNING_BYTES),
+    Way("full, updates in the backward", (*FULL, "--optimizer-in-backward", "--max-grad-norm", "0"), step_rows=4),
+)
+
+
+@dataclass(frozen=True)
 class Shape:
-    """A model shape; micro_batch: rows of a forward pass, by tuner."""
+    """A model shape and how it is trained."""
 
     name: str
     family: str
     sizes: dict
-    micro_batch: dict[str, int]
+    ways: tuple[Way, ...]
 
 
 def shapes(tiny: bool) -> list[Shape]:
@@ -52,20 +90,20 @@ def shapes(tiny: bool) -> list[Shape]:
     if tiny:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "vocab_size": 8192, "tie_word_embeddings": True}  # fmt: skip
-        return [Shape("tiny", "llama", sizes, {"lora": 2, "full": 2})]
+        return [Shape("tiny", "llama", sizes, TINY)]
     return [
         Shape("0.5B (Qwen2.5-0.5B)", "qwen2", {
             "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-        }, {"lora": 4, "full": 4}),
+        }, USUAL),
         Shape("1.7B (SmolLM2-1.7B)", "llama", {
             "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
             "num_key_value_heads": 32, "vocab_size": 49152, "tie_word_embeddings": True,
-        }, {"lora": 4, "full": 4}),
+        }, USUAL),
         Shape("8B (Llama-3.1-8B)", "llama", {
             "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-        }, {"lora": 4, "full": 1}),
+        }, LARGE),
     ]  # fmt: skip
 
 
@@ -203,17 +241,17 @@ def train(
     return rows, f"exit code {ended}" if ended is not None else f"not finished after {timeout:.0f} s"
 
 
-def measure(shape: Shape, tuner: str, model: Path, data: Path, options: argparse.Namespace) -> dict:
+def measure(shape: Shape, way: Way, model: Path, data: Path, options: argparse.Namespace) -> dict:
     """One row of the table: medians over the steps after the first ones."""
-    folder = options.work / f"run-{shape.family}-{tuner}"
+    folder = options.work / f"run-{shape.family}-{shape.ways.index(way)}"
     shutil.rmtree(folder, ignore_errors=True)
     measured, skipped = (3, 1) if options.tiny else (MEASURED, SKIPPED)
     command = [
-        sys.executable, "-m", "swiftlite", "sft", "--model", str(model), "--dataset", str(data), "--tuner", tuner,
-        "--max-length", str(256 if options.tiny else 4096), "--micro-batch-size", str(shape.micro_batch[tuner]),
-        "--global-batch-size", str(GLOBAL_BATCH), "--precision", "fp32" if options.device == "cpu" else "bf16",
+        sys.executable, "-m", "swiftlite", "sft", "--model", str(model), "--dataset", str(data),
+        "--max-length", str(256 if options.tiny else 4096), "--micro-batch-size", str(way.rows),
+        "--global-batch-size", str(way.step_rows), "--precision", "fp32" if options.device == "cpu" else "bf16",
         "--learning-rate", "1e-5", "--lr-scheduler", "constant", "--max-steps", "10000", "--save-steps", "10000",
-        "--output-dir", str(folder), "--cache-dir", str(options.work / "cache"),
+        "--output-dir", str(folder), "--cache-dir", str(options.work / "cache"), *way.flags,
     ]  # fmt: skip
     log = options.work / f"{folder.name}.log"
     rows, result = train(command, folder, log, skipped + measured, options.device, 120 if options.tiny else 300)
@@ -221,7 +259,7 @@ def measure(shape: Shape, tuner: str, model: Path, data: Path, options: argparse
     steady = rows[skipped:]
     mfu = [row["mfu"] for row in steady if row["mfu"] is not None]
     return {
-        "model": shape.name, "tuner": tuner, "micro_batch": shape.micro_batch[tuner], "result": result,
+        "model": shape.name, "training": way.name, "micro_batch": way.rows, "result": result,
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steady) if steady else None,
         "mfu": statistics.median(mfu) if mfu else None,
         "peak_memory_gib": max((row["peak_memory_gib"] for row in rows), default=None),
@@ -230,7 +268,7 @@ def measure(shape: Shape, tuner: str, model: Path, data: Path, options: argparse
 
 
 def measure_all(options: argparse.Namespace, facts: dict, deadline: float) -> list[dict]:
-    """Every shape with LoRA and full tuning; a shape's files are removed before the next one."""
+    """Every shape in each of its ways; a shape's files are removed before the next one."""
     data = options.work / "rows.jsonl"
     write_rows(data, rows=32 if options.tiny else 256, length=256 if options.tiny else 4096)
     rows = []
@@ -238,17 +276,26 @@ def measure_all(options: argparse.Namespace, facts: dict, deadline: float) -> li
         model = options.work / "model"
         shutil.rmtree(model, ignore_errors=True)
         parameters = in_own_process(write_model, shape, str(model), options.device)
-        for tuner in ("lora", "full"):
-            needed = parameters * FULL_TUNING_BYTES
-            empty = {"model": shape.name, "tuner": tuner, "micro_batch": shape.micro_batch[tuner]}
-            if time.monotonic() > deadline:
-                rows.append({**empty, "result": "left out: no time"})
-            elif tuner == "full" and needed > facts["memory"]:
-                rows.append({**empty, "result": f"left out: needs over {needed / 2**30:.0f} GiB"})
+        for way in shape.ways:
+            if reason := left_out(way, parameters, facts, deadline):
+                empty = {"model": shape.name, "training": way.name, "micro_batch": way.rows}
+                rows.append({**empty, "result": f"left out: {reason}"})
             else:
-                rows.append(measure(shape, tuner, model, data, options))
+                rows.append(measure(shape, way, model, data, options))
             print(f"{rows[-1]}", flush=True)
     return rows
+
+
+def left_out(way: Way, parameters: int, facts: dict, deadline: float) -> str | None:
+    """Why a run is not made."""
+    needed = parameters * way.bytes
+    if time.monotonic() > deadline:
+        return "no time"
+    if needed > facts["memory"]:
+        return f"needs over {needed / 2**30:.0f} GiB"
+    if way.package is not None and importlib.util.find_spec(way.package) is None:
+        return f"{way.package} is not installed"
+    return None
 
 
 def cells(row: dict) -> list[str]:
@@ -257,8 +304,8 @@ def cells(row: dict) -> list[str]:
 
     losses = " to ".join(f"{loss:.2f}" for loss in row.get("losses", [])) or "-"
     return [
-        row["model"], row["tuner"], str(row["micro_batch"]), number("tokens_per_second", ",.0f"), number("mfu", ".1%"),
-        number("peak_memory_gib", ".1f"), losses, row["result"],
+        row["model"], row["training"], str(row["micro_batch"]), number("tokens_per_second", ",.0f"),
+        number("mfu", ".1%"), number("peak_memory_gib", ".1f"), losses, row["result"],
     ]  # fmt: skip
 
 
@@ -270,7 +317,8 @@ def summary(
     return "\n\n".join(
         [
             f"Measured on {datetime.date.today().isoformat()}: {facts['device']}, torch {facts['torch']}, transformers "
-            f"{facts['transformers']}; rows of {length} tokens, {GLOBAL_BATCH} a step, random weights.",
+            f"{facts['transformers']}; random weights; rows of {length} tokens, {GLOBAL_BATCH} a step "
+            "(with updates in the backward: 4).",
             markdown_table(HEADER, [cells(row) for row in rows]),
             "Relative differences of swiftlite's loss and gradient norm from plain PyTorch in fp32:",
             markdown_table(PARITY_HEADER, differences),

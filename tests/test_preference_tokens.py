@@ -229,7 +229,7 @@ def test_plain_documents_carry_nothing_new():
 def test_everything_moves_with_the_micro_batch():
     moved = collate([[pair_sequence(3, 2, 1)]]).to(torch.device("meta"))
     tensors = [x for x in [*vars(moved).values(), *vars(moved.completions).values()] if isinstance(x, torch.Tensor)]
-    assert len(tensors) == 13
+    assert len(tensors) == 14
     assert {x.device.type for x in tensors} == {"meta"}
 
 

@@ -57,8 +57,9 @@ def test_a_table_and_a_trace_of_two_steps(base, tmp_path, profilers, checkpointi
 def test_modules_bear_no_marks_afterwards(base, tmp_path, profilers):
     train(base, profile=True)
     (profiler,) = profilers
-    hooks = [m._forward_pre_hooks or m._forward_hooks for p in profiler._parts for m in p.scorer.modules()]
-    assert not any(hooks)
+    modules = [module for part in profiler._parts for module in part.scorer.modules()]
+    hooks = [hook for m in modules for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
+    assert not [hook for hook in hooks if hook.__module__ == profiler_module.__name__]
 
 
 def test_a_run_that_is_too_short_writes_nothing(base, tmp_path, profilers):

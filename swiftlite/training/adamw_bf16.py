@@ -58,8 +58,9 @@ class AdamWBf16(torch.optim.AdamW):
         if parameter not in self.state:
             self.state[parameter] = fresh_moments(parameter)
         state, chance = self.state[parameter], self._chance(parameter)
-        flat = [local(x).view(-1).split(PIECE) for x in (parameter, parameter.grad, *(state[kind] for kind in MOMENTS))]
-        for weights, gradient, mean, square in zip(*flat, strict=True):
+        changed = [local(x).view(-1) for x in (parameter, *(state[kind] for kind in MOMENTS))]
+        pieces = [x.split(PIECE) for x in (*changed, local(parameter.grad).reshape(-1))]
+        for weights, mean, square, gradient in zip(*pieces, strict=True):
             with in_fp32(weights, chance) as exact:
                 adamw(
                     [exact],
