@@ -13,4 +13,4 @@ fi
 say "1/2 installing swiftlite and its test tools into $venv"
 install "$venv" test
 say "2/2 running the tests"
-exec "$venv/bin/python" -m pytest -n 2 --dist loadgroup "$@"
+exec "$venv/bin/python" -m pytest "$@"

@@ -14,21 +14,6 @@ import pytest
 
 from swiftlite.models.toys import toy_config, toy_rows, toy_tokenizer, write_toy
 
-# Files whose tests start several processes: all on one worker, one after another, or they would wait for each other's
-# cores. Tests of the other files run beside them.
-WORLDS = {
-    "test_adamw_8bit", "test_cli_line", "test_context_parallel", "test_disk_faults", "test_expert_parallel",
-    "test_fault_campaign", "test_launch", "test_memory_savers", "test_pipeline", "test_quantize", "test_shared_prompt",
-    "test_tensor_parallel", "test_verify",
-}  # fmt: skip
-
-
-def pytest_collection_modifyitems(config, items):
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.path.stem in WORLDS:
-                item.add_marker(pytest.mark.xdist_group("worlds"))
-
 
 @pytest.fixture(scope="session")
 def tokenizer():
