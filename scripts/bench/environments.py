@@ -27,7 +27,7 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    "trl": Environment(("trl==1.16.0",), ("transformers==5.23.0",)),
+    "trl": Environment(("trl==1.16.0", "peft==0.21.2"), ("transformers==5.23.0",)),
     # Text needs neither picture nor sound, and PyPI's builds of these two fail to load beside a CPU build of torch.
     "llamafactory": Environment(
         ("llamafactory==0.9.5",), ("transformers==5.6.0", "trl==0.24.0"), ("torchvision", "torchaudio"), ("torchaudio",)
