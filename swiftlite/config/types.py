@@ -18,12 +18,15 @@ from swiftlite.untrusted import existing
 NULL_WORDS = ("none", "null", "~", "")
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
+
+def _switch(on: str) -> dict[str, str]:
+    """The words for on and off, where a choice is between `on` and none."""
+    return dict.fromkeys(("true", "yes", "on"), on) | dict.fromkeys(("false", "no", "off"), "none")
+
+
 # What other tools call a choice of ours.
-SWITCH = {"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"}
-FOUR_BITS = {"4": "nf4", "4bit": "nf4", "true": "nf4", "yes": "nf4", "on": "nf4"}
-FOUR_BITS |= {"false": "none", "no": "none", "off": "none"}
-OFFLOAD = {"true": "cpu", "yes": "cpu", "on": "cpu", "false": "none", "no": "none", "off": "none"}
-KERNELS = {"true": "liger", "yes": "liger", "on": "liger", "false": "none", "no": "none", "off": "none"}
+SWITCH, OFFLOAD, KERNELS = _switch("full"), _switch("cpu"), _switch("liger")
+FOUR_BITS = _switch("nf4") | {"4": "nf4", "4bit": "nf4"}
 RESUME = {"never": "never", "auto": "auto", "true": "auto", "false": "never", "no": "never", "none": "never"}
 DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"}
 SHARDING = {"full_shard": "full", "shard_grad_op": "grad_op", "no_shard": "none", "hybrid_shard": "hybrid"}

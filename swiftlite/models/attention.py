@@ -97,9 +97,11 @@ def document_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     window = sliding_window if sliding_window and max_length_q is not None and sliding_window < max_length_q else None
-    attend = functools.partial(
-        _attend, longest=max_length_q, scaling=scaling, dropout=dropout, window=window, softcap=softcap
-    )
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.is_cuda and half and not dropout and softcap is None and s_aux is None:
+        attend = functools.partial(_varlen, longest=max_length_q, scaling=scaling, window=window)
+    else:
+        attend = functools.partial(_by_document, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
     shared = None if key_index is None else SharedKeys(key_index, cu_seq_lens_k)
     run = attend_row if context is None else context.attend
     return run(attend, query, key, value, cu_seq_lens_q, s_aux, shared), None
@@ -122,27 +124,6 @@ def attend_row(
     return attend(query, key, value, borders, shared.borders, sinks)
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_borders: torch.Tensor,
-    key_borders: torch.Tensor,
-    sinks: torch.Tensor | None,
-    *,
-    longest: int | None,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attention of the last tokens of each document (of all, or of none) to those up to them."""
-    flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
-    if softcap is None and sinks is None and flash:
-        return _varlen(query, key, value, query_borders, key_borders, longest, scaling, window)
-    return _by_document(query, key, value, query_borders, key_borders, sinks, scaling, dropout, window, softcap)
-
-
 @torch.compiler.disable  # one call for each document, so how many depends on the data: a compiled layer is cut here
 def _by_document(
     query: torch.Tensor,
@@ -151,11 +132,13 @@ def _by_document(
     query_borders: torch.Tensor,
     key_borders: torch.Tensor,
     sinks: torch.Tensor | None,
+    *,
     scaling: float | None,
     dropout: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
+    """Attention of the last tokens of each document (of all, or of none) to those up to them."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -225,10 +208,13 @@ def _varlen(
     value: torch.Tensor,
     query_borders: torch.Tensor,
     key_borders: torch.Tensor,
+    _sinks: None,
+    *,
     longest: int | None,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
+    """What `_by_document` does, by one kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     takes_causal, takes_gqa = _varlen_signature()

@@ -7,7 +7,6 @@ they would vanish. Rounded up or down by chance, in proportion to the distances,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.optim.adamw import adamw
 from swiftlite.checkpoint.boxes import holdings
 from swiftlite.checkpoint.state import COUNTER, MOMENTS, fresh_moments
 from swiftlite.parallel.mesh import local
+from swiftlite.training.step import derive_seed
 
 PIECE = 1 << 24  # numbers that exist in fp32 at a time
 DROPPED = 1 << 16  # fp32 is bf16 with 16 more bits
@@ -83,9 +83,8 @@ class AdamWBf16(torch.optim.AdamW):
     def _chance(self, parameter: nn.Parameter) -> torch.Generator:
         """For the parameter's next update; `state` has its counter."""
         boxes = [holding.box for holding in holdings(parameter)]
-        count = int(self.state[parameter][COUNTER])
-        key = f"{self._seed}/{count}/{self._names.get(id(parameter), '')}/{boxes}"
-        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+        count, name = int(self.state[parameter][COUNTER]), self._names.get(id(parameter), "")
+        seed = derive_seed(self._seed, count, name, boxes)
         return torch.Generator(parameter.device).manual_seed(seed)
 
 

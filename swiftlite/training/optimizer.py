@@ -133,6 +133,7 @@ class UpdatesInBackward(Updates):
     ) -> None:
         super().__init__(optimizer, trained, uncounted, mesh)
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
+        self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         self._learning = False
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._update)
@@ -147,10 +148,16 @@ class UpdatesInBackward(Updates):
             self._learning = False
 
     def _update(self, parameter: nn.Parameter) -> None:
-        if self._learning:
-            [self._norms[parameter]] = torch._foreach_norm([local(parameter.grad)], dtype=torch.float32)
-            self._optimizer.step()  # of all parameters only this one has a gradient
-            parameter.grad = None
+        if not self._learning:
+            return
+        [self._norms[parameter]] = torch._foreach_norm([local(parameter.grad)], dtype=torch.float32)
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [self._groups[parameter] | {"params": [parameter]}]  # or it would visit all
+        try:
+            self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = groups
+        parameter.grad = None
 
     def norm(self, limit: float, scale: float) -> float:
         """Of the step's gradients, as they were."""

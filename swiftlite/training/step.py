@@ -132,7 +132,7 @@ class DirectStep:
         reshard(self._scorer)
 
 
-def derive_seed(seed: int, step: int, index: int) -> int:
-    """A 63-bit seed that is a function of the run's seed, the step and the micro-batch only."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
+def derive_seed(*key: object) -> int:
+    """A 63-bit seed that is a function of the key only: the run's seed, the step, and what in it is random."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
