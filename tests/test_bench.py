@@ -51,7 +51,7 @@ def test_probe_counts_real_ids_that_enter_the_token_embedding_in_training_mode(t
     for row in rows[:2]:  # both passes in training; no evaluation, reference or position embedding
         assert (row["real"], row["padding"], row["marked"]) == (7, 5, 2)
         assert row["rss"] > 50 * 2**20
-    assert rows[1]["time"] >= rows[0]["time"]
+    assert rows[0]["began"] <= rows[0]["time"] <= rows[1]["began"] <= rows[1]["time"]
 
 
 def test_rate_leaves_out_skipped_steps_and_the_time_before_them():
@@ -59,6 +59,7 @@ def test_rate_leaves_out_skipped_steps_and_the_time_before_them():
         {
             "kind": "step",
             "time": 100.0 + t,
+            "began": 99.0 + t,
             "real": real,
             "padding": 100,
             "marked": 6,
@@ -73,7 +74,7 @@ def test_rate_leaves_out_skipped_steps_and_the_time_before_them():
     assert run.tokens_per_second == pytest.approx((300 + 500) / 4)
     assert run.pairs_per_second == pytest.approx((3 + 3) / 4)
     assert run.padding == pytest.approx(200 / 1000)
-    assert run.first_step_seconds == pytest.approx(10.0)
+    assert run.first_step_seconds == pytest.approx(10.0) and run.start_seconds == pytest.approx(9.0)
     assert run.peak_rss_mib == pytest.approx(9.0)
     assert run.tokens_of_steps == [5000, 300, 500]
 
@@ -118,14 +119,15 @@ def test_packed_settings_take_fewer_steps():
 
 
 def finished(tool, setting, rate, **more):
-    values = {"first_step_seconds": 10.0, "peak_rss_mib": 1000.0, "padding": 0.4, "others_cores": 0.0, "steps": 27}
+    values = {"start_seconds": 8.0, "first_step_seconds": 10.0}
+    values |= {"peak_rss_mib": 1000.0, "padding": 0.4, "others_cores": 0.0, "steps": 27}
     return Run(tool, setting, 1, "log", tokens_per_second=rate, **(values | more))
 
 
 def test_tables_show_medians_ratios_goals_and_every_failure():
     runs = [
         finished("swiftlite", "defaults", 2000.0, first_step_seconds=6.0, peak_rss_mib=1001.0),
-        finished("swiftlite", "defaults", 2200.0, first_step_seconds=6.0, peak_rss_mib=1001.0),
+        finished("swiftlite", "defaults", 2200.0, start_seconds=7.0, first_step_seconds=6.0, peak_rss_mib=1001.0),
         finished("trl", "as shipped", 525.0),
         Run("litgpt", "as shipped", 1, "/logs/litgpt.txt", failure="exit code 1"),
     ]
@@ -137,6 +139,7 @@ def test_tables_show_medians_ratios_goals_and_every_failure():
     found = tables.goals(SFT, lines)
     assert any("shipped: 4.00x (goal 1.8x): reached" in goal for goal in found)
     assert any("first step" in goal and goal.endswith(": reached") for goal in found)
+    assert any("start against" in goal and "0.94x" in goal and goal.endswith(": NOT reached") for goal in found)
     assert any("memory" in goal and goal.endswith(": NOT reached") for goal in found)
 
 

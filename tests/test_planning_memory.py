@@ -16,6 +16,7 @@ from swiftlite.models import attention
 from swiftlite.models.toys import toy_config
 from swiftlite.models.tuners import _selective_contexts
 from swiftlite.objectives.scorer import decoder_inputs
+from swiftlite.parallel.mesh import Mesh
 from swiftlite.planning.choose import USABLE, Choice, Need
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training import setup
@@ -61,9 +62,12 @@ def test_auto_recomputes_the_least_that_fits(monkeypatch, share, mode):
     config = resolve_config("sft", model="m", dataset=["d"], max_length=128, micro_batch_size=2)
     shape, precision, cpu = toy_config("llama", 8), Precision("fp32", torch.float32), torch.device("cpu")
     everything = activation_bytes_per_token(shape, torch.float32) * config.max_length
+    assert setup._choose_checkpointing(config, shape, cpu, precision, 2 * share * everything) == mode
+
+
+def test_the_states_of_a_share_leave_more_room():
     need = Need(trained=10_000, frozen=0, frozen_bytes=4, largest_unit=0, activations=0)
-    monkeypatch.setattr(setup, "free_bytes", lambda device: int((2 * share * everything + 16 * 10_000) / USABLE))
-    assert setup._choose_checkpointing(config, shape, Choice(Layout(), False, ""), cpu, precision, need) == mode
-    half = Choice(Layout(dp_shard=2, sharding="full"), False, "")
-    monkeypatch.setattr(setup, "free_bytes", lambda device: int((2 * share * everything + 8 * 10_000) / USABLE))
-    assert setup._choose_checkpointing(config, shape, half, cpu, precision, need) == mode
+    half, cpu = Layout(dp_shard=2, sharding="full"), torch.device("cpu")
+    for layout, states in ((Layout(), 160_000), (half, 80_000)):
+        choice, mesh = Choice(layout, False, ""), Mesh(layout, cpu)
+        assert setup._room(choice, need, mesh, 10**6) == USABLE * 10**6 - states

@@ -19,6 +19,7 @@ from swiftlite.checkpoint.space import Space
 from swiftlite.config.types import seconds_of
 from swiftlite.errors import RunError, UserError
 from swiftlite.training import loop as loop_module
+from swiftlite.training import setup
 from swiftlite.training.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
 from swiftlite.training.step import DirectStep
 
@@ -215,7 +216,20 @@ def short_of_memory(monkeypatch, too_much) -> list[tuple[int, int]]:
     return tried
 
 
-def test_the_longest_rows_are_tried_first_and_change_nothing(one_long_row, tmp_path, monkeypatch, capsys):
+def test_the_longest_rows_are_not_tried_where_memory_is_ample(one_long_row, monkeypatch):
+    tried = short_of_memory(monkeypatch, lambda *_: False)
+    train(one_long_row)
+    assert [step for step, _ in tried] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    monkeypatch.setattr(setup, "free_bytes", lambda device: 1)
+
+
+def test_the_longest_rows_are_tried_first_and_change_nothing(
+    little_memory, one_long_row, tmp_path, monkeypatch, capsys
+):
     tried = short_of_memory(monkeypatch, lambda *_: False)
     train(one_long_row)
     longest = max(tokens for _, tokens in tried[1:])
@@ -231,7 +245,9 @@ def test_the_longest_rows_are_tried_first_and_change_nothing(one_long_row, tmp_p
     assert max(tokens for _, tokens in tried) < longest, "the long row is not reached"
 
 
-def test_rows_that_do_not_fit_memory_are_named_before_the_first_step(one_long_row, tmp_path, monkeypatch):
+def test_rows_that_do_not_fit_memory_are_named_before_the_first_step(
+    little_memory, one_long_row, tmp_path, monkeypatch
+):
     short_of_memory(monkeypatch, lambda _, tokens: tokens > 150)
     with pytest.raises(OutOfMemory, match="in the check of the longest rows") as error:
         train(one_long_row)

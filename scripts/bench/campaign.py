@@ -149,7 +149,7 @@ def _describe(benchmark: Benchmark, run: Run) -> str:
         return f"FAILED, {run.failure}: see {run.log}"
     tokens = run.tokens_of_steps or []
     return (
-        f"{getattr(run, benchmark.rate):,.1f} {benchmark.unit}, first step {run.first_step_seconds:.1f} s, "
-        f"{run.peak_rss_mib:,.0f} MiB, {run.wall_seconds:.0f} s in all, "
+        f"{getattr(run, benchmark.rate):,.1f} {benchmark.unit}, start {run.start_seconds:.1f} s, "
+        f"first step {run.first_step_seconds:.1f} s, {run.peak_rss_mib:,.0f} MiB, {run.wall_seconds:.0f} s in all, "
         f"others' cores {run.others_cores:.2f}, {run.threads} threads, tokens of the first steps {tokens[:3]}"
     )

@@ -31,6 +31,7 @@ class Run:
     pairs_per_second: float | None = None
     tokens_per_second: float | None = None
     padding: float | None = None
+    start_seconds: float | None = None
     first_step_seconds: float | None = None
     wall_seconds: float | None = None
     peak_rss_mib: float | None = None
@@ -129,6 +130,7 @@ def evaluate(run: Run, rows: list[dict], *, start: float, skip: int) -> None:
     run.steps = len(steps)
     if not steps:
         return
+    run.start_seconds = steps[0]["began"] - start
     run.first_step_seconds = steps[0]["time"] - start
     run.peak_rss_mib = max(row["rss"] for row in rows) / MIB
     run.threads = steps[0]["threads"]

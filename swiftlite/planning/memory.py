@@ -34,6 +34,13 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
     return layer * shape.num_hidden_layers * (2 if dtype == torch.float32 else 1)
 
 
+def keeps_scores(model_config: PretrainedConfig) -> bool:
+    """Whether attention keeps something of the size `[tokens, tokens]`: soft-capped scores, sinks, a window."""
+    values = model_config.get_text_config().to_dict()
+    sinks = values.get("model_type") == "gpt_oss"
+    return sinks or bool(values.get("attn_logit_softcapping") or values.get("sliding_window"))
+
+
 def free_bytes(device: torch.device) -> int:
     """Of one process: the processes of a machine share its memory where they compute on its CPU."""
     if device.type == "cuda":

@@ -64,7 +64,8 @@ class Progress:
 @dataclass
 class Parts:
     """Everything a loop works with. uncounted: ids of trained parameters whose gradient another process counts;
-    checks_start: nothing random stands between the first step's loss and its known value; profiler: of `--profile`.
+    checks_start: nothing random stands between the first step's loss and its known value; ample_memory: every step will
+    fit without a trial; profiler: of `--profile`.
     """
 
     config: RunConfig
@@ -74,6 +75,7 @@ class Parts:
     share: Sharing
     method: Method
     checks_start: bool
+    ample_memory: bool
     modules: list[torch.nn.Module]
     trained: list[torch.nn.Parameter]
     uncounted: set[int]
@@ -112,7 +114,7 @@ class Loop:
         total, config = self._parts.plan.total_steps, self._parts.config
         for module in self._parts.modules:
             module.train()
-        if config.warm_check:
+        if config.warm_check and not self._parts.ample_memory:
             self._warm_up()
             self._alive()
         clock = time.perf_counter()

@@ -223,6 +223,7 @@ class Session:
             share=trainee.divided.share,
             method=self._method,
             checks_start=not has_dropout(trainee.base),
+            ample_memory=trainee.ample_memory,
             modules=[part.scorer for part in trainee.divided.parts],
             trained=[parameter for _, parameter in trainee.trained()],
             uncounted=trainee.uncounted(),
@@ -232,10 +233,9 @@ class Session:
             memory_gib=peak_memory_gib,
             profiler=self._profiler(),
         )
-        watch = watchdog(self._output / "stacks", self._mesh.rank)
         with (
             stop_requests(config.stop_after, began) as requested,
-            watch as alive,
+            watchdog(self._output / "stacks", self._mesh.rank) as alive,
             _memory_errors(),
             parts.profiler or nullcontext(),
         ):

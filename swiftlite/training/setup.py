@@ -42,7 +42,7 @@ from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
 from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, trained_bytes
-from swiftlite.planning.memory import activation_bytes_per_token, free_bytes
+from swiftlite.planning.memory import activation_bytes_per_token, free_bytes, keeps_scores
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 
@@ -62,7 +62,7 @@ class Trainee:
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
-    kernels: `liger` or `none`.
+    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`.
     """
 
     model: nn.Module
@@ -74,6 +74,7 @@ class Trainee:
     files: ModelFiles
     trained_shapes: dict[str, tuple[int, ...]]
     parameters: tuple[int, int]
+    ample_memory: bool
     has_new_head: bool = False
     kernels: str = "none"
 
@@ -177,9 +178,12 @@ def build_trainee(
     kernels = _fuse(config, base, world.device, layout)
     to_master_precision(model, precision.masters)
     need = _need(config, model_config, model, base, precision)
-    choice = _choose(config, need, world, layout)
+    free = int(world.same("free memory", str(free_bytes(world.device))))  # or ranks would decide differently
+    choice = _choose(config, need, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
-    trainee = _on_meta(config, model_config, model, base, choice, mesh, precision, need)
+    trainee = _on_meta(
+        config, model_config, model, base, choice, mesh, precision, need, _room(choice, need, mesh, free)
+    )
     trainee.has_new_head = new_head is not None and resume is None
     trainee.kernels = kernels
     for part in trainee.divided.parts:
@@ -231,8 +235,9 @@ def _on_meta(
     mesh: Mesh,
     precision: Precision,
     need: Need,
+    room: float,
 ) -> Trainee:
-    """What is known of the whole model, and then its parts."""
+    """What is known of the whole model, and then its parts. room: bytes for activations."""
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(model_config)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
@@ -240,6 +245,7 @@ def _on_meta(
         "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "parameters": (need.trained, need.trained + need.frozen),
+        "ample_memory": need.activations < room / 2 and not keeps_scores(model_config),
     }
     options = DataParallel(
         dtype=precision.dtype,
@@ -247,7 +253,7 @@ def _on_meta(
         offload=choice.offload,
         min_params=config.fsdp_min_params,
     )
-    checkpointing = _choose_checkpointing(config, model_config, choice, mesh.device, precision, need)
+    checkpointing = _choose_checkpointing(config, model_config, mesh.device, precision, room)
     divided = divide(model, base, mesh, options, precision, checkpointing, config)
     return Trainee(model, base, mesh, choice, precision, divided, **known)
 
@@ -274,13 +280,12 @@ def _need(
     )
 
 
-def _choose(config: RunConfig, need: Need, world: World, layout: Layout) -> Choice:
-    """What the flags say, or under `--parallel auto` what fits; rank 0's memory decides for all."""
+def _choose(config: RunConfig, need: Need, free: int, layout: Layout) -> Choice:
+    """What the flags say, or under `--parallel auto` what fits."""
     offload = config.offload == "cpu"
     free_to_choose = config.parallel == "auto" and config.sharding is None and config.mesh is None and not offload
     if not free_to_choose or layout.data_ranks == 1 or layout.expert_parallel > 1:
         return Choice(layout, offload, "")
-    free = int(world.same("free memory", str(free_bytes(world.device))))
     return choose_data_layout(layout, need, free)
 
 
@@ -356,19 +361,21 @@ def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
 def _choose_checkpointing(
     config: RunConfig,
     model_config: PretrainedConfig,
-    choice: Choice,
     device: torch.device,
     precision: Precision,
-    need: Need,
+    room: float,
 ) -> str:
-    """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half of the
-    memory that weights, gradients and optimizer states will leave free."""
+    """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half the room."""
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
-    elsewhere = choice.offload and device.type != "cpu"
-    room = USABLE * free_bytes(device) - (0 if elsewhere else need.states / choice.layout.shards)
     tokens = (config.micro_batch_size if device.type == "cuda" else 1) * pack_capacity(config)
     for mode in ("none", "selective"):
         if activation_bytes_per_token(model_config, precision.dtype, mode) * tokens < room / 2:
             return mode
     return "full"
+
+
+def _room(choice: Choice, need: Need, mesh: Mesh, free: int) -> float:
+    """Bytes that weights, gradients and optimizer states will leave free."""
+    elsewhere = choice.offload and mesh.device.type != "cpu"
+    return USABLE * free - (0 if elsewhere else need.states / choice.layout.shards)

@@ -2,8 +2,8 @@
 
 Python imports `sitecustomize` in every process that the command starts. As soon as one imports torch, two hooks are
 set: token ids that enter a token embedding in training are counted, and each optimizer step writes one JSON line
-with the time, the real ids (not padding), the padding ids, those of one marked token and the peak resident memory of
-that process.
+with its time, that of its first ids, the real ids (not padding), the padding ids, those of one marked token and the
+peak resident memory of that process.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class Counter:
 
     def __init__(self) -> None:
         self.real = self.padding = self.marked = self.steps = 0
+        self.began: float | None = None
         self.process = os.getpid()
 
     def count(self, ids) -> None:
+        self.began = self.began or time.time()
         real = int(ids.ne(PAD_ID).sum())
         self.real += real
         self.padding += ids.numel() - real
@@ -45,12 +47,14 @@ class Counter:
         import torch
 
         row = {
-            "kind": kind, "time": time.time(), "pid": self.process, "step": self.steps, "real": self.real,
-            "padding": self.padding, "marked": self.marked, "rss": peak_rss(), "threads": torch.get_num_threads(),
+            "kind": kind, "time": time.time(), "began": self.began, "pid": self.process, "step": self.steps,
+            "real": self.real, "padding": self.padding, "marked": self.marked, "rss": peak_rss(),
+            "threads": torch.get_num_threads(),
         }  # fmt: skip
         with open(LOG, "a") as file:
             file.write(json.dumps(row) + "\n")
         self.real = self.padding = self.marked = 0
+        self.began = None
 
     def step(self, *_: object) -> None:
         if self.real + self.padding == 0:  # a wrapper around the optimizer fires a second time for the same step
