@@ -54,8 +54,8 @@ def test_preferences_go_on_in_other_layouts(tmp_path):
     }
 
 
-def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects) -> list:
-    """Verdicts of these subjects, of one architecture, in these layouts."""
+def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects, changed: str | None = None) -> list:
+    """Verdicts of these subjects, of one architecture, in these layouts. changed: of FAULTS."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (name,) = {subject.architecture for subject in subjects}
     models = {name: str(write_toy(tmp_path / "model", toy_config(name, 2 * count)))}
@@ -63,7 +63,7 @@ def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects) -> list:
     picked = [case for case in cases(count) if case.name in chosen]
     assert len(picked) == len(chosen)
     with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(count), verify_in_process, str(tmp_path), models, list(subjects), picked, show_error)
+        start_processes(Machines(count), broken, changed, str(tmp_path), models, list(subjects), picked, show_error)
     assert ended.value.code == 0
     found = read_verdicts(tmp_path)
     assert len(found) == len(picked) * len(subjects)
@@ -73,6 +73,13 @@ def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects) -> list:
 def test_four_processes_in_products(tmp_path, monkeypatch):
     both = Subject("gemma3", "gemma3", FULL), Subject("gemma3", "gemma3, LoRA", LORA)
     for verdict in in_real_processes(tmp_path, monkeypatch, 4, ("hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"), *both):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
+def test_products_by_oneDNN(tmp_path, monkeypatch):
+    both = Subject("llama-tied", "full", FULL), Subject("llama-tied", "LoRA", LORA)
+    chosen = ("fsdp full 2, recomputing", "fsdp full 2, offloaded", "tp 2", "pp 2", "pp 2 zero-bubble", "cp 2")
+    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, *both, changed="with_oneDNN"):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
@@ -130,10 +137,20 @@ def with_a_first_rank_that_refuses() -> None:
     run._find_resume = refuse
 
 
+def with_oneDNN() -> None:
+    """No fault: every product by oneDNN, as on processors of other makers than Intel, however small."""
+    from swiftlite.models import products
+    from swiftlite.training import divide
+
+    products.SMALLEST = 1
+    products.prefers_onednn = divide.prefers_onednn = lambda: True
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
-        without_reduction, with_local_divisor, without_tied_sum, with_tie_counted_twice, with_a_first_rank_that_refuses
+        without_reduction, with_local_divisor, without_tied_sum, with_tie_counted_twice, with_a_first_rank_that_refuses,
+        with_oneDNN,
     )
 }  # fmt: skip
 

@@ -102,6 +102,11 @@ class MicroBatch:
             **keys,
         )
 
+    def padded_to(self, multiple: int) -> MicroBatch:
+        """With one further document, where it takes one to make the row a multiple of so many tokens long."""
+        more = -self.input_ids.shape[1] % multiple
+        return self.padded([more] if more else [])
+
 
 def _on(device: torch.device, holder: MicroBatch | Completions) -> dict[str, torch.Tensor | Completions]:
     values = {field.name: getattr(holder, field.name) for field in fields(holder)}

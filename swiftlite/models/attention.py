@@ -194,9 +194,10 @@ def _written_out(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     queries, keys = query.shape[2], key.shape[2]
-    scores = scores.masked_fill(~_band(queries, keys, window, query.device), float("-inf")).float()
+    scores = scores.masked_fill(~_band(queries, keys, window, query.device), float("-inf"))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if sinks is not None:
-        column = sinks.reshape(1, -1, 1, 1).expand(1, -1, queries, 1).float()
+        column = sinks.reshape(1, -1, 1, 1).expand(1, -1, queries, 1).to(scores.dtype)
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(-1)[..., :keys].to(value.dtype)
     return F.dropout(weights, p=dropout, training=dropout > 0) @ value

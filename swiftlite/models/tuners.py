@@ -236,7 +236,7 @@ def _selective_contexts() -> tuple[object, object]:
     kept = {ops.mm.default, ops.addmm.default, ops.bmm.default}
     kept |= {ops._scaled_dot_product_flash_attention_for_cpu.default, ops._scaled_dot_product_flash_attention.default}
     kept |= {ops._scaled_dot_product_efficient_attention.default, ops._scaled_dot_product_cudnn_attention.default}
-    kept.add(torch.ops.torch_attn._varlen_attn.default)
+    kept |= {torch.ops.torch_attn._varlen_attn.default, torch.ops.mkldnn._linear_pointwise.default}
 
     def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE

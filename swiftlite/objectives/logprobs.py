@@ -12,12 +12,13 @@ pass, once for all chunks (arXiv 1909.08053, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
+
+from swiftlite.models.products import ProductSum, product
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # fp32 logits of one chunk; a GPU needs larger ones to stay busy
 CPU_CHUNK_TOKENS = 256  # enough for matrix products at full speed; the logits of a small vocabulary stay in the caches
@@ -109,20 +110,24 @@ class _Head:
     ) -> None:
         """needed: whether hidden, weight and bias want a gradient."""
         self.hidden, self.options = hidden, options
-        self.types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        self._types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         self._weight, self._bias = weight.to(options.dtype), None if bias is None else bias.to(options.dtype)
         self.grad_hidden = torch.empty_like(hidden) if needed[0] else None
-        self.grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+        self.grad_weight = ProductSum(weight, options.dtype) if needed[1] else None
         self.grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
 
     def logits(self, part: slice) -> torch.Tensor:
         """fp32 `[chunk, vocabulary]`, transformed as the architecture does."""
-        logits = torch.nn.functional.linear(self._inputs(part), self._weight, self._bias).float()
+        logits = self._raw_logits(part)
         if self.options.scale != 1.0:
             logits *= self.options.scale
         if self.options.softcap is not None:
             logits = logits.div_(self.options.softcap).tanh_().mul_(self.options.softcap)
         return logits
+
+    def _raw_logits(self, part: slice) -> torch.Tensor:
+        logits = product(self._inputs(part), self._weight)
+        return (logits if self._bias is None else logits.add_(self._bias)).float()
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | None:
         """d softcapped / d raw logits, None where there is no soft cap."""
@@ -155,15 +160,17 @@ class _Head:
             grad *= self.options.scale
         grad = grad.to(self.options.dtype)
         if self.grad_hidden is not None:
-            self.grad_hidden[part] = (grad @ self._weight).to(self.hidden.dtype)
+            self.grad_hidden[part] = product(grad, self._weight.T).to(self.hidden.dtype)
         if self.grad_weight is not None:
-            _add_product(self.grad_weight, grad, self._inputs(part))
+            self.grad_weight.add(grad, self._inputs(part))
         if self.grad_bias is not None:
             self.grad_bias += grad.sum(0)
 
-
-def _cast(gradients: Sequence[torch.Tensor | None], types: tuple[torch.dtype | None, ...]) -> list:
-    return [None if grad is None else grad.to(dtype) for grad, dtype in zip(gradients, types, strict=True)]
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Of hidden, weight and bias, in their types."""
+        weight = None if self.grad_weight is None else self.grad_weight.total
+        found = zip((self.grad_hidden, weight, self.grad_bias), self._types, strict=True)
+        return [None if grad is None else grad.to(dtype) for grad, dtype in found]
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -199,7 +206,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             )
         if head.grad_hidden is not None and ctx.share is not None:
             dist.all_reduce(head.grad_hidden, group=ctx.share.group)
-        return *_cast((head.grad_hidden, head.grad_weight, head.grad_bias), head.types), None, None, None
+        return *head.gradients(), None, None, None
 
 
 class _SummedLogProbs(torch.autograd.Function):
@@ -216,8 +223,7 @@ class _SummedLogProbs(torch.autograd.Function):
             logprobs[part] = everywhere.gather(-1, targets[part, None])[:, 0]
             if any(ctx.needs_input_grad):
                 head.take_gradients(part, everywhere, head.slope(logits), targets[part], 1.0, ones[part])
-        ctx.gradients = head.grad_hidden, head.grad_weight, head.grad_bias
-        ctx.types = head.types
+        ctx.gradients = head.gradients()
         return logprobs
 
     @staticmethod
@@ -226,7 +232,7 @@ class _SummedLogProbs(torch.autograd.Function):
         if upstream.numel():
             torch._assert_async((upstream == upstream[0]).all(), "the loss is no multiple of the sum")
             gradients = [None if grad is None else grad.mul_(upstream[0]) for grad in gradients]
-        return *_cast(gradients, ctx.types), None, None
+        return *gradients, None, None
 
 
 def _complete(logits: torch.Tensor, normalizers: torch.Tensor, here: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -237,11 +243,3 @@ def _complete(logits: torch.Tensor, normalizers: torch.Tensor, here: torch.Tenso
     dist.all_reduce(sums, group=group)
     normalizers.copy_(sums[0].log_().add_(largest))
     logits.copy_(sums[1])
-
-
-def _add_product(total: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> None:
-    """total += grad.T @ rows, in place; a half-precision product is added up in fp32."""
-    if grad.dtype == total.dtype:
-        total.addmm_(grad.T, rows)
-    else:
-        total += (grad.T @ rows).to(total.dtype)

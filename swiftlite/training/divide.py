@@ -18,9 +18,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.methods import PREFERENCE
-from swiftlite.models.anatomy import dissect
+from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
+from swiftlite.models.products import ROUND, prefers_onednn, use_fast_products
 from swiftlite.models.quantize import quantize
 from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
@@ -88,11 +89,17 @@ def divide(
     """
     layout = mesh.layout
     lanes = count_lanes(config, mesh, base, count_parameters(model)[0])
-    share = Sharing(mesh, config.micro_batch_size, FlopCounter(base), lanes, in_pieces=not config.optimizer_in_backward)
-    summed = config.method not in PREFERENCE  # their losses are a plain sum over tokens
+    share = Sharing(
+        mesh,
+        config.micro_batch_size,
+        FlopCounter(base),
+        lanes,
+        in_pieces=not config.optimizer_in_backward,
+        multiple=_row_multiple(mesh, base, precision),
+    )
     if layout.pp == 1:
         _quantize(base, config)
-        parts = [Part(TokenScorer(model, base, summed=summed), model, base)]
+        parts = [Part(TokenScorer(model, base, summed=_is_summed(config)), model, base)]
         runner: StepRunner = DirectStep(
             parts[0].scorer,
             precision,
@@ -102,16 +109,7 @@ def divide(
             lanes=lanes,
         )
     else:
-        schedule = choose_schedule(config.pipeline_schedule, base.config.get_text_config().num_hidden_layers, layout.pp)
-        plan = plan_stages(base, layout.pp, schedule, length=config.max_length)
-        _quantize(base, config)  # stages are planned by the numbers that matrices have
-        hidden_dtype = base.get_input_embeddings().weight.dtype
-        stages = cut_model(model, base, plan, mesh.place("pp"))
-        summed = summed and not schedule.splits_backward  # which runs the head's backward twice
-        parts = [
-            Part(StageScorer(stage, hidden_dtype, summed=summed), stage.model, stage.base, stage) for stage in stages
-        ]
-        pipeline = Pipeline(stages, plan, mesh.group("pp"))
+        parts, pipeline = _cut_to_stages(model, base, mesh, config)
         runner = PipelineStep(pipeline, [part.scorer for part in parts], precision, mesh, config.seed)
         # From a stage's first backward on its weights stay whole in any case (PyTorch's stages see to that), so giving
         # them back after forwards would save nothing and have them gathered again for each micro-batch.
@@ -122,6 +120,32 @@ def divide(
             part, mesh, expert_mesh, options, checkpointing, compile_layers=config.compile, lora=config.tuner == "lora"
         )
     return Divided(parts, runner, share)
+
+
+def _cut_to_stages(
+    model: nn.Module, base: PreTrainedModel, mesh: Mesh, config: RunConfig
+) -> tuple[list[Part], Pipeline]:
+    layout = mesh.layout
+    schedule = choose_schedule(config.pipeline_schedule, base.config.get_text_config().num_hidden_layers, layout.pp)
+    plan = plan_stages(base, layout.pp, schedule, length=config.max_length)
+    _quantize(base, config)  # stages are planned by the numbers that matrices have
+    hidden_dtype = base.get_input_embeddings().weight.dtype
+    stages = cut_model(model, base, plan, mesh.place("pp"))
+    summed = _is_summed(config) and not schedule.splits_backward  # which runs the head's backward twice
+    parts = [Part(StageScorer(stage, hidden_dtype, summed=summed), stage.model, stage.base, stage) for stage in stages]
+    return parts, Pipeline(stages, plan, mesh.group("pp"))
+
+
+def _is_summed(config: RunConfig) -> bool:
+    """Whether the loss is a plain sum over tokens."""
+    return config.method not in PREFERENCE
+
+
+def _row_multiple(mesh: Mesh, base: PreTrainedModel, precision: Precision) -> int:
+    """What the lengths of rows should be a multiple of. Not where routers count every token, or slices have their own
+    padding."""
+    by_onednn = mesh.device.type == "cpu" and precision.dtype == torch.float32 and prefers_onednn()
+    return ROUND if by_onednn and mesh.layout.cp == 1 and not balances_router(base) else 1
 
 
 def _quantize(base: PreTrainedModel, config: RunConfig) -> None:
@@ -146,6 +170,8 @@ def _divide_part(
         fuse_adapters(part.model)
     if mesh.layout.tp == 1 and not compile_layers and (part.stage is None or part.stage.is_last):
         spare_last_mlp(anatomy.layers[-1])
+    if mesh.layout.tp == 1 and not compile_layers:
+        use_fast_products(part.base)
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
     set_activation_checkpointing(part.base, anatomy, checkpointing)

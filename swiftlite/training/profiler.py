@@ -31,7 +31,10 @@ SCOPE, STEP, BACKWARD = "module: ", "ProfilerStep", "autograd::engine::evaluate_
 KINDS = (
     ("communication", ("c10d", "nccl", "gloo", "wait_tensor", "all_gather", "all_reduce", "reduce_scatter")),
     ("attention", ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen", "flex_attention")),
-    ("matrix products", ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "_mm", "aten::matmul")),
+    (
+        "matrix products",
+        ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "_mm", "aten::matmul", "mkldnn::_linear"),
+    ),
     ("optimizer", ("adam", "_foreach")),
     ("copies", ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "aten::fill_", "aten::zero_", "Memcpy")),
 )

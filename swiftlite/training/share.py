@@ -8,7 +8,7 @@ FLOPs: packs of equally many tokens differ where attention over one long documen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swiftlite.data.batches import MicroBatch, collate, empty_micro_batch
 from swiftlite.data.order import Pack, Sequence
@@ -46,16 +46,23 @@ class StepShare:
 @dataclass(frozen=True)
 class Sharing:
     """How a run divides its steps. lanes: micro-batches that this process trains at a time; in_pieces: whether it may
-    run a micro-batch in several forward passes."""
+    run a micro-batch in several forward passes; multiple: of which rows get a length by padding, for fast products."""
 
     mesh: Mesh
     micro_batch_size: int
     flops: FlopCounter
     lanes: int = 1
     in_pieces: bool = True
+    multiple: int = 1
 
     def __call__(self, packs: list[Pack]) -> StepShare:
         """This process's part of some packs of a step."""
+        share = self._share(packs)
+        if self.multiple == 1:
+            return share
+        return replace(share, micro_batches=[batch.padded_to(self.multiple) for batch in share.micro_batches])
+
+    def _share(self, packs: list[Pack]) -> StepShare:
         layout, size = self.mesh.layout, self.micro_batch_size
         if self.lanes > 1:
             return share_step(balance(packs, LANE_TOKENS, self.lanes, self._cost), 0, 1, 1, None, self._cost)

@@ -1,0 +1,132 @@
+"""Matrix products of linear layers in fp32 on a CPU, by the faster of the two libraries that PyTorch brings along.
+
+PyTorch multiplies fp32 matrices by MKL, which on processors of other makers than Intel leaves the wider half of the
+vector units idle. oneDNN, which PyTorch uses for other types, does not: on an AMD EPYC with AVX-512 it has 2.2 times
+the rate, with AVX2 alone 1.1 times (`scripts/measure_step.py` measures both). There linear layers and the output head
+go through oneDNN, forwards and backwards. What is chosen depends on the machine and the shapes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SMALLEST = 1 << 20  # multiplications: below, what a call costs is more than what the product gains
+ROUND = 32  # what oneDNN is given are multiples of so many tokens
+PLAIN = (torch.Tensor, nn.Parameter)  # no DTensor, whose products exchange something
+
+
+@functools.cache
+def prefers_onednn() -> bool:
+    """Whether this machine's processor is an x86 of another maker than Intel."""
+    x86 = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+    return x86 and _vendor() not in (None, "GenuineIntel")
+
+
+def _vendor() -> str | None:
+    """Of the processor, None where it cannot be known."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, *, over_tokens: bool = False) -> torch.Tensor:
+    """`a @ b.T` without a gradient. a: `[..., k]`; b: `[n, k]`; both may be transposed. Returns `[..., n]`.
+
+    over_tokens: k is a number of tokens, else the second dimension from the right of a is.
+    """
+    return _by_onednn(a, b, over_tokens=over_tokens) if _serves(a, b) else F.linear(a, b)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What `torch.nn.functional.linear` does. x: `[..., k]`; weight: `[n, k]`; bias: `[n]`; returns `[..., n]`."""
+    if _serves(x, weight) and weight.is_contiguous():
+        return _Linear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+class ProductSum:
+    """The sum of `a.T @ b` over several a `[t, n]` and b `[t, k]`, in fp32."""
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
+        """like: has the shape of the sum, `[n, k]`, and its device; dtype: of the factors."""
+        self._like, self._sum = like, None
+        # oneDNN has to transpose one factor: of a head's gradient, whose n is the vocabulary, b is the small one.
+        self._turned = like.device.type == "cpu" and dtype == torch.float32 and prefers_onednn()
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        if self._sum is None:
+            self._sum = product(b.T, a.T, over_tokens=True) if self._turned else (a.T @ b).float()
+        elif self._turned:
+            self._sum += product(b.T, a.T, over_tokens=True)
+        elif a.dtype == torch.float32:
+            self._sum.addmm_(a.T, b)
+        else:
+            self._sum += (a.T @ b).float()
+
+    @property
+    def total(self) -> torch.Tensor:
+        if self._sum is None:
+            return torch.zeros_like(self._like, dtype=torch.float32)
+        return self._sum.T.contiguous() if self._turned else self._sum  # optimizers do not look at strides
+
+
+class FastLinear(nn.Linear):
+    """A linear layer whose products are `linear`'s."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def use_fast_products(model: nn.Module) -> None:
+    """Make every plain linear layer of a model a FastLinear, in place, where that is faster."""
+    if prefers_onednn():
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = FastLinear
+
+
+def _serves(a: torch.Tensor, b: torch.Tensor) -> bool:
+    fp32 = a.dtype == b.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    here = a.device.type == "cpu" and a.ndim > 1 and type(a) in PLAIN and type(b) in PLAIN
+    return fp32 and here and a.numel() * b.shape[0] >= SMALLEST and prefers_onednn()
+
+
+def _by_onednn(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, over_tokens: bool = False
+) -> torch.Tensor:
+    """`a @ b.T + bias`. oneDNN compiles a program for each new shape, which takes a millisecond and half a megabyte, so
+    the number of tokens, which differs from call to call, is rounded up with zeros."""
+    rows, more = a.shape[-2], -a.shape[-1 if over_tokens else -2] % ROUND
+    if more and over_tokens:
+        a, b = F.pad(a, (0, more)), F.pad(b, (0, more))
+    elif more:
+        a = F.pad(a, (0, 0, 0, more))
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "").narrow(-2, 0, rows)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # noqa: ANN001, ANN205
+        ctx.save_for_backward(x, weight)
+        return _by_onednn(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        upstream = upstream.contiguous()  # the expanded gradient of a sum has no strides that oneDNN knows
+        rows = upstream.flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            grad_x = _by_onednn(upstream, weight.T)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _by_onednn(rows.T, x.reshape(rows.shape[0], -1).T, over_tokens=True)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias
