@@ -1,6 +1,9 @@
 """The token cache filled by another process while this one imports."""
 
+import json
 import multiprocessing
+import subprocess
+import sys
 import time
 
 import pytest
@@ -28,6 +31,30 @@ def test_the_other_process_fills_the_cache(config):
         while multiprocessing.active_children() and time.monotonic() < deadline:
             time.sleep(0.05)
     assert prepare_data(config, must_not_be_called).audit["rows"]["used"] == 32
+
+
+FRESH = """
+import json, multiprocessing, sys, time
+from swiftlite.config.resolve import resolve_config
+from swiftlite.data.background import prepared_in_background
+from swiftlite.models.tokenizer import tokenizer_loader
+
+config = resolve_config("sft", **json.loads(sys.argv[1]))
+sys.modules["torch"] = None  # every import of it fails
+with prepared_in_background(config, tokenizer_loader(config)):
+    while multiprocessing.active_children():
+        time.sleep(0.05)
+from swiftlite.data.prepare import prepare_data
+print(prepare_data(config, None).audit["rows"]["used"])
+"""
+
+
+def test_it_needs_no_torch(tmp_path, tiny_model, write_rows, chat_rows):
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, json.dumps(values)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("32\n", "")
 
 
 def test_leaving_early_ends_the_other_process(config):
