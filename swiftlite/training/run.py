@@ -183,9 +183,8 @@ class Session:
         self._optimizer = build_optimizer(trainee.trained(), config)
         self._progress = Progress()
         on_gpu = trainee.mesh.device.type == "cuda"
-        self._saver = Saver(
-            trainee.mesh, background=config.async_save == "on" or (config.async_save == "auto" and on_gpu)
-        )
+        background = config.async_save == "on" or (config.async_save == "auto" and on_gpu)
+        self._saver = Saver(trainee.mesh, background=background)
 
     @property
     def _leads(self) -> bool:

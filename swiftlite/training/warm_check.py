@@ -11,7 +11,6 @@ from swiftlite.training.share import Sharing, StepShare
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
-    from swiftlite.data.batches import MicroBatch
     from swiftlite.data.order import BatchPlan
 
 MICRO_BATCHES = 2  # of a rank, or of each of its lanes: gradients of the first lie beside the activations of the second
@@ -39,13 +38,9 @@ def longest_share(config: RunConfig, plan: BatchPlan, share_of: Sharing, done: i
         return None
     if layout.pp > 1:
         return share
-    largest = sorted(share.micro_batches, key=_tokens)[-MICRO_BATCHES * share_of.lanes :]
+    largest = sorted(share.micro_batches, key=lambda batch: batch.tokens)[-MICRO_BATCHES * share_of.lanes :]
     return replace(share, micro_batches=largest)
 
 
 def tokens_of_longest(share: StepShare) -> int:
-    return max(map(_tokens, share.micro_batches))
-
-
-def _tokens(batch: MicroBatch) -> int:
-    return batch.input_ids.shape[1]
+    return max(batch.tokens for batch in share.micro_batches)
