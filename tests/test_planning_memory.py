@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from curves import family_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -18,7 +19,7 @@ from swiftlite.models.tuners import _selective_contexts
 from swiftlite.objectives.scorer import decoder_inputs
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.planning.choose import USABLE, Choice, Need
-from swiftlite.planning.memory import activation_bytes_per_token
+from swiftlite.planning.memory import activation_bytes_per_token, keeps_scores
 from swiftlite.training import setup
 from swiftlite.training.precision import Precision
 
@@ -58,11 +59,19 @@ def test_what_selective_checkpointing_keeps(family):
 
 
 @pytest.mark.parametrize(("share", "mode"), [(1.5, "none"), (0.9, "selective"), (0.1, "full")])
-def test_auto_recomputes_the_least_that_fits(monkeypatch, share, mode):
+def test_auto_recomputes_the_least_that_fits(share, mode):
     config = resolve_config("sft", model="m", dataset=["d"], max_length=128, micro_batch_size=2)
     shape, precision, cpu = toy_config("llama", 8), Precision("fp32", torch.float32), torch.device("cpu")
     everything = activation_bytes_per_token(shape, torch.float32) * config.max_length
     assert setup._choose_checkpointing(config, shape, cpu, precision, 2 * share * everything) == mode
+
+
+@pytest.mark.parametrize(("family", "kept"), [("llama", False), ("mistral", True), ("gemma2", True), ("gpt-oss", True)])
+def test_models_whose_attention_keeps_scores(family, kept):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        assert keeps_scores(AutoModelForCausalLM.from_config(family_config(family))) == kept
 
 
 def test_the_states_of_a_share_leave_more_room():

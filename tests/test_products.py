@@ -11,7 +11,6 @@ from torch import nn
 
 from swiftlite.models import products
 from swiftlite.models.products import FastLinear, ProductSum, linear, product, use_fast_products
-from swiftlite.training import divide
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -27,8 +26,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(products, "_by_onednn", counted)
     monkeypatch.setattr(products, "SMALLEST", 1)
-    for module in (products, divide):
-        monkeypatch.setattr(module, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
     return found
 
 
@@ -64,6 +62,16 @@ def test_gradients_without_strides_and_transposed_factors(calls):
     for over_tokens in (False, True):
         torch.testing.assert_close(product(a.T, b.T, over_tokens=over_tokens), a.T @ b)
     assert len(calls) == 5
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_frozen_layer_does_not_keep_its_input(calls, trained):
+    x, weight = torch.randn(32, 16, requires_grad=True), torch.randn(8, 16, requires_grad=trained)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.shape) or one, lambda one: one):
+        linear(x, weight).sum().backward()
+    assert kept == ([x.shape] if trained else []) + [weight.shape]
+    torch.testing.assert_close(x.grad, weight.detach().sum(0).expand(32, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,8 +133,7 @@ def test_the_same_run(calls, more, tiny_model, write_rows, chat_rows, tmp_path, 
     train(base, output_dir=str(tmp_path / "one"))
     served = len(calls)
     assert served > 100
-    for module in (products, divide):
-        monkeypatch.setattr(module, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: False)
     train(base, output_dir=str(tmp_path / "other"))
     assert len(calls) == served
     for mine, theirs in zip(metrics(tmp_path / "one"), metrics(tmp_path / "other"), strict=True):

@@ -55,7 +55,7 @@ def test_preferences_go_on_in_other_layouts(tmp_path):
 
 
 def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects, changed: str | None = None) -> list:
-    """Verdicts of these subjects, of one architecture, in these layouts. changed: of FAULTS."""
+    """Verdicts of these subjects, of one architecture, in these layouts. changed: of CHANGES."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (name,) = {subject.architecture for subject in subjects}
     models = {name: str(write_toy(tmp_path / "model", toy_config(name, 2 * count)))}
@@ -63,7 +63,9 @@ def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects, changed: 
     picked = [case for case in cases(count) if case.name in chosen]
     assert len(picked) == len(chosen)
     with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(count), broken, changed, str(tmp_path), models, list(subjects), picked, show_error)
+        start_processes(
+            Machines(count), changed_process, changed, str(tmp_path), models, list(subjects), picked, show_error
+        )
     assert ended.value.code == 0
     found = read_verdicts(tmp_path)
     assert len(found) == len(picked) * len(subjects)
@@ -140,24 +142,23 @@ def with_a_first_rank_that_refuses() -> None:
 def with_oneDNN() -> None:
     """No fault: every product by oneDNN, as on processors of other makers than Intel, however small."""
     from swiftlite.models import products
-    from swiftlite.training import divide
 
     products.SMALLEST = 1
-    products.prefers_onednn = divide.prefers_onednn = lambda: True
+    products.prefers_onednn = lambda: True
 
 
-FAULTS = {
-    fault.__name__: fault
-    for fault in (
+CHANGES = {
+    change.__name__: change
+    for change in (
         without_reduction, with_local_divisor, without_tied_sum, with_tie_counted_twice, with_a_first_rank_that_refuses,
         with_oneDNN,
     )
 }  # fmt: skip
 
 
-def broken(fault: str | None, *arguments) -> int:
-    if fault is not None:
-        FAULTS[fault]()
+def changed_process(change: str | None, *arguments) -> int:
+    if change is not None:
+        CHANGES[change]()
     return verify_in_process(*arguments)
 
 
@@ -177,7 +178,7 @@ def test_a_fault_turns_the_matrix_red(tmp_path, monkeypatch, fault, flags):
     write_rows(tmp_path)
     subjects, cases = [Subject("llama-tied", "tied", {"tuner": "full"})], [Case("broken", flags)]
     with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(2), broken, fault, str(tmp_path), models, subjects, cases, show_error)
+        start_processes(Machines(2), changed_process, fault, str(tmp_path), models, subjects, cases, show_error)
     assert ended.value.code == 0
     (verdict,) = read_verdicts(tmp_path)
     assert verdict.passed == (fault is None), verdict
@@ -190,7 +191,7 @@ def test_what_one_rank_alone_refuses_is_no_refusal(tmp_path, monkeypatch, capfd)
     fault = "with_a_first_rank_that_refuses"
     arguments = (str(tmp_path), models, [Subject("llama", "one", FULL)], [Case("ddp 2", {"parallel": "ddp"})])
     with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(2), broken, fault, *arguments, show_error)
+        start_processes(Machines(2), changed_process, fault, *arguments, show_error)
     assert ended.value.code == 2
     assert "this rank alone does not want to" in capfd.readouterr().err
     assert not read_verdicts(tmp_path)

@@ -28,6 +28,11 @@ def prefers_onednn() -> bool:
     return x86 and _vendor() not in (None, "GenuineIntel")
 
 
+def onednn_serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products on a device, of a type, are oneDNN's."""
+    return device.type == "cpu" and dtype == torch.float32 and prefers_onednn()
+
+
 def _vendor() -> str | None:
     """Of the processor, None where it cannot be known."""
     info = Path("/proc/cpuinfo")
@@ -57,17 +62,14 @@ class ProductSum:
         """like: has the shape of the sum, `[n, k]`, and its device; dtype: of the factors."""
         self._like, self._sum = like, None
         # oneDNN has to transpose one factor: of a head's gradient, whose n is the vocabulary, b is the small one.
-        self._turned = like.device.type == "cpu" and dtype == torch.float32 and prefers_onednn()
+        self._turned = onednn_serves(like.device, dtype)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        if self._sum is None:
-            self._sum = product(b.T, a.T, over_tokens=True) if self._turned else (a.T @ b).float()
-        elif self._turned:
-            self._sum += product(b.T, a.T, over_tokens=True)
-        elif a.dtype == torch.float32:
+        if self._sum is not None and not self._turned and a.dtype == torch.float32:
             self._sum.addmm_(a.T, b)
-        else:
-            self._sum += (a.T @ b).float()
+            return
+        more = product(b.T, a.T, over_tokens=True) if self._turned else (a.T @ b).float()
+        self._sum = more if self._sum is None else self._sum.add_(more)
 
     @property
     def total(self) -> torch.Tensor:
@@ -92,9 +94,9 @@ def use_fast_products(model: nn.Module) -> None:
 
 
 def _serves(a: torch.Tensor, b: torch.Tensor) -> bool:
-    fp32 = a.dtype == b.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    here = a.device.type == "cpu" and a.ndim > 1 and type(a) in PLAIN and type(b) in PLAIN
-    return fp32 and here and a.numel() * b.shape[0] >= SMALLEST and prefers_onednn()
+    if not onednn_serves(a.device, a.dtype) or b.dtype != a.dtype or torch.is_autocast_enabled("cpu"):
+        return False
+    return a.ndim > 1 and type(a) in PLAIN and type(b) in PLAIN and a.numel() * b.shape[0] >= SMALLEST
 
 
 def _by_onednn(
@@ -113,7 +115,8 @@ def _by_onednn(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):  # noqa: ANN001, ANN205
-        ctx.save_for_backward(x, weight)
+        wants_x, wants_weight, _ = ctx.needs_input_grad  # of a frozen layer the input is not kept
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
         return _by_onednn(x, weight, bias)
 
     @staticmethod

@@ -170,10 +170,9 @@ def slice_for_context(batch: MicroBatch, group: dist.ProcessGroup | None) -> Mic
     if group is None:
         return batch
     rank, size, tokens = dist.get_rank(group), dist.get_world_size(group), batch.input_ids.shape[1]
-    padding = -tokens % size
-    length = (tokens + padding) // size
+    row = batch.padded_to(size)
+    length = row.input_ids.shape[1] // size
     part = slice(rank * length, (rank + 1) * length)
-    row = batch.padded([padding] if padding else [])
     first, last = torch.searchsorted(row.learnt, torch.tensor([part.start, part.stop])).tolist()
     return replace(
         row,

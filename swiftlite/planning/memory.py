@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtype, checkpointing: str = "none") -> int:
@@ -34,10 +34,10 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
     return layer * shape.num_hidden_layers * (2 if dtype == torch.float32 else 1)
 
 
-def keeps_scores(model_config: PretrainedConfig) -> bool:
+def keeps_scores(base: PreTrainedModel) -> bool:
     """Whether attention keeps something of the size `[tokens, tokens]`: soft-capped scores, sinks, a window."""
-    values = model_config.get_text_config().to_dict()
-    sinks = values.get("model_type") == "gpt_oss"
+    values = base.config.get_text_config().to_dict()
+    sinks = any(name.endswith(".sinks") for name, _ in base.named_parameters())
     return sinks or bool(values.get("attn_logit_softcapping") or values.get("sliding_window"))
 
 

@@ -21,7 +21,7 @@ from swiftlite.config.methods import PREFERENCE
 from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
-from swiftlite.models.products import ROUND, prefers_onednn, use_fast_products
+from swiftlite.models.products import ROUND, onednn_serves, use_fast_products
 from swiftlite.models.quantize import quantize
 from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
@@ -95,7 +95,7 @@ def divide(
         FlopCounter(base),
         lanes,
         in_pieces=not config.optimizer_in_backward,
-        multiple=_row_multiple(mesh, base, precision),
+        multiple=_row_multiple(config, mesh, base, precision),
     )
     if layout.pp == 1:
         _quantize(base, config)
@@ -141,11 +141,11 @@ def _is_summed(config: RunConfig) -> bool:
     return config.method not in PREFERENCE
 
 
-def _row_multiple(mesh: Mesh, base: PreTrainedModel, precision: Precision) -> int:
-    """What the lengths of rows should be a multiple of. Not where routers count every token, or slices have their own
-    padding."""
-    by_onednn = mesh.device.type == "cpu" and precision.dtype == torch.float32 and prefers_onednn()
-    return ROUND if by_onednn and mesh.layout.cp == 1 and not balances_router(base) else 1
+def _row_multiple(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision: Precision) -> int:
+    """What the lengths of rows should be a multiple of, where layers have fast products. Not where routers count every
+    token, or slices have their own padding."""
+    fast = mesh.layout.tp == 1 and not config.compile and onednn_serves(mesh.device, precision.dtype)
+    return ROUND if fast and mesh.layout.cp == 1 and not balances_router(base) else 1
 
 
 def _quantize(base: PreTrainedModel, config: RunConfig) -> None:
@@ -168,10 +168,10 @@ def _divide_part(
         apply_tensor_parallel(part.model, part.base, mesh.stored["tp"])
     elif lora:
         fuse_adapters(part.model)
-    if mesh.layout.tp == 1 and not compile_layers and (part.stage is None or part.stage.is_last):
-        spare_last_mlp(anatomy.layers[-1])
     if mesh.layout.tp == 1 and not compile_layers:
         use_fast_products(part.base)
+        if part.stage is None or part.stage.is_last:
+            spare_last_mlp(anatomy.layers[-1])
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
     set_activation_checkpointing(part.base, anatomy, checkpointing)

@@ -245,7 +245,7 @@ def _on_meta(
         "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "parameters": (need.trained, need.trained + need.frozen),
-        "ample_memory": need.activations < room / 2 and not keeps_scores(model_config),
+        "ample_memory": need.activations < room / 2 and not keeps_scores(base),
     }
     options = DataParallel(
         dtype=precision.dtype,
