@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -25,6 +24,7 @@ from swiftlite.data.tokenize import TokenOptions
 from swiftlite.data.tokenizer_key import tokenizer_key
 from swiftlite.data.windows import WINDOW_BYTES
 from swiftlite.errors import UserError
+from swiftlite.imports import default_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,9 +221,7 @@ def token_options(config: RunConfig) -> TokenOptions:
 
 def cache_root(config: RunConfig) -> Path:
     """`--cache-dir`, else `$XDG_CACHE_HOME/swiftlite`, else `~/.cache/swiftlite`."""
-    if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftlite"
+    return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache()
 
 
 def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tuple[list[Part], list[Part]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.names import check_name
 from swiftlite.errors import SwiftliteError, UserError
-from swiftlite.imports import collector_paused
+from swiftlite.imports import quick_imports
 from swiftlite.untrusted import read_json_file
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def import_architecture(model_config: PretrainedConfig, *, classifier: bool = Fa
 
     classifier: the model that gives one score to a sequence, instead of the causal language model.
     """
-    with collector_paused():
+    with quick_imports():
         auto = auto_class(classifier=classifier)
         known = type(model_config) in auto._model_mapping
         if known:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.names import check_name
 from swiftlite.errors import UserError
+from swiftlite.imports import quick_imports
 from swiftlite.models.load import check_model_path, hub_errors
 from swiftlite.untrusted import existing
 
@@ -59,7 +60,8 @@ def load_tokenizer(
 
     chat_template: a built-in name (`chatml`) or a Jinja file. Raises UserError where it cannot be had.
     """
-    from transformers import AutoTokenizer
+    with quick_imports():
+        from transformers import AutoTokenizer
 
     source = tokenizer or model
     if tokenizer is None:

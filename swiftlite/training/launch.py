@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.layout import Layout, under_torchrun
 from swiftlite.data.background import prepared_in_background
 from swiftlite.errors import RunError
-from swiftlite.imports import collector_paused
+from swiftlite.imports import quick_imports
 from swiftlite.models.tokenizer import tokenizer_loader
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def train_in_process(values: dict[str, object], layout: Layout, report: Report) 
 
 def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
     """Train in this process, one of the layout's. Raises what `launch` says."""
-    with collector_paused():
+    with quick_imports():
         from swiftlite.parallel.world import joined
         from swiftlite.training.run import run_training
 
