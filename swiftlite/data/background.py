@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Held back until the new process has reached its own code: the handlers it inherits raise exceptions, which before that
 # would run up through a copy of everything its parent was doing.
 ENDING = (signal.SIGTERM, signal.SIGINT)
+NICENESS = 5  # where there are fewer cores than processes, the imports come first: the user waits for them
 
 
 @contextmanager
@@ -51,6 +52,7 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
 
 def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    os.nice(NICENESS)
     os.setpgrp()  # its worker processes belong to it, so that one signal ends them all
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # whatever is wrong is said once, by the process that the user talks to
