@@ -43,7 +43,7 @@ from swiftlite.parallel.tensor import apply_tensor_parallel
 from swiftlite.training.divide import Part
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.optimizer import clip_gradients
-from swiftlite.training.pipeline_step import PipelineStep, StageScorer, Work, pad_micro_batch
+from swiftlite.training.pipeline_step import ROUND_TO, PipelineStep, StageScorer, Work, pad_micro_batch
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import DirectStep
 
@@ -145,15 +145,17 @@ def direct(case: Case, number: int) -> dict[str, Any]:
     mesh = Mesh(Layout(), CPU)
     runner = DirectStep(TokenScorer(model, base), FP32, mesh, seed=0)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, result = adamw(trained), {"loss": [], "norm": [], "micro": [], "router": []}
+    optimizer, result = adamw(trained), {"loss": [], "norm": [], "micro": [], "router": [], "padded": []}
     steps = steps_of(base.config.vocab_size, number)
     with torch.no_grad():
         result["eval"] = runner.evaluate(steps[2], TokenLoss(1))[0]
     for step, batches in enumerate(steps):
         outcome = runner.train(step, batches, TokenLoss(sum(b.trained_tokens for b in batches)), 1.0, len(batches))
+        assert outcome.padded_tokens == sum(b.tokens for b in batches)
         result["loss"].append(outcome.loss)
         result["micro"].append(outcome.micro_losses)
         result["router"].append(outcome.router_loss)
+        result["padded"].append(outcome.padded_tokens)
         result["norm"].append(optimize(trained, trained, mesh, optimizer))
     result["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     return result
@@ -186,7 +188,7 @@ def piped(case: Case, number: int, layout: Layout, sharding: str = "full") -> di
     runner = PipelineStep(Pipeline(stages, plan, mesh.group("pp")), scorers, FP32, mesh, seed=0)
     trained = [p for _, p, _ in tensors if isinstance(p, torch.nn.Parameter) and p.requires_grad]
     counted = [p for _, p, counts in tensors if isinstance(p, torch.nn.Parameter) and p.requires_grad and counts]
-    optimizer, result = adamw(trained), {"loss": [], "norm": [], "micro": [], "router": []}
+    optimizer, result = adamw(trained), {"loss": [], "norm": [], "micro": [], "router": [], "padded": []}
     steps = [batches[mesh.data_rank :: layout.data_ranks] for batches in steps_of(base.config.vocab_size, number)]
     everything = steps_of(base.config.vocab_size, number)
     result["eval"] = runner.evaluate(steps[2], TokenLoss(1))[0]
@@ -197,6 +199,7 @@ def piped(case: Case, number: int, layout: Layout, sharding: str = "full") -> di
         result["loss"].append(outcome.loss)
         result["micro"].append(outcome.micro_losses)
         result["router"].append(outcome.router_loss)
+        result["padded"].append(outcome.padded_tokens)
         result["norm"].append(optimize(trained, counted, mesh, optimizer))
         if step == 1:  # between two steps
             runner.evaluate(steps[2], TokenLoss(1))
@@ -220,6 +223,8 @@ def compare(case: Case, results: list[dict[str, Any]], reference: dict[str, Any]
         assert result["loss"] == pytest.approx(reference["loss"], rel=1e-5), case
         assert result["norm"] == pytest.approx(reference["norm"], rel=1e-4), case
         assert result["eval"] == pytest.approx(reference["eval"], rel=1e-5), case
+        for padded, tokens in zip(result["padded"], reference["padded"], strict=True):
+            assert padded >= tokens and padded % ROUND_TO == 0  # of all data ranks and slices
         micro = [losses[result["data_rank"] :: layout.data_ranks] for losses in reference["micro"]]
         for mine, theirs in zip(result["micro"], micro, strict=True):
             if layout.cp == 1:  # of a divided row each rank has a part of the loss

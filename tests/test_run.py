@@ -38,9 +38,11 @@ def test_the_output_folder_is_as_promised(base, tmp_path):
     assert all(check_folder(folder, deep=True) == [] for folder in list_checkpoints(out))
     keys = {
         "step", "epoch", "loss", "learning_rate", "grad_norm", "trained_tokens", "tokens", "tokens_per_second",
-        "step_seconds", "data_seconds", "peak_memory_gib", "mfu",
+        "step_seconds", "data_seconds", "peak_memory_gib", "mfu", "trained_tokens_per_second",
+        "padded_tokens_per_second",
     }  # fmt: skip
     assert keys <= metrics(out)[0].keys()
+    assert all(row["trained_tokens"] < row["tokens"] <= row["padded_tokens"] for row in metrics(out))
     assert metrics(out)[-1]["eval_loss"] > 0
     audit = json.loads((out / "audit.json").read_text())
     assert audit["rows"]["read"] == 32

@@ -191,6 +191,7 @@ class Board:
             ("learn rate", shown("learning_rate", "{:.2e}".format)),
             ("tokens/s", shown("tokens_per_second", "{:,.0f}".format)),
             ("trained/s", shown("trained_tokens_per_second", "{:,.0f}".format)),
+            ("padded/s", shown("padded_tokens_per_second", "{:,.0f}".format)),
             ("step", shown("step_seconds", spent)),
             ("data", shown("data_seconds", spent)),
             ("memory", shown("peak_memory_gib", "{:.2f} GiB".format)),

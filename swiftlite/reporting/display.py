@@ -132,6 +132,7 @@ class PlainDisplay:
         parts += [f"lr {row['learning_rate']:.2e}"] if "learning_rate" in row else []
         parts += [f"{row['tokens_per_second']:>7,.0f} tokens/s"] if "tokens_per_second" in row else []
         parts += [f"{row['trained_tokens_per_second']:,.0f} trained"] if "trained_tokens_per_second" in row else []
+        parts += [f"{row['padded_tokens_per_second']:,.0f} padded"] if "padded_tokens_per_second" in row else []
         parts += [f"{row['peak_memory_gib']:.2f} GiB"] if "peak_memory_gib" in row else []
         parts += [f"{board.remaining} left"]
         extra = {k: v for k, v in row.items() if (k == "eval_loss" or "/" in k) and v is not None}

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import BatchPlan, StepBatch
 
+COUNTED = ("tokens", "trained_tokens", "padded_tokens")  # of a step, each with its rate a second
+
 
 class Save(Protocol):
     """Writes a checkpoint of the present state. last: the run ends behind it."""
@@ -124,7 +126,7 @@ class Loop:
             self._profile()
             last = batch.step == total
             reason, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
-            row |= self._speed(share, time.perf_counter() - clock, data_seconds, peak)
+            row |= self._speed(row, share, time.perf_counter() - clock, data_seconds, peak)
             if self._parts.eval_plan is not None and self._due(config.eval_steps, batch.step, last):
                 row |= self._evaluate()
                 self._alive()
@@ -221,6 +223,7 @@ class Loop:
             "grad_norm": norm if math.isfinite(norm) else None,
             "trained_tokens": share.trained_tokens,
             "tokens": share.tokens,
+            "padded_tokens": outcome.padded_tokens,
         } | method.metrics(outcome.sums, count)
         return row if outcome.router_loss is None else row | {"router_loss": outcome.router_loss}
 
@@ -290,11 +293,12 @@ class Loop:
         patience = self._parts.config.early_stopping_patience
         return patience is not None and self.progress.evaluations_without_gain >= patience
 
-    def _speed(self, share: StepShare, seconds: float, data_seconds: float, peak_gib: float) -> dict[str, Any]:
+    def _speed(
+        self, row: dict[str, Any], share: StepShare, seconds: float, data_seconds: float, peak_gib: float
+    ) -> dict[str, Any]:
         flops = self._parts.share.flops.step(share.lengths) / self._parts.mesh.layout.world  # of one device
-        return {
-            "tokens_per_second": round(share.tokens / seconds, 2),
-            "trained_tokens_per_second": round(share.trained_tokens / seconds, 2),
+        rates = {f"{kind}_per_second": round(row[kind] / seconds, 2) for kind in COUNTED}
+        return rates | {
             "step_seconds": round(seconds, 6),
             "data_seconds": round(data_seconds, 6),
             "peak_memory_gib": round(peak_gib, 4),

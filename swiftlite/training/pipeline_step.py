@@ -163,7 +163,8 @@ class PipelineStep:
 
         self._run(Work(ready, around), objective)
         self._pipeline.sum_tied_gradients()
-        return self._outcome(values[: len(batches)], routers, len(batches), step_loss)
+        lengths = sum(batch.input_ids.shape[1] for batch in ready)
+        return self._outcome(values[: len(batches)], routers, len(batches), lengths, step_loss)
 
     def _run(self, work: Work, objective: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]) -> None:
         number, self._objective = len(work.batches), objective
@@ -222,19 +223,25 @@ class PipelineStep:
         return batch.to(self._mesh.device)
 
     def _outcome(
-        self, values: list[torch.Tensor], routers: list[torch.Tensor], count: int, step_loss: StepLoss
+        self,
+        values: list[torch.Tensor],
+        routers: list[torch.Tensor],
+        count: int,
+        padded_tokens: int,
+        step_loss: StepLoss,
     ) -> StepOutcome:
-        """Of what the last stage knows, on all ranks. values: `[1 + names]` of each of `count` micro-batches."""
+        """Of what the last stage knows, on all ranks. values: `[1 + names]` of each of `count` micro-batches;
+        padded_tokens: of this pipeline."""
         table = torch.zeros(count + 1, 1 + len(step_loss.names), device=self._mesh.device)
         if values:
             table[:count] = torch.stack(values)
             table[count, 0] = torch.stack(routers).sum() if routers else 0.0
         self._mesh.sum_over(table, "pp")
-        total = self._mesh.sum_over_data(torch.cat([table[:count].sum(0), table[count, :1]])).tolist()
-        router = total[-1] if self._scorers[0].is_routed else None
-        return StepOutcome(
-            total[0], table[:count, 0].tolist(), router, dict(zip(step_loss.names, total[1:-1], strict=True))
-        )
+        rest = torch.stack([table[count, 0], table.new_tensor(padded_tokens)])
+        *total, router_loss, tokens = self._mesh.sum_over_data(torch.cat([table[:count].sum(0), rest])).tolist()
+        router = router_loss if self._scorers[0].is_routed else None
+        sums = dict(zip(step_loss.names, total[1:], strict=True))
+        return StepOutcome(total[0], table[:count, 0].tolist(), router, sums, round(tokens))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], step_loss: StepLoss) -> tuple[float, dict[str, float]]:

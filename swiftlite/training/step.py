@@ -22,12 +22,13 @@ from swiftlite.training.precision import Precision
 @dataclass(frozen=True)
 class StepOutcome:
     """loss: of the global step; micro_losses: the shares of it computed here; sums: what the `StepLoss` names, of the
-    global step."""
+    global step; padded_tokens: of the global step, all that went through the model."""
 
     loss: float
     micro_losses: list[float]
     router_loss: float | None
     sums: dict[str, float]
+    padded_tokens: int
 
 
 class StepRunner(Protocol):
@@ -72,20 +73,22 @@ class DirectStep:
     ) -> StepOutcome:
         """As `StepRunner.train`. Reads the device once, at the end."""
 
-        def train_one(scorer: TokenScorer, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def train_one(scorer: TokenScorer, index: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
             number = index * self._mesh.layout.data_ranks + self._mesh.data_rank
             torch.manual_seed(derive_seed(self._seed, step, number))  # dropout depends on the step, not on history
             last = index == len(batches) - 1
             reduce_at_last_micro_batch(scorer, self._sync_always or last, self._mesh.layout.sharding)
             return self._train_one(scorer, batches[index], step_loss, scale, count)
 
-        values, routers = zip(*self._lanes.map(train_one, [batch.input_ids.shape[1] for batch in batches]), strict=True)
-        return self._outcome(torch.stack(values), [router for router in routers if router is not None], step_loss)
+        done = self._lanes.map(train_one, [batch.input_ids.shape[1] for batch in batches])
+        values, routers, lengths = zip(*done, strict=True)
+        known = [router for router in routers if router is not None]
+        return self._outcome(torch.stack(values), known, sum(lengths), step_loss)
 
     def _train_one(
         self, scorer: TokenScorer, batch: MicroBatch, step_loss: StepLoss, scale: float, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(what is reported of a micro-batch, its share of the router loss)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """(what is reported of a micro-batch, its share of the router loss, its tokens with padding)."""
         mine, router = self._mine(batch), None
         with self._precision.compute(self._mesh.device):
             scores = scorer(mine)
@@ -96,18 +99,21 @@ class DirectStep:
             router = part.detach()
             loss = loss + part
         (loss * scale).backward()
-        return values, router
+        return values, router, mine.input_ids.shape[1]
 
     def _mine(self, batch: MicroBatch) -> MicroBatch:
         """What of a micro-batch this process computes, on its device."""
         return slice_for_context(batch, self._mesh.group("cp")).to(self._mesh.device)
 
-    def _outcome(self, values: torch.Tensor, routers: list[torch.Tensor], step_loss: StepLoss) -> StepOutcome:
-        """values: `[micro-batches, 1 + names]`."""
+    def _outcome(
+        self, values: torch.Tensor, routers: list[torch.Tensor], padded_tokens: int, step_loss: StepLoss
+    ) -> StepOutcome:
+        """values: `[micro-batches, 1 + names]`; padded_tokens: of this process."""
         router = torch.stack(routers).sum() if routers else values.new_zeros(())
-        total = self._mesh.sum_over_data(torch.cat([values.sum(0), router[None]])).tolist()
-        sums = dict(zip(step_loss.names, total[1:-1], strict=True))
-        return StepOutcome(total[0], values[:, 0].tolist(), total[-1] if routers else None, sums)
+        rest = torch.stack([router, router.new_tensor(padded_tokens)])
+        *total, router_loss, count = self._mesh.sum_over_data(torch.cat([values.sum(0), rest])).tolist()
+        sums = dict(zip(step_loss.names, total[1:], strict=True))
+        return StepOutcome(total[0], values[:, 0].tolist(), router_loss if routers else None, sums, round(count))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], step_loss: StepLoss) -> tuple[float, dict[str, float]]:
