@@ -34,7 +34,7 @@ GLOBAL_BATCH = 8  # rows a step
 MEASURED, SKIPPED = 10, 3  # steps; the first ones warm up the allocator and the kernels
 FULL_TUNING_BYTES = 18  # a parameter: fp32 weight, gradient and two moments, and the bf16 copy of autocast
 LEAN_BYTES = 10  # bf16 weight and two moments
-LIGER = "liger_kernel"
+LIGER, TORCHAO = "liger_kernel", "torchao"
 HEADER = ("model", "training", "rows a forward", "tokens/s", "MFU", "peak GiB", "loss of steps", "result")
 PARITY_HEADER = ("family", "precision", "micro-batches", "loss differs by", "grad norm differs by", "result")
 
@@ -60,6 +60,7 @@ USUAL = (
     Way("full", FULL, bytes=FULL_TUNING_BYTES),
     Way("full, compiled", (*FULL, *COMPILED), bytes=FULL_TUNING_BYTES),
     Way("full, Liger", (*FULL, *FUSED), bytes=FULL_TUNING_BYTES, package=LIGER),
+    Way("full, compiled, 8-bit floats", (*FULL, *COMPILED, "--fp8"), bytes=FULL_TUNING_BYTES, package=TORCHAO),
 )
 LARGE = (
     Way("lora", LORA),

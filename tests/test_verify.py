@@ -103,6 +103,17 @@ def test_bf16_layouts_differ_from_one_process_by_rounding_alone(tmp_path, monkey
         assert 0 < verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
 
 
+def test_products_in_8_bits_differ_by_rounding_alone(tmp_path, monkeypatch):
+    """Weights' gradients stay in bf16 here: in 8 bits their rounding depends on which tokens a process has.
+
+    A weight that differs in its last bit can be rounded to the next number of 8 bits, up to an eighth away.
+    """
+    eight = Subject("llama", "fp8", FULL | {"fp8": "rowwise_with_gw_hp", "precision": "bf16", "pure_bf16": True})
+    chosen = ("fsdp full 2", "fsdp full 2, recomputing", "ddp 2", "pp 2", "cp 2")
+    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, eight, changed="with_emulated_fp8"):
+        assert 0 < verdict.difference.loss < BF16_LOSS and verdict.difference.norm < 2**-3, verdict
+
+
 def without_reduction() -> None:
     from swiftlite.parallel.data import reduce_at_last_micro_batch
     from swiftlite.training import step
@@ -147,11 +158,22 @@ def with_oneDNN() -> None:
     products.prefers_onednn = lambda: True
 
 
+def with_emulated_fp8() -> None:
+    """No fault: numbers are rounded to 8 bits, and multiplied as any device can."""
+    from functools import partial
+
+    from swiftlite.models import fp8
+    from swiftlite.training import setup
+
+    setup.check_fp8 = lambda *_: None
+    fp8.use_fp8 = partial(fp8.use_fp8, emulated=True)
+
+
 CHANGES = {
     change.__name__: change
     for change in (
         without_reduction, with_local_divisor, without_tied_sum, with_tie_counted_twice, with_a_first_rank_that_refuses,
-        with_oneDNN,
+        with_oneDNN, with_emulated_fp8,
     )
 }  # fmt: skip
 

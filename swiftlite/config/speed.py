@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import MEMORY, flag
-from swiftlite.config.types import FOUR_BITS, KERNELS, OFFLOAD, SWITCH, Spelling
+from swiftlite.config.types import FOUR_BITS, FP8, KERNELS, OFFLOAD, SWITCH, Spelling
 
 
 class SpeedSettings(BaseModel):
@@ -52,6 +52,14 @@ class SpeedSettings(BaseModel):
         "use_liger_kernel",
         "enable_liger_kernel",
         bare="liger",
+    )
+    fp8: Annotated[Literal["none", "rowwise", "rowwise_with_gw_hp"], Spelling(FP8)] = flag(
+        "none",
+        MEMORY,
+        "Multiply the layers' trained matrices in 8-bit floats, by torchao on a Hopper or Ada GPU; "
+        "`rowwise_with_gw_hp` leaves weights' gradients in bf16. Goes well with --compile.",
+        "enable_fp8_training",
+        bare="rowwise",
     )
     compile: bool = flag(False, MEMORY, "Compile each layer by torch.compile.", "torch_compile")
     profile: bool = flag(

@@ -25,7 +25,7 @@ def _switch(on: str) -> dict[str, str]:
 
 
 # What other tools call a choice of ours.
-SWITCH, OFFLOAD, KERNELS = _switch("full"), _switch("cpu"), _switch("liger")
+SWITCH, OFFLOAD, KERNELS, FP8 = _switch("full"), _switch("cpu"), _switch("liger"), _switch("rowwise")
 FOUR_BITS = _switch("nf4") | {"4": "nf4", "4bit": "nf4"}
 RESUME = {"never": "never", "auto": "auto", "true": "auto", "false": "never", "no": "never", "none": "never"}
 DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"}

@@ -233,7 +233,7 @@ def _selective_contexts() -> tuple[object, object]:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     ops = torch.ops.aten
-    kept = {ops.mm.default, ops.addmm.default, ops.bmm.default}
+    kept = {ops.mm.default, ops.addmm.default, ops.bmm.default, ops._scaled_mm.default}
     kept |= {ops._scaled_dot_product_flash_attention_for_cpu.default, ops._scaled_dot_product_flash_attention.default}
     kept |= {ops._scaled_dot_product_efficient_attention.default, ops._scaled_dot_product_cudnn_attention.default}
     kept |= {torch.ops.torch_attn._varlen_attn.default, torch.ops.mkldnn._linear_pointwise.default}

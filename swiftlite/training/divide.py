@@ -18,6 +18,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.methods import PREFERENCE
+from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
@@ -116,9 +117,7 @@ def divide(
         options = replace(options, resharding=False)
     expert_mesh = build_expert_mesh(layout, mesh.device) if layout.expert_parallel > 1 else None
     for part in parts:
-        _divide_part(
-            part, mesh, expert_mesh, options, checkpointing, compile_layers=config.compile, lora=config.tuner == "lora"
-        )
+        _divide_part(part, mesh, expert_mesh, options, checkpointing, config)
     return Divided(parts, runner, share)
 
 
@@ -142,8 +141,10 @@ def _is_summed(config: RunConfig) -> bool:
 
 
 def _row_multiple(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision: Precision) -> int:
-    """What the lengths of rows should be a multiple of, where layers have fast products. Not where routers count every
-    token, or slices have their own padding."""
+    """What the lengths of rows should be a multiple of, where layers have fast products. oneDNN's do without where
+    routers count every token, or slices have their own padding; 8-bit products cannot, for each slice of a row."""
+    if config.fp8 != "none":
+        return fp8.MULTIPLE * mesh.layout.cp
     fast = mesh.layout.tp == 1 and not config.compile and onednn_serves(mesh.device, precision.dtype)
     return ROUND if fast and mesh.layout.cp == 1 and not balances_router(base) else 1
 
@@ -159,23 +160,23 @@ def _divide_part(
     expert_mesh: DeviceMesh | None,
     options: DataParallel,
     checkpointing: str,
-    *,
-    compile_layers: bool,
-    lora: bool,
+    config: RunConfig,
 ) -> None:
     anatomy, experts = dissect(part.base), []
     if mesh.layout.tp > 1:
         apply_tensor_parallel(part.model, part.base, mesh.stored["tp"])
-    elif lora:
+    elif config.tuner == "lora":
         fuse_adapters(part.model)
-    if mesh.layout.tp == 1 and not compile_layers:
+    if config.fp8 != "none":
+        fp8.use_fp8(anatomy.layers, config.fp8)
+    elif mesh.layout.tp == 1 and not config.compile:
         use_fast_products(part.base)
         if part.stage is None or part.stage.is_last:
             spare_last_mlp(anatomy.layers[-1])
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
     set_activation_checkpointing(part.base, anatomy, checkpointing)
-    if compile_layers:
+    if config.compile:
         for layer in anatomy.layers:
             layer.compile(dynamic=True)  # rows differ in length and number; one compilation serves all
     if experts:

@@ -25,7 +25,10 @@ from swiftlite.imports import require_package
 from swiftlite.models import attention
 from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
 from swiftlite.models.dtypes import DTYPES, source_dtype
-from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
+from swiftlite.models.fp8 import PACKAGE as TORCHAO
+from swiftlite.models.fp8 import check_fp8
+from swiftlite.models.kernels import PACKAGE as LIGER
+from swiftlite.models.kernels import apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
 from swiftlite.models.quantize import BLOCK, count_quantizable, packing
 from swiftlite.models.tuners import (
@@ -62,7 +65,7 @@ class Trainee:
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
-    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`.
+    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`; fp8: a recipe or `none`.
     """
 
     model: nn.Module
@@ -77,6 +80,7 @@ class Trainee:
     ample_memory: bool
     has_new_head: bool = False
     kernels: str = "none"
+    fp8: str = "none"
 
     @property
     def layout_words(self) -> str:
@@ -86,7 +90,8 @@ class Trainee:
     @property
     def device_words(self) -> str:
         kernels = ", Liger's kernels" if self.kernels == "liger" else ""
-        return f"{describe_device(self.mesh.device)}, {self.precision.words}{kernels}"
+        eight = f", products in 8 bits ({self.fp8})" if self.fp8 != "none" else ""
+        return f"{describe_device(self.mesh.device)}, {self.precision.words}{eight}{kernels}"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this process has to save of everything that belongs to the model's files, by its name in the whole."""
@@ -119,7 +124,9 @@ def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> Pretr
     if config.quantization != "none":
         require_package("bitsandbytes", f"--quantization {config.quantization}")
     if config.kernels == "liger":
-        require_package(PACKAGE, "--kernels liger", "liger")
+        require_package(LIGER, "--kernels liger", "liger")
+    if config.fp8 != "none":
+        require_package(TORCHAO, "--fp8", "fp8")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_trainable_architecture(model_config)
     _check_length(config, model_config)
@@ -162,6 +169,8 @@ def build_trainee(
         trust_remote_code=config.trust_remote_code,
         classifier=config.method == "rm",
     )
+    if config.fp8 != "none":
+        check_fp8(base, world.device, precision.dtype)
     weights = TensorFolder(model_folder(source, revision=config.revision))
     on_disk, new_head = _match(weights, base)
     if config.new_tokens:
@@ -185,7 +194,7 @@ def build_trainee(
         config, model_config, model, base, choice, mesh, precision, need, _room(choice, need, mesh, free)
     )
     trainee.has_new_head = new_head is not None and resume is None
-    trainee.kernels = kernels
+    trainee.kernels, trainee.fp8 = kernels, config.fp8
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)

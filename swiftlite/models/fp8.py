@@ -1,0 +1,71 @@
+"""Matrix products of the layers in 8-bit floats (arXiv 2209.05433), on GPUs that have them, by torchao.
+
+Weights, activations and gradients are rounded to 8 bits for each product; masters and optimizer states stay as they
+are, and so do the embedding, the output head, norms and attention. Each token has a scale of its own (torchao's
+`rowwise` recipes): with one scale for a whole row of packed documents, a document would be rounded by its neighbours.
+
+Source: https://docs.pytorch.org/ao/stable/workflows/training.html
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from swiftlite.errors import UserError
+from swiftlite.models.anatomy import balances_router
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PACKAGE = "torchao"
+MULTIPLE = 16  # of what such a product takes; tokens too, over which the gradient of a weight is summed
+OLDEST = (8, 9)  # the compute capability of Ada; Hopper has 9.0
+
+
+def check_fp8(base: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """dtype: of the other products. Raises UserError where a run cannot have 8-bit products."""
+    if balances_router(base):
+        raise UserError(
+            "8-bit products need rows of a round length, and a router that is balanced would count the padding",
+            where="--fp8",
+            fix="leave --fp8 out",
+        )
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < OLDEST:
+        raise UserError(
+            "8-bit floats need a GPU of the generation of Ada or Hopper, or a later one",
+            where="--fp8",
+            fix="leave --fp8 out",
+        )
+    if dtype != torch.bfloat16:
+        raise UserError("8-bit products go with bf16 for all others", where="--fp8", fix="use --precision bf16")
+
+
+def use_fp8(layers: nn.ModuleList, recipe: str, *, emulated: bool = False) -> None:
+    """Exchange the linear layers that are trained, in place; weights and their names stay as they are.
+
+    recipe: torchao's name; emulated: round to 8 bits, and multiply what was rounded as any device can.
+    Raises UserError where there is no such layer.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if not any(map(_is_served, layers.modules())):
+        raise UserError(
+            f"no trained matrix of the layers has sides that are multiples of {MULTIPLE}",
+            where="--fp8",
+            fix="leave --fp8 out",
+        )
+    convert_to_float8_training(
+        layers,
+        config=replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated),
+        module_filter_fn=lambda module, _name: _is_served(module),
+    )
+
+
+def _is_served(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear or not module.weight.requires_grad:
+        return False
+    return not any(side % MULTIPLE for side in module.weight.shape)
