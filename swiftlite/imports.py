@@ -83,15 +83,17 @@ def _load_or_make(folder: Path, scan: Callable[[Any], Any], code: Path) -> Any:
     state = _state_of(folder, code)
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
     kept = default_cache() / "imports" / f"{name}.{sys.implementation.cache_tag}"
-    with suppress(OSError, ValueError, EOFError, TypeError):
+    with suppress(OSError):
         content = kept.read_bytes()
-        if content.startswith(state):
-            return marshal.loads(content[len(state) :])
+        found = content[2 * len(state) :]
+        if content.startswith(state + hashlib.sha256(found).digest()):  # marshal reads only what it has written
+            return marshal.loads(found)
     names = scan(folder)
     with suppress(OSError, ValueError):
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_name(f"{kept.name}.{os.getpid()}")
-        partial.write_bytes(state + marshal.dumps(names))
+        written = marshal.dumps(names)
+        partial.write_bytes(state + hashlib.sha256(written).digest() + written)
         os.replace(partial, kept)
     return names
 
