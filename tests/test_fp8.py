@@ -1,7 +1,7 @@
 """Products in 8-bit floats: what is rounded is nearly what it was, and what cannot be is refused.
 
-The numbers are rounded as on a GPU and multiplied as on any device. The products themselves need a GPU:
-`scripts/gpu_check.sh`.
+The numbers are rounded as on a GPU and multiplied as on any device, where torchao is installed (it is no part of the
+extra `test`). The products themselves need a GPU: `scripts/gpu_check.sh`.
 """
 
 import copy
@@ -22,6 +22,7 @@ from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.training.setup import check_model
 
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
+needs_torchao = pytest.mark.skipif(not imports.is_installed("torchao"), reason="pip install 'swiftlite[fp8]'")
 ROUNDING = 0.06  # the gap of two numbers with three bits behind the point is an eighth to a sixteenth of them
 
 
@@ -46,6 +47,7 @@ def row_of(model, *lengths, padded_to=fp8.MULTIPLE):
     return collate(packs).padded_to(padded_to)
 
 
+@needs_torchao
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_nearly_those_of_exact_products(model, recipe):
     rounded = copy.deepcopy(model)
@@ -59,6 +61,7 @@ def test_gradients_are_nearly_those_of_exact_products(model, recipe):
         assert 0 < difference < 2 * ROUNDING, (name, difference)
 
 
+@needs_torchao
 def test_head_and_embedding_are_left_alone(model):
     anatomy = dissect(model)
     fp8.use_fp8(anatomy.layers, "rowwise", emulated=True)
@@ -66,6 +69,7 @@ def test_head_and_embedding_are_left_alone(model):
     assert {type(m).__name__ for m in anatomy.layers.modules() if isinstance(m, torch.nn.Linear)} == {"Float8Linear"}
 
 
+@needs_torchao
 def test_a_document_is_not_rounded_by_its_neighbours(model):
     fp8.use_fp8(dissect(model).layers, "rowwise", emulated=True)
     scorer = TokenScorer(model, model)
@@ -75,6 +79,7 @@ def test_a_document_is_not_rounded_by_its_neighbours(model):
     assert torch.allclose(packed[: len(alone)], alone, rtol=1e-4)
 
 
+@needs_torchao
 def test_what_is_frozen_or_has_other_sides_is_left_alone(model):
     layers = dissect(model).layers
     for module in layers[0].modules():

@@ -108,6 +108,7 @@ def test_products_in_8_bits_differ_by_rounding_alone(tmp_path, monkeypatch):
 
     A weight that differs in its last bit can be rounded to the next number of 8 bits, up to an eighth away.
     """
+    pytest.importorskip("torchao")
     eight = Subject("llama", "fp8", FULL | {"fp8": "rowwise_with_gw_hp", "precision": "bf16", "pure_bf16": True})
     chosen = ("fsdp full 2", "fsdp full 2, recomputing", "ddp 2", "pp 2", "cp 2")
     for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, eight, changed="with_emulated_fp8"):
