@@ -21,7 +21,7 @@ from bench.campaign import machine
 from bench.script import run_script, train_documents, write_text
 from bench.tables import markdown_table
 
-PLACE, STEPS, ROUNDS = "scaling", 6, 3
+PLACE, STEPS, ROUNDS = "scaling", 6, 2
 LENGTH, ROWS = 512, 8  # tokens of a document, documents of a step
 CASES = (
     ("one process", 1, ()),
