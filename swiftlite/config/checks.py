@@ -159,29 +159,36 @@ def _memory_rules(config: RunConfig) -> list[Rule]:
             ("kernels", "compile"),
             "leave one of them out",
         ),
-        (
-            config.fp8 != "none" and config.tuner == "lora",
-            "--fp8 multiplies matrices that are trained, and LoRA trains only adapters, which are too small for it",
-            ("fp8", "tuner"),
-            "use --tuner full, or leave --fp8 out",
-        ),
-        (
-            config.fp8 != "none" and config.tensor_parallel_size > 1,
-            "--fp8 takes whole matrices, which tensor parallelism divides",
-            ("fp8", "tensor_parallel_size"),
-            "use --parallel fsdp",
-        ),
-        (
-            config.fp8 != "none" and config.precision in ("fp32", "fp16"),
-            f"--fp8 goes with bf16 for all other products, but the precision is {config.precision}",
-            ("fp8", "precision"),
-            "use --precision bf16",
-        ),
+        *_fp8_rules(config),
         (
             config.activation_checkpointing == "offload" and config.compile,
             "compiled layers save their weights beside their inputs, and --activation-checkpointing offload moves both",
             ("activation_checkpointing", "compile"),
             "use --activation-checkpointing full, or leave --compile out",
+        ),
+    ]
+
+
+def _fp8_rules(config: RunConfig) -> list[Rule]:
+    on = config.fp8 != "none"
+    return [
+        (
+            on and config.tuner == "lora",
+            "--fp8 multiplies matrices that are trained, and LoRA trains only adapters, which are too small for it",
+            ("fp8", "tuner"),
+            "use --tuner full, or leave --fp8 out",
+        ),
+        (
+            on and config.tensor_parallel_size > 1,
+            "--fp8 takes whole matrices, which tensor parallelism divides",
+            ("fp8", "tensor_parallel_size"),
+            "use --parallel fsdp",
+        ),
+        (
+            on and config.precision in ("fp32", "fp16"),
+            f"--fp8 goes with bf16 for all other products, but the precision is {config.precision}",
+            ("fp8", "precision"),
+            "use --precision bf16",
         ),
     ]
 
