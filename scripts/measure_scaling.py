@@ -5,7 +5,7 @@
 The same global step in each layout, by the `swiftlite` command with one thread a process, and in turn, so that all
 see the same machine. The ideal is a core's time divided by the processes, as long as there are cores for them. The
 share of communication is that of the main thread's time in steps 3 and 4, by `--profile`; it holds the waiting for
-slower processes. Takes ten minutes on two cores; needs a quiet machine.
+slower processes. Takes a quarter of an hour on two cores; needs a quiet machine.
 """
 
 from __future__ import annotations

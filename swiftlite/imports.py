@@ -70,11 +70,12 @@ class _RememberedNames(MetaPathFinder):
 def _remembered(scan: Callable[[Any], Any], code: Path) -> Callable[[Any], Any]:
     """scan: from a folder, or a file in it, to the names defined below, in plain containers; code: its source."""
 
-    @functools.cache
+    of_folder = functools.cache(lambda folder: _load_or_make(folder, scan, code))  # asked as a folder and as a file
+
     def look_up(place: Any) -> Any:
         folder = Path(place)
         folder = folder.parent if folder.is_file() else folder
-        return _load_or_make(folder, scan, code) if folder.name == "models" else scan(place)
+        return of_folder(folder) if folder.name == "models" else scan(place)
 
     return look_up
 

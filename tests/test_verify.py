@@ -164,9 +164,8 @@ def with_emulated_fp8() -> None:
     from functools import partial
 
     from swiftlite.models import fp8
-    from swiftlite.training import setup
 
-    setup.check_fp8 = lambda *_: None
+    fp8.check_fp8 = lambda *_: None
     fp8.use_fp8 = partial(fp8.use_fp8, emulated=True)
 
 

@@ -32,7 +32,7 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Routing, Stage
 from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
-from swiftlite.training.step import StepOutcome, derive_seed
+from swiftlite.training.step import StepOutcome, derive_seed, whole_outcome
 
 # On an error, which is told by us, it prints the whole schedule.
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
@@ -237,11 +237,8 @@ class PipelineStep:
             table[:count] = torch.stack(values)
             table[count, 0] = torch.stack(routers).sum() if routers else 0.0
         self._mesh.sum_over(table, "pp")
-        rest = torch.stack([table[count, 0], table.new_tensor(padded_tokens)])
-        *total, router_loss, tokens = self._mesh.sum_over_data(torch.cat([table[:count].sum(0), rest])).tolist()
-        router = router_loss if self._scorers[0].is_routed else None
-        sums = dict(zip(step_loss.names, total[1:], strict=True))
-        return StepOutcome(total[0], table[:count, 0].tolist(), router, sums, round(tokens))
+        router = table[count, 0] if self._scorers[0].is_routed else None
+        return whole_outcome(table[:count], router, padded_tokens, step_loss, self._mesh)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], step_loss: StepLoss) -> tuple[float, dict[str, float]]:

@@ -48,15 +48,18 @@ def describe_device(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Precision:
-    """name: `fp32`, `bf16` or `fp16`; dtype: what matrix products run in; masters: what trained weights are kept in."""
+    """name: `fp32`, `bf16` or `fp16`; dtype: what matrix products run in; masters: what trained weights are kept in;
+    fp8: torchao's recipe for products of the layers in 8 bits, or `none`."""
 
     name: str
     dtype: torch.dtype
     masters: torch.dtype = torch.float32
+    fp8: str = "none"
 
     @property
     def words(self) -> str:
-        return self.name if self.masters == torch.float32 else f"{self.name} without fp32 masters"
+        masters = "" if self.masters == torch.float32 else " without fp32 masters"
+        return self.name + masters + (f", products in 8 bits ({self.fp8})" if self.fp8 != "none" else "")
 
     @contextlib.contextmanager
     def compute(self, device: torch.device) -> Iterator[None]:
@@ -71,8 +74,8 @@ class Precision:
         return LossScale(FP16_FIRST_SCALE) if self.name == "fp16" else LossScale(1.0, dynamic=False)
 
 
-def resolve_precision(name: str, device: torch.device, *, pure_bf16: bool = False) -> Precision:
+def resolve_precision(name: str, device: torch.device, *, pure_bf16: bool = False, fp8: str = "none") -> Precision:
     """`auto` is bf16 where the device is fast at it or the weights are bf16, else fp32."""
     if name == "auto":
         name = "bf16" if pure_bf16 or fast_at_bf16(device) else "fp32"
-    return Precision(name, DTYPES[name], torch.bfloat16 if pure_bf16 else torch.float32)
+    return Precision(name, DTYPES[name], torch.bfloat16 if pure_bf16 else torch.float32, fp8)

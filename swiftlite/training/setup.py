@@ -22,13 +22,10 @@ from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
-from swiftlite.models import attention
+from swiftlite.models import attention, fp8
 from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
 from swiftlite.models.dtypes import DTYPES, source_dtype
-from swiftlite.models.fp8 import PACKAGE as TORCHAO
-from swiftlite.models.fp8 import check_fp8
-from swiftlite.models.kernels import PACKAGE as LIGER
-from swiftlite.models.kernels import apply_liger, choose_kernels
+from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
 from swiftlite.models.quantize import BLOCK, count_quantizable, packing
 from swiftlite.models.tuners import (
@@ -65,7 +62,7 @@ class Trainee:
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
-    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`; fp8: a recipe or `none`.
+    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`.
     """
 
     model: nn.Module
@@ -80,7 +77,6 @@ class Trainee:
     ample_memory: bool
     has_new_head: bool = False
     kernels: str = "none"
-    fp8: str = "none"
 
     @property
     def layout_words(self) -> str:
@@ -90,8 +86,7 @@ class Trainee:
     @property
     def device_words(self) -> str:
         kernels = ", Liger's kernels" if self.kernels == "liger" else ""
-        eight = f", products in 8 bits ({self.fp8})" if self.fp8 != "none" else ""
-        return f"{describe_device(self.mesh.device)}, {self.precision.words}{eight}{kernels}"
+        return f"{describe_device(self.mesh.device)}, {self.precision.words}{kernels}"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this process has to save of everything that belongs to the model's files, by its name in the whole."""
@@ -124,9 +119,9 @@ def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> Pretr
     if config.quantization != "none":
         require_package("bitsandbytes", f"--quantization {config.quantization}")
     if config.kernels == "liger":
-        require_package(LIGER, "--kernels liger", "liger")
+        require_package(PACKAGE, "--kernels liger", "liger")
     if config.fp8 != "none":
-        require_package(TORCHAO, "--fp8", "fp8")
+        require_package(fp8.PACKAGE, "--fp8", "fp8")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_trainable_architecture(model_config)
     _check_length(config, model_config)
@@ -156,7 +151,7 @@ def build_trainee(
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
-    precision = resolve_precision(config.precision, world.device, pure_bf16=config.pure_bf16)
+    precision = resolve_precision(config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8)
     source, adapter = _weights(config, resume)
     if config.method == "rm":
         _describe_scores(model_config, load_tokenizer())
@@ -170,7 +165,7 @@ def build_trainee(
         classifier=config.method == "rm",
     )
     if config.fp8 != "none":
-        check_fp8(base, world.device, precision.dtype)
+        fp8.check_fp8(base, world.device, precision.dtype)
     weights = TensorFolder(model_folder(source, revision=config.revision))
     on_disk, new_head = _match(weights, base)
     if config.new_tokens:
@@ -194,7 +189,7 @@ def build_trainee(
         config, model_config, model, base, choice, mesh, precision, need, _room(choice, need, mesh, free)
     )
     trainee.has_new_head = new_head is not None and resume is None
-    trainee.kernels, trainee.fp8 = kernels, config.fp8
+    trainee.kernels = kernels
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)

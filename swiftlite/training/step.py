@@ -83,7 +83,8 @@ class DirectStep:
         done = self._lanes.map(train_one, [batch.input_ids.shape[1] for batch in batches])
         values, routers, lengths = zip(*done, strict=True)
         known = [router for router in routers if router is not None]
-        return self._outcome(torch.stack(values), known, sum(lengths), step_loss)
+        router = torch.stack(known).sum() if known else None
+        return whole_outcome(torch.stack(values), router, sum(lengths), step_loss, self._mesh)
 
     def _train_one(
         self, scorer: TokenScorer, batch: MicroBatch, step_loss: StepLoss, scale: float, count: int
@@ -104,16 +105,6 @@ class DirectStep:
     def _mine(self, batch: MicroBatch) -> MicroBatch:
         """What of a micro-batch this process computes, on its device."""
         return slice_for_context(batch, self._mesh.group("cp")).to(self._mesh.device)
-
-    def _outcome(
-        self, values: torch.Tensor, routers: list[torch.Tensor], padded_tokens: int, step_loss: StepLoss
-    ) -> StepOutcome:
-        """values: `[micro-batches, 1 + names]`; padded_tokens: of this process."""
-        router = torch.stack(routers).sum() if routers else values.new_zeros(())
-        rest = torch.stack([router, router.new_tensor(padded_tokens)])
-        *total, router_loss, count = self._mesh.sum_over_data(torch.cat([values.sum(0), rest])).tolist()
-        sums = dict(zip(step_loss.names, total[1:], strict=True))
-        return StepOutcome(total[0], values[:, 0].tolist(), router_loss if routers else None, sums, round(count))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], step_loss: StepLoss) -> tuple[float, dict[str, float]]:
@@ -136,6 +127,17 @@ class DirectStep:
                 logprobs = self._scorer(mine).logprobs
             yield mine, logprobs
         reshard(self._scorer)
+
+
+def whole_outcome(
+    values: torch.Tensor, router: torch.Tensor | None, padded_tokens: int, step_loss: StepLoss, mesh: Mesh
+) -> StepOutcome:
+    """Of all who see other tokens. values: `[micro-batches, 1 + names]`, router: the router loss if there is one, and
+    padded_tokens: those of this process."""
+    rest = torch.stack([values.new_zeros(()) if router is None else router, values.new_tensor(padded_tokens)])
+    *total, router_loss, count = mesh.sum_over_data(torch.cat([values.sum(0), rest])).tolist()
+    sums = dict(zip(step_loss.names, total[1:], strict=True))
+    return StepOutcome(total[0], values[:, 0].tolist(), None if router is None else router_loss, sums, round(count))
 
 
 def derive_seed(*key: object) -> int:
