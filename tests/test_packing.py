@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from swiftlite.data.batches import collate
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, Sequence, permutation
 from swiftlite.data.packing import best_fit_decreasing
+from swiftlite.data.store import SequenceStore, SequenceWriter
+from swiftlite.data.tokenize import TokenBatch
 
 
 def log_normal_lengths(count, capacity):
@@ -62,7 +65,8 @@ class FakeStore:
     def __init__(self, name, lengths, rows=None):
         self.lengths = np.asarray(lengths, dtype=np.int32)
         self.trained = self.lengths - 1
-        self.rows = np.arange(len(lengths)) if rows is None else np.asarray(rows)
+        rows = np.arange(len(lengths)) if rows is None else np.asarray(rows)
+        self.firsts = np.flatnonzero(np.diff(rows, prepend=-1)).astype(np.int32)
         self._name = name
 
     def __len__(self):
@@ -79,7 +83,7 @@ class FakeStore:
 def plan(lengths=None, *, weight=1.0, rows=None, **options):
     store = FakeStore("a", log_normal_lengths(200, 256) if lengths is None else lengths, rows)
     chosen = dict(seed=1, capacity=256, packing=True, shuffle=True, global_batch_size=4) | options
-    return BatchPlan([Part("a", store, np.unique(store.rows), weight)], PlanOptions(**chosen))
+    return BatchPlan([Part("a", store, weight=weight)], PlanOptions(**chosen))
 
 
 def content(batches):
@@ -183,6 +187,35 @@ def test_the_description_counts_what_the_steps_hold():
 
 def document(ids, trained, where="a:1"):
     return Sequence(np.asarray(ids, dtype=np.int32), np.asarray(trained, dtype=np.bool_), where)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_order_of_many_rows_takes_little_memory(packing):
+    lengths = log_normal_lengths(100_000, 1024)
+    tracemalloc.start()
+    made = plan(lengths, capacity=1024, packing=packing)
+    next(made.steps())
+    made.describe()
+    made.describe_parts()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 * len(lengths)  # bytes; numbers of 8 bytes and copies of them took 150
+
+
+def test_sequences_are_found_across_record_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr("swiftlite.data.store.BATCH_TOKENS", 10)
+    rows = [0, 1, 1, 4, 4, 4, 5]  # some were split, two were left out
+    with SequenceWriter(tmp_path, preferences=False) as writer:
+        for number, row in enumerate(rows):
+            ids, runs = np.full(4, number, dtype=np.int32), np.array([1, 3], dtype=np.int32)
+            writer.append(TokenBatch(ids=[ids], runs=[runs], rows=[(row, 0, row + 1)]))
+    store = SequenceStore(tmp_path, ["file"])
+    assert store.firsts.tolist() == [0, 1, 3, 6]
+    assert store.lengths.tolist() == [4] * 7 and store.trained.tolist() == [2] * 7
+    for number, row in enumerate(rows):
+        ids, trained, where = store.read(number)
+        assert ids.tolist() == [number] * 4 and trained.tolist() == [False, True, True, False]
+        assert where == f"file:{row + 1}"
 
 
 def test_labels_are_shifted_and_never_cross_a_document():

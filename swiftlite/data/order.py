@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftlite.data.packing import Packs, best_fit_decreasing, ranges
+from swiftlite.data.packing import Packs, best_fit_decreasing, number_type, ranges
 from swiftlite.data.preference_tokens import Preference
 from swiftlite.data.store import SequenceStore
 
@@ -49,11 +49,12 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Part:
-    """One data set's share of a plan. rows: the row numbers that take part, ascending; weight: visits an epoch."""
+    """One data set's share of a plan. rows: those that take part, as ascending places in `store.firsts`, None for all;
+    weight: visits an epoch."""
 
     name: str
     store: SequenceStore
-    rows: np.ndarray
+    rows: np.ndarray | None = None
     weight: float = 1.0
 
 
@@ -78,7 +79,7 @@ def permutation(count: int, *key: object) -> np.ndarray:
     """
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     numbers = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)).random_raw(count)
-    return np.argsort(numbers, kind="stable")
+    return np.argsort(numbers, kind="stable").astype(number_type(count))
 
 
 class BatchPlan:
@@ -87,9 +88,11 @@ class BatchPlan:
     def __init__(self, parts: list[Part], options: PlanOptions) -> None:
         self._parts, self._options = parts, options
         self._offsets = np.cumsum([0, *(len(part.store) for part in parts)])
-        self._lengths = np.concatenate([part.store.lengths for part in parts])
-        self._trained = np.concatenate([part.store.trained for part in parts])
-        self._opens_row = np.concatenate([np.diff(part.store.rows, prepend=-1) != 0 for part in parts])
+        self._lengths = _joined([part.store.lengths for part in parts])
+        self._trained = _joined([part.store.trained for part in parts])
+        self._opens_row = np.zeros(self._offsets[-1], dtype=np.bool_)
+        for part, offset in zip(parts, self._offsets, strict=False):
+            self._opens_row[part.store.firsts + offset] = True
         found = [part.store.preferences for part in parts]
         self._pairs = None if None in found else np.concatenate([columns["chosen"] > 0 for columns in found])
         self._desirable = None if None in found else np.concatenate([columns["desirable"] for columns in found])
@@ -125,7 +128,7 @@ class BatchPlan:
     @property
     def row_counts(self) -> dict[str, int]:
         """Distinct rows that take part, per data set."""
-        return {part.name: len(part.rows) for part in self._parts}
+        return {part.name: len(index) for part, index in zip(self._parts, self._index, strict=True)}
 
     def head(self, count: int) -> list[Sequence]:
         """The first sequences of each data set in the order of its files."""
@@ -146,11 +149,11 @@ class BatchPlan:
     def describe_parts(self) -> dict[str, dict[str, Any]]:
         """The same per data set; a pack counts for each data set that has a row in it."""
         members, packs = self._first_epoch()
-        owners, held = np.searchsorted(self._offsets, members, side="right") - 1, self._pack_tokens()
-        return {
-            part.name: self._summary(members[owners == place], packs[owners == place], held)
-            for place, part in enumerate(self._parts)
-        }
+        held, described = self._pack_tokens(), {}
+        for part, start, end in zip(self._parts, self._offsets, self._offsets[1:], strict=False):
+            mine = (members >= start) & (members < end)
+            described[part.name] = self._summary(members[mine], packs[mine], held)
+        return described
 
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence of the first epoch."""
@@ -162,19 +165,20 @@ class BatchPlan:
         return packs.members, packs.numbers()
 
     def _pack_tokens(self) -> np.ndarray:
-        members, packs = self._first_epoch()
-        return np.bincount(packs, weights=self._lengths[members])
+        return self._packs(0).sums(self._lengths)
 
     def _summary(self, members: np.ndarray, packs: np.ndarray, held: np.ndarray) -> dict[str, Any]:
         """Numbers of some sequences; packs: the pack of each; held: tokens in each pack."""
-        used = np.unique(packs)
+        used = np.zeros(len(held), dtype=np.bool_)
+        used[packs] = True
+        count = int(used.sum())
         return {
             "rows": int(self._opens_row[members].sum()),
             **self._answers(members),
             "tokens": int(self._lengths[members].sum()),
             "trained_tokens": int(self._trained[members].sum()),
-            "packs": len(used),
-            "fill": round(float(held[used].sum()) / (len(used) * self._options.capacity), 4) if len(used) else 0.0,
+            "packs": count,
+            "fill": round(float(held[used].sum()) / (count * self._options.capacity), 4) if count else 0.0,
         }
 
     def _answers(self, members: np.ndarray) -> dict[str, int]:
@@ -214,10 +218,10 @@ class BatchPlan:
         return self._packs_of[1]
 
     def _arrange(self, epoch: int) -> Packs:
-        options = self._options
-        order = np.concatenate(
+        options, wide = self._options, number_type(int(self._offsets[-1]))
+        order = _joined(
             [
-                index.sequences(options.seed, epoch, place) + self._offsets[place]
+                (index.sequences(options.seed, epoch, place) + self._offsets[place]).astype(wide)
                 for place, index in enumerate(self._index)
             ]
         )
@@ -233,27 +237,40 @@ class BatchPlan:
         return packs.of(order)
 
 
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    """One after the other; a single one as it is."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
 class _RowIndex:
     """From the rows of a part to their sequences: a row that was split has several, always together."""
 
     def __init__(self, part: Part) -> None:
-        rows, first, counts = np.unique(part.store.rows, return_index=True, return_counts=True)
-        kept = np.isin(rows, part.rows, assume_unique=True)
-        self._first, self._counts, self._weight = first[kept], counts[kept], part.weight
+        firsts = part.store.firsts
+        self._first, self._counts = firsts, None  # a sequence each
+        if len(firsts) < len(part.store):
+            self._counts = np.diff(firsts, append=len(part.store)).astype(firsts.dtype)
+        if part.rows is not None:
+            self._first = firsts[part.rows]
+            self._counts = None if self._counts is None else self._counts[part.rows]
+        self._weight = part.weight
+
+    def __len__(self) -> int:
+        return len(self._first)
 
     def members(self) -> np.ndarray:
         """Indices of all sequences, each once."""
-        return self._of_rows(np.arange(len(self._first)))
+        return self._of_rows(np.arange(len(self)))
 
     def sequences(self, seed: int, epoch: int, place: int) -> np.ndarray:
         """Sequence indices of one epoch, before any shuffle."""
-        total = len(self._first)
+        total = len(self)
         whole, rest = int(self._weight), self._weight - int(self._weight)
-        chosen = [np.arange(total)] * whole
+        chosen = [np.arange(total, dtype=self._first.dtype)] * whole
         if rest:
             count = max(1, round(rest * total))
             chosen.append(np.sort(permutation(total, seed, epoch, "weight", place)[:count]))
-        return self._of_rows(np.concatenate(chosen))
+        return self._of_rows(_joined(chosen))
 
     def _of_rows(self, rows: np.ndarray) -> np.ndarray:
-        return ranges(self._first[rows], self._counts[rows])
+        return self._first[rows] if self._counts is None else ranges(self._first[rows], self._counts[rows])

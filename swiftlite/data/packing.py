@@ -13,12 +13,17 @@ from collections.abc import Iterator
 import numpy as np
 
 
+def number_type(count: int) -> type[np.integer]:
+    """The smaller type that holds the numbers of so many sequences: there are many arrays of them."""
+    return np.int32 if count <= np.iinfo(np.int32).max else np.int64
+
+
 class Packs:
-    """Packs of rows, in an order. members: int64 `[rows]`, the rows pack by pack; sizes: int64 `[packs]`."""
+    """Packs of rows, in an order. members: integers `[rows]`, the rows pack by pack; sizes: integers `[packs]`."""
 
     def __init__(self, members: np.ndarray, sizes: np.ndarray) -> None:
         self.members, self.sizes = members, sizes
-        self._starts = np.cumsum(sizes) - sizes
+        self._starts = (np.cumsum(sizes) - sizes).astype(members.dtype)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -32,7 +37,11 @@ class Packs:
 
     def numbers(self) -> np.ndarray:
         """The place of each member's pack."""
-        return np.repeat(np.arange(len(self)), self.sizes)
+        return np.repeat(np.arange(len(self), dtype=self.members.dtype), self.sizes)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Of `values[row]` over the rows of each pack, int64."""
+        return np.add.reduceat(values[self.members], self._starts, dtype=np.int64)
 
     def reordered(self, places: np.ndarray) -> Packs:
         """The packs of these places."""
@@ -52,8 +61,10 @@ class Packs:
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """`start, start + 1, ...`, count numbers of it, for each of them, one after the other."""
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(starts, counts) + within
+    shifts = (starts - (np.cumsum(counts) - counts)).astype(starts.dtype)
+    found = np.repeat(shifts, counts)
+    found += np.arange(len(found), dtype=found.dtype)
+    return found
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packs:
@@ -62,8 +73,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packs:
     lengths: int `[rows]`, each from 1 to capacity. Rows of equal length keep their order, so that a shuffle before
     it is a shuffle of the packs' content. (Johnson, 1974: at most 11/9 of the best possible number of packs.)
     """
-    order = np.argsort(-lengths, kind="stable")
-    chosen = array("q")  # the pack of each row of `order`
+    number = number_type(len(lengths))
+    order = np.argsort(-lengths, kind="stable").astype(number)
+    chosen = array("i" if number == np.int32 else "q")  # the pack of each row of `order`
     opened = 0
     by_room: dict[int, list[int]] = {}  # room -> packs with exactly that room
     rooms = 0  # bit r is set where by_room[r] is not empty
@@ -83,5 +95,6 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packs:
         if left:
             by_room.setdefault(left, []).append(pack)
             rooms |= 1 << left
-    numbers = np.frombuffer(chosen, dtype=np.int64) if chosen else np.empty(0, dtype=np.int64)
-    return Packs(order[np.argsort(numbers, kind="stable")], np.bincount(numbers, minlength=opened))
+    numbers = np.frombuffer(chosen, dtype=number) if chosen else np.empty(0, dtype=number)
+    sizes = np.bincount(numbers, minlength=opened).astype(number)
+    return Packs(order[np.argsort(numbers, kind="stable")], sizes)

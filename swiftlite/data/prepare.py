@@ -71,7 +71,6 @@ class Entry:
     store: SequenceStore
     meta: dict[str, Any]
     rejected: Path
-    rows: np.ndarray
 
 
 def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Progress | None = None) -> PreparedData:
@@ -146,7 +145,7 @@ def _prepare_stream(
         record=cache_root(config) / "streams" / f"{key}.jsonl",
     )
     order = (key, [source.spec.weight for source in sources], config.seed, config.shuffle, config.global_batch_size)
-    eval_parts = [_part(entry, entry.rows) for entry in held_out]
+    eval_parts = [_part(entry) for entry in held_out]
     return PreparedData(plan, _eval_plan(config, eval_parts), plan.audit, plan.rejected, _digest(order))
 
 
@@ -204,7 +203,7 @@ def _prepare_one(
         for row in Rejected([folder / REJECTED]):
             raise bad_row_error(row)
     store = SequenceStore(folder, [file.label for file in source.files])
-    return Entry(source, key, store, meta, folder / REJECTED, np.unique(store.rows))
+    return Entry(source, key, store, meta, folder / REJECTED)
 
 
 def token_options(config: RunConfig) -> TokenOptions:
@@ -227,14 +226,14 @@ def cache_root(config: RunConfig) -> Path:
 def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tuple[list[Part], list[Part]]:
     """(training parts, evaluation parts). `eval_fraction` holds out whole rows, so none is ever in both."""
     if not config.eval_fraction:
-        return [_part(entry, entry.rows) for entry in train], [_part(entry, entry.rows) for entry in held_out]
+        return [_part(entry) for entry in train], [_part(entry) for entry in held_out]
     parts, eval_parts = [], []
     for place, entry in enumerate(train):
-        order = permutation(len(entry.rows), config.seed, "eval", place)
+        order = permutation(len(entry.store.firsts), config.seed, "eval", place)
         count = min(len(order) - 1, max(1, round(config.eval_fraction * len(order))))
         if count:
-            eval_parts.append(Part(entry.source.spec.text, entry.store, np.sort(entry.rows[order[:count]])))
-        parts.append(_part(entry, np.sort(entry.rows[order[count:]])))
+            eval_parts.append(Part(entry.source.spec.text, entry.store, np.sort(order[:count])))
+        parts.append(_part(entry, np.sort(order[count:])))
     if not eval_parts:
         raise UserError(
             "too few rows to hold any out", where="--eval-fraction", fix="give --eval-dataset, or more rows"
@@ -242,7 +241,7 @@ def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tupl
     return parts, eval_parts
 
 
-def _part(entry: Entry, rows: np.ndarray) -> Part:
+def _part(entry: Entry, rows: np.ndarray | None = None) -> Part:
     return Part(entry.source.spec.text, entry.store, rows, entry.source.spec.weight)
 
 

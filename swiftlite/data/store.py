@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
+from swiftlite.data.packing import number_type
 from swiftlite.data.preference_tokens import Preference
 from swiftlite.data.tokenize import TokenBatch, flags_of
 from swiftlite.errors import UserError
@@ -43,6 +44,7 @@ PREFERENCE_SCHEMA = pa.schema(
     [*SCHEMA, ("prompt", pa.int32()), ("chosen", pa.int32()), ("desirable", pa.bool_()), ("margin", pa.float32())]
 )
 SEQUENCES, REJECTED, META = "sequences.arrow", "rejected.jsonl", "meta.json"
+BATCH_TOKENS = 1 << 18  # of a record batch: each takes some kilobytes of memory while it is read
 
 
 class SequenceWriter:
@@ -53,18 +55,30 @@ class SequenceWriter:
         self._schema = PREFERENCE_SCHEMA if preferences else SCHEMA
         self._writer = pa.ipc.new_file(str(folder / SEQUENCES), self._schema)
         self._rejected = (folder / REJECTED).open("w", encoding="utf-8")
+        self._waiting, self._tokens = TokenBatch(), 0
 
     def __enter__(self) -> SequenceWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._write()
         self._writer.close()
         self._rejected.close()
 
     def append(self, batch: TokenBatch) -> None:
-        """Write one record batch with the sequences, and the rejected rows as JSON lines."""
+        """Write the sequences, in record batches of many, and the rejected rows as JSON lines."""
         for row in batch.rejected:
             self._rejected.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        for column in ("ids", "runs", "rows", "preferences"):
+            getattr(self._waiting, column).extend(getattr(batch, column))
+        self._tokens += sum(map(len, batch.ids))
+        if self._tokens >= BATCH_TOKENS:
+            self._write()
+
+    def _write(self) -> None:
+        """Write what waits."""
+        batch, self._waiting, self._tokens = self._waiting, TokenBatch(), 0
         if not batch.ids:
             return
         numbers, files, lines = (np.asarray(column) for column in zip(*batch.rows, strict=True))
@@ -117,8 +131,9 @@ class _Columns:
 class SequenceStore:
     """Reads the sequences of one prepared data set by index, zero-copy.
 
-    lengths, trained: tokens and trained tokens of each sequence, int32; rows: the row each came from, int64;
-    preferences: column -> values, of the methods that compare answers, else None.
+    lengths, trained: tokens and trained tokens of each sequence, int32; firsts: the first sequence of each row that has
+    any, ascending (a row that was split has several, one after another); preferences: column -> values, of the methods
+    that compare answers, else None.
     """
 
     def __init__(self, folder: Path, labels: list[str]) -> None:
@@ -132,13 +147,21 @@ class SequenceStore:
         empty = np.empty(0, dtype=np.int32)
         self.lengths = np.concatenate([empty, *(np.diff(columns.id_offsets) for columns in self._columns)])
         self.trained = np.concatenate([empty, *(_numpy(batch.column("trained")) for batch in batches)])
-        self.rows = np.concatenate([empty.astype(np.int64), *(_numpy(batch.column("row")) for batch in batches)])
-
+        self.firsts = self._find_firsts(batches)
         self.preferences = None
         if "prompt" in reader.schema.names:
             names = [field.name for field in list(PREFERENCE_SCHEMA)[len(SCHEMA) :]]
             table = pa.Table.from_batches(batches, PREFERENCE_SCHEMA)
             self.preferences = {name: table.column(name).to_numpy() for name in names}
+
+    def _find_firsts(self, batches: list[pa.RecordBatch]) -> np.ndarray:
+        found, before = [np.empty(0, dtype=number_type(len(self)))], -1
+        for start, batch in zip(self._starts, batches, strict=False):
+            rows = _numpy(batch.column("row"))
+            opens = np.diff(rows, prepend=before) != 0
+            found.append((np.flatnonzero(opens) + start).astype(found[0].dtype))
+            before = rows[-1]
+        return np.concatenate(found)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
