@@ -16,7 +16,7 @@ from swiftlite.data.order import Sequence
 from swiftlite.models.toys import toy_judged, toy_pairs
 from swiftlite.training import divide, lanes, share
 from swiftlite.training.balance import spread
-from swiftlite.training.lanes import Lanes, count_lanes
+from swiftlite.training.lanes import Lanes, count_lanes, cut_tokens
 from swiftlite.training.share import balance
 
 TOKENS = 64
@@ -45,8 +45,7 @@ def train(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch, several_thre
             return chosen[-1]
 
         monkeypatch.setattr(divide, "count_lanes", count)
-        for module in (lanes, share):
-            monkeypatch.setattr(module, "LANE_TOKENS", TOKENS)
+        monkeypatch.setattr(lanes, "LANE_TOKENS", TOKENS)
         values = settings(tmp_path, tiny_model(family), data, output_dir=str(tmp_path / out), micro_batch_size=4)
         train_alone(resolve_config(method, **(values | more)))
         return chosen[0], metrics(tmp_path / out)
@@ -138,22 +137,23 @@ def test_gradients_meet_in_the_module_and_weights_are_one(several_threads):
 
 
 @pytest.mark.parametrize(
-    ("change", "count"),
+    ("change", "tokens", "count"),
     [
-        ({}, 3),
-        ({"micro_batch_size": 2, "max_length": 512}, 2),
-        ({"micro_batch_size": 1, "max_length": 512}, 1),
-        ({"compile": True}, 1),
-        ({"tuner": "lora", "lora_dropout": 0.1}, 1),
-        ({"trained": 10**9}, 1),
-        ({"trained": 40 * 2**20}, 2),
-        ({"world": 2}, 1),
-        ({"device": "cuda"}, 1),
-        ({"dropout": 0.1}, 1),
-        ({"routed": True}, 1),
+        ({}, 512, 3),
+        ({"micro_batch_size": 2, "max_length": 512}, 512, 2),
+        ({"micro_batch_size": 1, "max_length": 512}, 512, 1),
+        ({"micro_batch_size": 1, "max_length": 300}, 300, 1),
+        ({"trained": 10**9}, 512, 1),
+        ({"trained": 40 * 2**20}, 512, 2),
+        ({"compile": True}, None, 3),
+        ({"tuner": "lora", "lora_dropout": 0.1}, None, 3),
+        ({"world": 2}, None, 3),
+        ({"device": "cuda"}, None, 3),
+        ({"dropout": 0.1}, None, 3),
+        ({"routed": True}, None, 3),
     ],
 )
-def test_how_many_lanes_there_are(several_threads, change, count):
+def test_how_steps_are_cut_and_how_many_lanes_there_are(several_threads, change, tokens, count):
     values = {
         "micro_batch_size": 4,
         "max_length": 1024,
@@ -168,7 +168,8 @@ def test_how_many_lanes_there_are(several_threads, change, count):
     facts = {"attention_dropout": change.get("dropout", 0.0), "output_router_logits": change.get("routed", False)}
     text = SimpleNamespace(to_dict=lambda: facts)
     base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
-    assert count_lanes(config, mesh, base, change.get("trained", 1000)) == count
+    assert cut_tokens(config, mesh, base) == tokens
+    assert count_lanes(config, change.get("trained", 1000)) == count
 
 
 def documents(*lengths):

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from swiftlite.errors import UserError
+from swiftlite.models.attention_cpu import attend_by_document
 
 NAME = "swiftlite_documents"
 
@@ -139,10 +140,13 @@ def _by_document(
     softcap: float | None,
 ) -> torch.Tensor:
     """Attention of the last tokens of each document (of all, or of none) to those up to them."""
+    queries, keys = torch.diff(query_borders).tolist(), torch.diff(key_borders).tolist()
+    usual = not dropout and window is None and softcap is None and sinks is None and queries == keys
+    if usual and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+        return attend_by_document(query, key, value, queries, scaling)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    queries, keys = torch.diff(query_borders).tolist(), torch.diff(key_borders).tolist()
     pieces = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
     pieces = [piece for piece, count in zip(pieces, queries, strict=True) if count]
     if softcap is None and sinks is None:

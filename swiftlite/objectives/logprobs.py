@@ -219,10 +219,12 @@ class _SummedLogProbs(torch.autograd.Function):
         ones = torch.ones_like(logprobs)
         for part in options.parts(hidden.shape[0]):
             logits = head.logits(part)
-            everywhere = logits.log_softmax(-1)
-            logprobs[part] = everywhere.gather(-1, targets[part, None])[:, 0]
+            slope = head.slope(logits)
+            logits = logits.log_softmax(-1)
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0]
             if any(ctx.needs_input_grad):
-                head.take_gradients(part, everywhere, head.slope(logits), targets[part], 1.0, ones[part])
+                head.take_gradients(part, logits, slope, targets[part], 1.0, ones[part])
+            del logits, slope  # before the next chunk's, and before the gradients are laid out
         ctx.gradients = head.gradients()
         return logprobs
 

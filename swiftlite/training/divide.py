@@ -33,7 +33,7 @@ from swiftlite.parallel.pipeline import Pipeline, Stage, cut_model
 from swiftlite.parallel.stages import choose_schedule, plan_stages
 from swiftlite.parallel.tensor import apply_tensor_parallel
 from swiftlite.training.flops import FlopCounter
-from swiftlite.training.lanes import count_lanes
+from swiftlite.training.lanes import count_lanes, cut_tokens
 from swiftlite.training.pipeline_step import PipelineStep, StageScorer
 from swiftlite.training.share import Sharing
 from swiftlite.training.step import DirectStep, StepRunner
@@ -89,12 +89,14 @@ def divide(
     Raises UserError where the architecture cannot be cut.
     """
     layout = mesh.layout
-    lanes = count_lanes(config, mesh, base, count_parameters(model)[0])
+    tokens = cut_tokens(config, mesh, base)
+    lanes = 1 if tokens is None else count_lanes(config, count_parameters(model)[0])
     share = Sharing(
         mesh,
         config.micro_batch_size,
         FlopCounter(base),
         lanes,
+        tokens,
         in_pieces=not config.optimizer_in_backward,
         multiple=_row_multiple(config, mesh, base, precision),
     )
@@ -108,6 +110,7 @@ def divide(
             config.seed,
             sync_every_microbatch=config.sync_every_microbatch,
             lanes=lanes,
+            rematerialize=mesh.device.type == "cpu" and not config.compile,
         )
     else:
         parts, pipeline = _cut_to_stages(model, base, mesh, config)

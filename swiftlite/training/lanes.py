@@ -25,22 +25,28 @@ if TYPE_CHECKING:
     from swiftlite.parallel.mesh import Mesh
 
 Result = TypeVar("Result")
-LANE_TOKENS = 512  # of a micro-batch: what a core's caches like, and two of them take no more memory than one of 1,024
+LANE_TOKENS = 512  # of a micro-batch, about: at most what a core's caches like
 LOPSIDED = 1.1  # the busiest lane to the mean of all: from there on, waiting for it costs more than lanes gain
 GRADIENT_BYTES = 256 << 20  # of all lanes but the first
 
 
-def count_lanes(config: RunConfig, mesh: Mesh, base: PreTrainedModel, trained: int) -> int:
-    """How many lanes a run has. trained: its trained parameters.
+def cut_tokens(config: RunConfig, mesh: Mesh, base: PreTrainedModel) -> int | None:
+    """Tokens of a micro-batch, about, where a step may be cut into any; None where documents stay in their packs.
 
-    Only one where several processes share the work already, where random numbers are drawn on the way (threads have one
-    generator), where a loss is a mean per micro-batch, where a gradient is used at once, and where the gradients would
-    take too much memory. All lanes together hold no more tokens than `--micro-batch-size` allows.
+    They stay where several processes share the work, where random numbers are drawn on the way (threads have one
+    generator), where a loss is a mean per micro-batch, and where a gradient is used at once.
     """
     random = has_dropout(base) or (config.tuner == "lora" and config.lora_dropout)
     alone = config.compile or config.optimizer_in_backward
     if mesh.device.type != "cpu" or mesh.layout.world > 1 or alone or random or balances_router(base):
-        return 1
+        return None
+    return min(LANE_TOKENS, config.micro_batch_size * config.max_length)
+
+
+def count_lanes(config: RunConfig, trained: int) -> int:
+    """How many lanes a run has whose steps may be cut. trained: its trained parameters, of which each lane has
+    gradients. All lanes together hold no more tokens than `--micro-batch-size` allows.
+    """
     by_memory = 1 + GRADIENT_BYTES // (4 * max(1, trained))
     by_tokens = config.micro_batch_size * config.max_length // LANE_TOKENS
     return max(1, min(torch.get_num_threads(), by_memory, by_tokens))

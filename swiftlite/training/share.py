@@ -15,7 +15,6 @@ from swiftlite.data.order import Pack, Sequence
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.balance import spread
 from swiftlite.training.flops import FlopCounter
-from swiftlite.training.lanes import LANE_TOKENS
 
 # A CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split of a step
 # into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
@@ -45,13 +44,15 @@ class StepShare:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a run divides its steps. lanes: micro-batches that this process trains at a time; in_pieces: whether it may
-    run a micro-batch in several forward passes; multiple: of which rows get a length by padding, for fast products."""
+    """How a run divides its steps. lanes: micro-batches that this process trains at a time; cut_tokens: of one, about,
+    where documents may leave their packs; in_pieces: whether a micro-batch of several packs may be run in several
+    forward passes; multiple: of which rows get a length by padding, for fast products."""
 
     mesh: Mesh
     micro_batch_size: int
     flops: FlopCounter
     lanes: int = 1
+    cut_tokens: int | None = None
     in_pieces: bool = True
     multiple: int = 1
 
@@ -64,8 +65,8 @@ class Sharing:
 
     def _share(self, packs: list[Pack]) -> StepShare:
         layout, size = self.mesh.layout, self.micro_batch_size
-        if self.lanes > 1:
-            return share_step(balance(packs, LANE_TOKENS, self.lanes, self._cost), 0, 1, 1, None, self._cost)
+        if self.cut_tokens is not None:
+            return share_step(balance(packs, self.cut_tokens, self.lanes, self._cost), 0, 1, 1, None, self._cost)
         if layout.pp > 1:  # a short last step still has work for all stages
             size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
         limit = CPU_FORWARD_TOKENS if self.mesh.device.type == "cpu" and self.in_pieces else None

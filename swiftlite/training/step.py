@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from swiftlite.data.batches import MicroBatch
+from swiftlite.models.rematerialize import rematerialized
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import slice_for_context
 from swiftlite.parallel.data import reduce_at_last_micro_batch, reshard
@@ -62,11 +64,14 @@ class DirectStep:
         *,
         sync_every_microbatch: bool = False,
         lanes: int = 1,
+        rematerialize: bool = False,
     ) -> None:
-        """lanes: micro-batches that are trained at a time, each in a thread."""
+        """lanes: micro-batches that are trained at a time, each in a thread; rematerialize: make cheap results again in
+        the backward pass instead of keeping them."""
         self._scorer, self._precision, self._mesh, self._seed = scorer, precision, mesh, seed
         self._sync_always = sync_every_microbatch
         self._lanes = Lanes(scorer, lanes)
+        self._forward = rematerialized if rematerialize else nullcontext
 
     def train(
         self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
@@ -92,7 +97,8 @@ class DirectStep:
         """(what is reported of a micro-batch, its share of the router loss, its tokens with padding)."""
         mine, router = self._mine(batch), None
         with self._precision.compute(self._mesh.device):
-            scores = scorer(mine)
+            with self._forward():
+                scores = scorer(mine)
             loss, sums = step_loss(scores.logprobs, mine)
         values = reported(loss, sums, mine, step_loss)
         if scores.router_loss is not None:  # a mean per micro-batch, not per token
