@@ -32,6 +32,7 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Stage, cut_model
 from swiftlite.parallel.stages import choose_schedule, plan_stages
 from swiftlite.parallel.tensor import apply_tensor_parallel
+from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.lanes import count_lanes, cut_tokens
 from swiftlite.training.pipeline_step import PipelineStep, StageScorer
@@ -90,7 +91,8 @@ def divide(
     """
     layout = mesh.layout
     tokens = cut_tokens(config, mesh, base)
-    lanes = 1 if tokens is None else count_lanes(config, count_parameters(model)[0])
+    kept = activation_bytes_per_token(base.config, precision.dtype, "selective")  # about what is left on a CPU
+    lanes = 1 if tokens is None else count_lanes(config, count_parameters(model)[0], kept)
     share = Sharing(
         mesh,
         config.micro_batch_size,
