@@ -40,10 +40,11 @@ from swiftlite.parallel.stages import (
     plan_stages,
 )
 from swiftlite.parallel.tensor import apply_tensor_parallel
+from swiftlite.planning.communication import PIPELINE_ROUND
 from swiftlite.training.divide import Part
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.optimizer import clip_gradients
-from swiftlite.training.pipeline_step import ROUND_TO, PipelineStep, StageScorer, Work, pad_micro_batch
+from swiftlite.training.pipeline_step import PipelineStep, StageScorer, Work, pad_micro_batch
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import DirectStep
 
@@ -224,7 +225,7 @@ def compare(case: Case, results: list[dict[str, Any]], reference: dict[str, Any]
         assert result["norm"] == pytest.approx(reference["norm"], rel=1e-4), case
         assert result["eval"] == pytest.approx(reference["eval"], rel=1e-5), case
         for padded, tokens in zip(result["padded"], reference["padded"], strict=True):
-            assert padded >= tokens and padded % ROUND_TO == 0  # of all data ranks and slices
+            assert padded >= tokens and padded % PIPELINE_ROUND == 0  # of all data ranks and slices
         micro = [losses[result["data_rank"] :: layout.data_ranks] for losses in reference["micro"]]
         for mine, theirs in zip(result["micro"], micro, strict=True):
             if layout.cp == 1:  # of a divided row each rank has a part of the loss

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 REDUCED = 4  # bytes of a gradient on its way: always fp32
 NORMALIZER = 4  # of a token's largest logit, its logit and its sum: always fp32
-PIPELINE_ROUND = 64  # tokens of a micro-batch in a pipeline are padded to a multiple of it
+# Tokens of a micro-batch in a pipeline are padded to a multiple: few shapes, so that a schedule is seldom built again.
+PIPELINE_ROUND = 64
 
 
 @dataclass(frozen=True)

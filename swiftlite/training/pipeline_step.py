@@ -30,13 +30,13 @@ from swiftlite.parallel.context import Context, slice_for_context
 from swiftlite.parallel.data import reshard
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Routing, Stage
+from swiftlite.planning.communication import PIPELINE_ROUND
 from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import StepOutcome, derive_seed, whole_outcome
 
 # On an error, which is told by us, it prints the whole schedule.
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
-ROUND_TO = 64  # tokens of a micro-batch: few shapes, so that a schedule is seldom built again
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class PipelineStep:
     def _in_one_shape(self, batches: Sequence[MicroBatch], number: int) -> list[MicroBatch]:
         """`number` micro-batches of equally many tokens, on the device; those that were missing are all padding."""
         tokens = max(batch.input_ids.shape[1] for batch in batches)
-        tokens = math.ceil(tokens / ROUND_TO) * ROUND_TO
+        tokens = math.ceil(tokens / PIPELINE_ROUND) * PIPELINE_ROUND
         longest = max(batch.max_document for batch in batches)
         full = [*batches, *[empty_micro_batch()] * (number - len(batches))]
         return [self._place(pad_micro_batch(batch, tokens, longest)) for batch in full]
