@@ -34,7 +34,8 @@ ACTIVATION_BYTES = 256 << 20
 
 
 def cut_tokens(config: RunConfig, mesh: Mesh, base: PreTrainedModel) -> int | None:
-    """Tokens of a micro-batch, about, where a step may be cut into any; None where documents stay in their packs.
+    """Tokens of a micro-batch, about, where a step is cut into smaller ones than `--micro-batch-size` allows, whatever
+    pack a document is in; None where documents stay in their packs.
 
     They stay where several processes share the work, where random numbers are drawn on the way (threads have one
     generator), where a loss is a mean per micro-batch, and where a gradient is used at once.
@@ -43,7 +44,7 @@ def cut_tokens(config: RunConfig, mesh: Mesh, base: PreTrainedModel) -> int | No
     alone = config.compile or config.optimizer_in_backward
     if mesh.device.type != "cpu" or mesh.layout.world > 1 or alone or random or balances_router(base):
         return None
-    return min(LANE_TOKENS, config.micro_batch_size * config.max_length)
+    return LANE_TOKENS if config.micro_batch_size * config.max_length > LANE_TOKENS else None
 
 
 def count_lanes(config: RunConfig, trained: int, kept_per_token: int) -> int:
