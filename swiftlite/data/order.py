@@ -221,7 +221,7 @@ class BatchPlan:
         options, wide = self._options, number_type(int(self._offsets[-1]))
         order = _joined(
             [
-                (index.sequences(options.seed, epoch, place) + self._offsets[place]).astype(wide)
+                index.sequences(options.seed, epoch, place) + wide(self._offsets[place])
                 for place, index in enumerate(self._index)
             ]
         )

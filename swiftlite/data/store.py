@@ -61,10 +61,9 @@ class SequenceWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._write()
-        self._writer.close()
-        self._rejected.close()
+        with self._rejected, self._writer:  # both are closed where the disk is full, too
+            if kind is None:
+                self._write()
 
     def append(self, batch: TokenBatch) -> None:
         """Write the sequences, in record batches of many, and the rejected rows as JSON lines."""

@@ -6,7 +6,8 @@ registered with transformers' attention interface:
 
 - CUDA, fp16 and bf16: `torch.nn.attention.varlen.varlen_attn`
   (https://docs.pytorch.org/docs/stable/nn.attention.varlen.html);
-- everywhere else: scaled dot product attention, document by document, which on a CPU also is the fastest;
+- everywhere else: scaled dot product attention, document by document, which on a CPU also is the fastest, and there is
+  one node of autograd's graph (`swiftlite/models/attention_cpu.py`);
 - logit soft-capping and attention sinks, which neither of them has: the same arithmetic written out.
 """
 

@@ -92,7 +92,7 @@ def divide(
     layout = mesh.layout
     tokens = cut_tokens(config, mesh, base)
     kept = activation_bytes_per_token(base.config, precision.dtype, "selective")  # about what is left on a CPU
-    lanes = 1 if tokens is None else count_lanes(config, count_parameters(model)[0], kept)
+    lanes = count_lanes(config, tokens, count_parameters(model)[0], kept)
     share = Sharing(
         mesh,
         config.micro_batch_size,

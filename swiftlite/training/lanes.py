@@ -29,7 +29,7 @@ LANE_TOKENS = 512  # of a micro-batch, about: at most what a core's caches like
 LOPSIDED = 1.1  # the busiest lane to the mean of all: from there on, waiting for it costs more than lanes gain
 GRADIENT_BYTES = 256 << 20  # of all lanes but the first
 # That a lane keeps for the backward pass: where it is more, operations are large enough to be divided among threads. A
-# second lane gained a tenth for a third more memory on LoRA of a model of 135 M parameters.
+# second lane gained about a tenth for two fifths more memory on LoRA of a model of 135 M parameters.
 ACTIVATION_BYTES = 256 << 20
 
 
@@ -47,16 +47,17 @@ def cut_tokens(config: RunConfig, mesh: Mesh, base: PreTrainedModel) -> int | No
     return LANE_TOKENS if config.micro_batch_size * config.max_length > LANE_TOKENS else None
 
 
-def count_lanes(config: RunConfig, trained: int, kept_per_token: int) -> int:
-    """How many lanes a run has whose steps may be cut. trained: its trained parameters, of which each lane has
-    gradients; kept_per_token: bytes for the backward pass. All lanes together hold no more tokens than
-    `--micro-batch-size` allows.
+def count_lanes(config: RunConfig, tokens: int | None, trained: int, kept_per_token: int) -> int:
+    """How many lanes a run has.
+
+    tokens: of `cut_tokens`, without which there is one; trained: parameters, of which each lane has gradients;
+    kept_per_token: bytes for the backward pass. Together they hold no more tokens than `--micro-batch-size` allows.
     """
-    if kept_per_token * LANE_TOKENS > ACTIVATION_BYTES:
+    if tokens is None or kept_per_token * tokens > ACTIVATION_BYTES:
         return 1
     by_memory = 1 + GRADIENT_BYTES // (4 * max(1, trained))
-    by_tokens = config.micro_batch_size * config.max_length // LANE_TOKENS
-    return max(1, min(torch.get_num_threads(), by_memory, by_tokens))
+    by_tokens = config.micro_batch_size * config.max_length // tokens
+    return min(torch.get_num_threads(), by_memory, by_tokens)
 
 
 class Lanes:
