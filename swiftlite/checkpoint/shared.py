@@ -39,16 +39,18 @@ def write_together(
     """
     with ExitStack() as stack:
         folder = partial_folder(final)
-        stack.enter_context(disk_errors(final, GO_ON))
 
         def begin() -> None:
             stack.enter_context(atomic_folder(final, manifest=manifest))
             create(folder)
 
+        def do(work: Callable[[], None]) -> Callable[[], None]:
+            return disk_errors(final, GO_ON)(work)  # here, so that the others are told of a full disk by that name
+
         leads = mesh.rank == 0
-        in_turn(mesh, begin if leads else nothing)
-        in_turn(mesh, lambda: write(folder))
-        in_turn(mesh, stack.pop_all().close if leads else nothing)
+        in_turn(mesh, do(begin) if leads else nothing)
+        in_turn(mesh, do(lambda: write(folder)))
+        in_turn(mesh, do(stack.pop_all().close) if leads else nothing)
 
 
 def nothing() -> None:
