@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.imports import _remembered
+from swiftlite.quick_imports import _remembered
 
 ASK = """
 import sys
@@ -93,7 +93,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(models: Path, monkeypatc
 
 def test_transformers_itself_finds_the_same(tmp_path: Path) -> None:
     """Plainly, when it is looked for and kept, and when it is remembered."""
-    quick = "from swiftlite.imports import quick_imports\nwith quick_imports():\n    import transformers\n"
+    quick = "from swiftlite.quick_imports import quick_imports\nwith quick_imports():\n    import transformers\n"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONHASHSEED": "0"}
     said = [
         subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
@@ -101,3 +101,108 @@ def test_transformers_itself_finds_the_same(tmp_path: Path) -> None:
     ]
     assert len({process.stdout for process in said}) == 1
     assert len(list(tmp_path.rglob("imports/*"))) == 1
+
+
+def run(program: str, *arguments: str) -> str:
+    """What a fresh process prints."""
+    quick = "from swiftlite.quick_imports import quick_imports\nwith quick_imports():\n    import torch\n"
+    done = subprocess.run(
+        [sys.executable, "-c", quick + program, *arguments], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TRAIN = """
+import sys
+from swiftlite.__main__ import main
+sys.argv = ["swiftlite", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+heavy = ("sympy", "torch._dynamo.symbolic_convert", "torch._inductor", "torch.distributed.tensor._api")
+print("imported:", *(name for name in heavy if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--tuner", "lora"), ("--activation-checkpointing", "full")])
+def test_one_process_imports_no_compiler_and_nothing_that_divides(
+    flags: tuple[str, ...], tmp_path: Path, tiny_model, write_rows, chat_rows
+) -> None:
+    said = run(
+        TRAIN, "sft", "--model", str(tiny_model("llama")), "--dataset", str(write_rows("rows.jsonl", chat_rows)),
+        "--output-dir", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache"), "--max-steps", "2", *flags,
+    )  # fmt: skip
+    assert said.rstrip().endswith("imported:")
+
+
+MARKED = """
+import torch._dynamo
+
+marked = []
+
+@torch._dynamo.allow_in_graph
+def in_graph(x):
+    print("must not be traced")
+    return x + 1
+
+@torch.compiler.disable
+def apart(x):
+    marked.append(torch.compiler.is_compiling())
+    return x + 1
+
+def count_graphs(graph, inputs):
+    marked.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+    return graph.forward
+
+def both(x):
+    return in_graph(apart(x) * 2)
+
+before = both(torch.ones(1)).item(), type(torch._dynamo).__name__
+after = torch.compile(both, backend=count_graphs)(torch.ones(1)).item(), type(torch._dynamo).__name__
+print(before, after, [each if isinstance(each, bool) else in_graph in each for each in marked])
+"""
+
+
+def test_marks_made_before_the_compiler_is_there_are_handed_on() -> None:
+    said = run(MARKED)
+    assert "(5.0, '_Postponed') (5.0, 'module') [False, False, True]" in said
+
+
+SUBMODULE = """
+import sys
+{}
+import torch._dynamo.utils, torch._inductor.utils
+assert torch._dynamo.utils is sys.modules["torch._dynamo.utils"]
+assert torch._dynamo.utils.counters is sys.modules["torch._dynamo.convert_frame"].counters  # imported once
+assert torch._dynamo.utils.__spec__.loader.name == "torch._dynamo.utils"
+assert type(torch._dynamo).__name__ == "module"
+print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["import torch._dynamo.utils", "from torch._inductor.utils import IndentedBuffer", "torch._dynamo.reset()"],
+)
+def test_a_module_of_a_postponed_package_is_imported_after_it(first: str) -> None:
+    assert run(SUBMODULE.format(first)) == "2.0\n"
+
+
+TENSOR = """
+from torch import nn
+from swiftlite.dtensors import is_dtensor, is_fsdp_module, local
+plain = torch.ones(2)
+print(is_dtensor(plain), is_fsdp_module(nn.Linear(1, 1)), local(plain) is plain)
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+module = fully_shard(nn.Linear(1, 1))
+print(is_dtensor(module.weight), is_fsdp_module(module), type(local(module.weight)) is torch.Tensor, is_dtensor(plain))
+"""
+
+
+def test_what_is_divided_is_known_once_something_is() -> None:
+    assert run(TENSOR) == "False False True\nTrue True True False\n"

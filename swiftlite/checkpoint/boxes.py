@@ -7,12 +7,14 @@ of the file, saving puts the same overlap into it. No tensor is ever gathered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from swiftlite.parallel.mesh import is_sharding
+from swiftlite.dtensors import is_dtensor, is_sharding
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def whole(shape: torch.Size | tuple[int, ...]) -> Box:
 
 def holdings(tensor: torch.Tensor) -> list[Holding]:
     """What this process holds of a tensor: all of a plain one, its shard of a DTensor (nothing where that is empty)."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return [Holding(whole(tensor.shape), tensor.detach())]
     local = tensor.detach().to_local()
     return [Holding(local_box(tensor), local)] if local.numel() or not local.ndim else []
@@ -63,6 +65,8 @@ def local_box(tensor: DTensor) -> Box:
     A mesh dimension divides what the ones before it leave, by the rule of `torch.chunk`. FSDP on top of tensor
     parallelism marks its own division `_StridedShard`: it comes last although its mesh dimension stands first.
     """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     start, shape = [0] * tensor.ndim, list(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     marked = list(enumerate(tensor.placements))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.names import check_name
 from swiftlite.errors import SwiftliteError, UserError
-from swiftlite.imports import quick_imports
+from swiftlite.quick_imports import quick_imports
 from swiftlite.untrusted import read_json_file
 
 if TYPE_CHECKING:
@@ -127,10 +127,18 @@ def build_model(
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Each parameter loses its memory the moment a module registers it, before anything is written to it."""
+    """Each parameter loses its memory the moment a module registers it, before anything is written to it. Nothing is
+    drawn for it either: on `meta` that is done in Python, by code that imports sympy (0.3 s)."""
+    import torch
     from torch import nn
+    from torch.utils._python_dispatch import TorchDispatchMode
 
+    drawing = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
     register = nn.Module.register_parameter
+
+    class DrawNothing(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if operator in drawing and args[0].is_meta else operator(*args, **(kwargs or {}))
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
@@ -139,7 +147,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta
     try:
-        yield
+        with DrawNothing():
+            yield
     finally:
         nn.Module.register_parameter = register
 

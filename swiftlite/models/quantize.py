@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from swiftlite.dtensors import is_dtensor, local
 from swiftlite.errors import UserError
 
 BLOCK = 64  # numbers that share a scale, as in the paper
@@ -48,8 +48,10 @@ class Linear4bit(nn.Linear):
     def unpacked_like(self) -> torch.Tensor:
         """Memory for the values of the rows that this process has, in place of the codes: fp32, as `pack` wants it."""
         weight, shape = self.weight, (self.out_features, self.in_features)
-        if not isinstance(weight, DTensor):
+        if not is_dtensor(weight):
             return torch.empty(shape, device=weight.device)
+        from torch.distributed.tensor import DTensor
+
         rows = weight.to_local()
         values = torch.empty(len(rows), self.in_features, device=rows.device)
         mesh, placements = weight.device_mesh, weight.placements
@@ -60,16 +62,12 @@ class Linear4bit(nn.Linear):
     @torch.no_grad()
     def pack(self, values: torch.Tensor) -> None:
         """Quantize the rows that this process has. values: as `unpacked_like` makes it."""
-        weight, scales, values = map(_here, (self.weight, self.scales, values))
+        weight, scales, values = map(local, (self.weight, self.scales, values))
         if not len(values):
             return
         codes, largest = torch.ops.bitsandbytes.quantize_4bit(values.to(weight.device), BLOCK, KIND, torch.uint8)
         weight.copy_(codes.view(len(values), -1).view(weight.dtype))
         scales.copy_(largest.view(len(values), -1))
-
-
-def _here(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Product(torch.autograd.Function):

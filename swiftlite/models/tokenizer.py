@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.names import check_name
 from swiftlite.errors import UserError
-from swiftlite.imports import quick_imports
 from swiftlite.models.load import check_model_path, hub_errors
+from swiftlite.quick_imports import quick_imports
 from swiftlite.untrusted import existing
 
 if TYPE_CHECKING:

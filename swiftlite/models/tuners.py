@@ -17,6 +17,7 @@ from torch import nn
 
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD, Anatomy, head_of
+from swiftlite.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +81,8 @@ def _freeze(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -> nn.Module:
-    import peft
+    with quick_imports():
+        import peft
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns of choices that are made for it below

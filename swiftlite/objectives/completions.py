@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from swiftlite.dtensors import local
 
 
 def completion_sums(logprobs: torch.Tensor, owner: torch.Tensor, count: int) -> torch.Tensor:
@@ -27,7 +28,6 @@ def answer_scores(hidden: torch.Tensor, weight: torch.Tensor, last: torch.Tensor
     hidden: `[T, hidden]`; weight: `[1, hidden]`, or a DTensor that is whole on each rank; last: int64 `[answers]`, the
     place of the token in `hidden`; one beyond it is another rank's, and the score here is 0. Returns `[answers]`.
     """
-    weight = weight.to_local() if isinstance(weight, DTensor) else weight
     here = (last >= 0) & (last < len(hidden))
     states = hidden[last.clamp(0, len(hidden) - 1)]
-    return (states.float() * weight.float()).sum(-1) * here
+    return (states.float() * local(weight).float()).sum(-1) * here

@@ -13,12 +13,16 @@ pass, once for all chunks (arXiv 1909.08053, section 3).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 
+from swiftlite.dtensors import is_dtensor
 from swiftlite.models.products import ProductSum, product
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # fp32 logits of one chunk; a GPU needs larger ones to stay busy
 CPU_CHUNK_TOKENS = 256  # enough for matrix products at full speed; the logits of a small vocabulary stay in the caches
@@ -67,7 +71,7 @@ def token_logprobs(
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     share = None
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
         share = _share_of(weight)
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()
     chunk = chunk or chunk_tokens(weight.shape[0], hidden.device)
@@ -79,7 +83,8 @@ def token_logprobs(
 
 def _share_of(weight: DTensor) -> _Share:
     mesh = weight.device_mesh
-    assert weight.placements == (Shard(0),), f"a head placed {weight.placements}"
+    [placement] = weight.placements
+    assert placement.is_shard(0), f"a head placed {placement}"
     rows = -(-weight.shape[0] // mesh.size())  # by the rule of torch.chunk, as Shard divides
     return _Share(mesh.get_local_rank() * rows, mesh.get_group())
 

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from swiftlite.dtensors import is_fsdp_module
 from swiftlite.parallel.experts import experts_of, hand_out_copies
 from swiftlite.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class DataParallel:
 
     def unit(self, device: torch.device) -> dict[str, Any]:
         """The options of `fully_shard` for a layer."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
         pinned = device.type == "cuda"
         return {
             "reshard_after_forward": self.sharding == "full" and self.resharding,
@@ -57,6 +62,8 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
     """
     if mesh.size("dp_replicate") * mesh.size("fsdp") == 1 and not options.offload:
         return
+    from torch.distributed.fsdp import fully_shard
+
     shared = mesh.stored["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh.stored["fsdp"]
     of_layers = [_units(layer, options.min_params) for layer in layers]
     units = [unit for of_layer in of_layers for unit in of_layer]
@@ -75,7 +82,7 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
 
 def _units(layer: nn.Module, min_params: int) -> list[nn.Module]:
     """The layer and then what is a unit inside it, but for what is too small and what expert parallelism has taken."""
-    inner = [experts for experts in experts_of(layer) if not isinstance(experts, FSDPModule)]
+    inner = [experts for experts in experts_of(layer) if not is_fsdp_module(experts)]
     return [unit for unit in (layer, *inner) if _parameters(unit) >= max(1, min_params)]
 
 
@@ -85,6 +92,8 @@ def _parameters(layer: nn.Module) -> int:
 
 def _policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """dtype: to compute in; fp32 leaves weights as they are."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     cast = None if dtype == torch.float32 else dtype
     return MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -105,7 +114,7 @@ def reduce_at_last_micro_batch(root: nn.Module, is_last: bool, sharding: str) ->
     What lies whole on each rank between forward and backward stays whole until the last micro-batch, instead of being
     gathered again for the next: the peak, with all of it and the unsharded gradients, is the same.
     """
-    if isinstance(root, FSDPModule):
+    if is_fsdp_module(root):
         root.set_requires_gradient_sync(is_last)
         root.set_is_last_backward(is_last)
         root.set_reshard_after_backward(is_last, recurse=sharding != "full")
@@ -114,5 +123,5 @@ def reduce_at_last_micro_batch(root: nn.Module, is_last: bool, sharding: str) ->
 def reshard(root: nn.Module) -> None:
     """Give whole weights back after forward passes without a backward, which would have done it."""
     for module in root.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.reshard()

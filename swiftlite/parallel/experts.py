@@ -21,14 +21,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
+from swiftlite.dtensors import is_fsdp_module, local
 from swiftlite.errors import UserError
 from swiftlite.parallel.exchange import exchange
-from swiftlite.parallel.mesh import device_mesh, local
+from swiftlite.parallel.mesh import device_mesh
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from transformers import PreTrainedModel
 
     from swiftlite.config.layout import Layout
@@ -109,6 +109,7 @@ def apply_expert_parallel(base: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Mo
     Each parameter `[experts, ...]` of the experts becomes a DTensor, `Shard(0)` on `ep`: rank r of the group holds
     experts `r * experts / ep` and on. Works on `meta`. Returns the modules of experts, for `shard_experts`.
     """
+    from torch.distributed.tensor import DTensor, Shard
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     found = [experts for _, experts in find_experts(base)]
@@ -145,6 +146,9 @@ def shard_experts(
 
     Where a rank holds fewer experts than there are ranks to share them, each expert is cut instead of dealt out.
     """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
     copies = mesh["dp_replicate", "efsdp"] if mesh["dp_replicate"].size() > 1 else mesh["efsdp"]
     ranks, groups = mesh["efsdp"].size(), mesh["ep"].size()
     for experts in modules:
@@ -159,7 +163,7 @@ def shard_experts(
             offload_policy=offload_policy,
             shard_placement_fn=lambda _, cut=cut: Shard(1 if cut else 0),
         )
-        assert isinstance(unit, FSDPModule)
+        assert is_fsdp_module(unit)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 

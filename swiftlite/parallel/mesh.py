@@ -15,10 +15,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from swiftlite.config.layout import Layout
+from swiftlite.dtensors import is_dtensor, is_sharding
 
 T = TypeVar("T")
 SPLIT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -92,7 +91,7 @@ class Mesh:
         """(size, this process's place) of each dimension along which processes hold the same part of a tensor."""
         own: list[tuple[int, int]] = []
         covered = {"pp"}
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             mesh = tensor.device_mesh
             for dimension, (name, placement) in enumerate(zip(mesh.mesh_dim_names, tensor.placements, strict=True)):
                 covered |= {name, REGROUPED.get(name, name)}
@@ -128,15 +127,6 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     found: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor that a mesh divides; any other as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def is_sharding(placement: Placement) -> bool:
-    return isinstance(placement, Shard | _StridedShard)
 
 
 def pick_device() -> torch.device:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from swiftlite.dtensors import local
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import dissect, head_of, keep_layers, set_head
-from swiftlite.parallel.mesh import local
 from swiftlite.parallel.stages import StagePlan
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
 from swiftlite.models.load import auto_class, hub_errors, load_config, quiet
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import grow_vocabulary
+from swiftlite.quick_imports import quick_imports
 from swiftlite.serving.source import ModelSource
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def answer_dtype(precision: str, device: torch.device, config: PretrainedConfig)
 
 
 def _add_adapter(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
-    import peft
+    with quick_imports():
+        import peft
 
     try:
         with warnings.catch_warnings():

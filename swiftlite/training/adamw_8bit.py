@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from swiftlite.checkpoint.state import COUNTER, MOMENTS
-from swiftlite.parallel.mesh import local
+from swiftlite.dtensors import is_dtensor, local
 from swiftlite.training.adamw_bf16 import AdamWBf16, in_fp32
 
 BLOCK = 256  # numbers that share a scale; the CUDA kernel knows no other count
@@ -161,7 +160,11 @@ def _is_packed(parameter: nn.Parameter) -> bool:
 
 def _placed_as(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
     """values: of this process's part."""
-    return DTensor(values, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else values
+    if not is_dtensor(parameter):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(values, parameter._spec, requires_grad=False)
 
 
 @functools.cache

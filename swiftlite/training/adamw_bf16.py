@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from swiftlite.checkpoint.boxes import holdings
 from swiftlite.checkpoint.state import COUNTER, MOMENTS, fresh_moments
-from swiftlite.parallel.mesh import local
+from swiftlite.dtensors import local
 from swiftlite.training.step import derive_seed
 
 PIECE = 1 << 24  # numbers that exist in fp32 at a time

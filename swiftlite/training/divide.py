@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
 
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.methods import PREFERENCE
+from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.last_layer import spare_last_mlp
@@ -29,20 +28,21 @@ from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
 from swiftlite.parallel.experts import apply_expert_parallel, build_expert_mesh, shard_experts
 from swiftlite.parallel.mesh import Mesh
-from swiftlite.parallel.pipeline import Pipeline, Stage, cut_model
+from swiftlite.parallel.pipeline import Pipeline, cut_model
 from swiftlite.parallel.stages import choose_schedule, plan_stages
-from swiftlite.parallel.tensor import apply_tensor_parallel
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.lanes import count_lanes, cut_tokens
-from swiftlite.training.pipeline_step import PipelineStep, StageScorer
 from swiftlite.training.share import Sharing
 from swiftlite.training.step import DirectStep, StepRunner
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from swiftlite.config.schema import RunConfig
+    from swiftlite.parallel.pipeline import Stage
+    from swiftlite.training.pipeline_step import StageScorer
     from swiftlite.training.precision import Precision
 
 
@@ -115,8 +115,7 @@ def divide(
             rematerialize=mesh.device.type == "cpu" and not config.compile,
         )
     else:
-        parts, pipeline = _cut_to_stages(model, base, mesh, config)
-        runner = PipelineStep(pipeline, [part.scorer for part in parts], precision, mesh, config.seed)
+        parts, runner = _cut_to_stages(model, base, mesh, precision, config)
         # From a stage's first backward on its weights stay whole in any case (PyTorch's stages see to that), so giving
         # them back after forwards would save nothing and have them gathered again for each micro-batch.
         options = replace(options, resharding=False)
@@ -127,8 +126,10 @@ def divide(
 
 
 def _cut_to_stages(
-    model: nn.Module, base: PreTrainedModel, mesh: Mesh, config: RunConfig
-) -> tuple[list[Part], Pipeline]:
+    model: nn.Module, base: PreTrainedModel, mesh: Mesh, precision: Precision, config: RunConfig
+) -> tuple[list[Part], StepRunner]:
+    from swiftlite.training.pipeline_step import PipelineStep, StageScorer
+
     layout = mesh.layout
     schedule = choose_schedule(config.pipeline_schedule, base.config.get_text_config().num_hidden_layers, layout.pp)
     plan = plan_stages(base, layout.pp, schedule, length=config.max_length)
@@ -137,7 +138,8 @@ def _cut_to_stages(
     stages = cut_model(model, base, plan, mesh.place("pp"))
     summed = _is_summed(config) and not schedule.splits_backward  # which runs the head's backward twice
     parts = [Part(StageScorer(stage, hidden_dtype, summed=summed), stage.model, stage.base, stage) for stage in stages]
-    return parts, Pipeline(stages, plan, mesh.group("pp"))
+    pipeline = Pipeline(stages, plan, mesh.group("pp"))
+    return parts, PipelineStep(pipeline, [part.scorer for part in parts], precision, mesh, config.seed)
 
 
 def _is_summed(config: RunConfig) -> bool:
@@ -169,6 +171,8 @@ def _divide_part(
 ) -> None:
     anatomy, experts = dissect(part.base), []
     if mesh.layout.tp > 1:
+        from swiftlite.parallel.tensor import apply_tensor_parallel
+
         apply_tensor_parallel(part.model, part.base, mesh.stored["tp"])
     elif config.tuner == "lora":
         fuse_adapters(part.model)
@@ -187,4 +191,5 @@ def _divide_part(
     if experts:
         shard_experts(experts, expert_mesh, **options.unit(mesh.device))
     shard_over_data(part.scorer, anatomy.layers, mesh, options)
-    register_fsdp_forward_method(part.scorer, "check")
+    if is_fsdp_module(part.scorer):
+        torch.distributed.fsdp.register_fsdp_forward_method(part.scorer, "check")

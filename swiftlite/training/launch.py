@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from swiftlite.config.layout import Layout, under_torchrun
 from swiftlite.data.background import prepared_in_background
 from swiftlite.errors import RunError
-from swiftlite.imports import quick_imports
 from swiftlite.models.tokenizer import tokenizer_loader
+from swiftlite.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig

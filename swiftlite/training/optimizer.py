@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from swiftlite.checkpoint.state import fresh_moments, put_moments
-from swiftlite.parallel.mesh import STORED, Mesh, local
+from swiftlite.dtensors import is_dtensor, local
+from swiftlite.parallel.mesh import STORED, Mesh
 from swiftlite.training.adamw_8bit import AdamW8bit
 from swiftlite.training.adamw_bf16 import AdamWBf16
 
@@ -26,7 +26,7 @@ def build_optimizer(trained: list[tuple[str, nn.Parameter]], config: RunConfig) 
     biases) are not decayed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}  # one fused update takes parameters of one mesh
     for _, parameter in trained:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        mesh = parameter.device_mesh if is_dtensor(parameter) else None
         groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     make = torch.optim.AdamW
     if config.optimizer == "adamw_8bit" or config.pure_bf16:

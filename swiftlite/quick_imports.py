@@ -1,0 +1,265 @@
+"""The import of torch's and transformers' code, without what a run does not use and without looking twice.
+
+What is imported is the same; it takes half of the time and three quarters of the memory. Three things see to that:
+
+- Python's cyclic garbage collector is off: an import makes hundreds of thousands of objects that stay, and it looks at
+  all of them again and again.
+- transformers reads the source of its models once on a machine, not twice in each process (`_remembered`), and leaves
+  its own distributed training out, which swiftlite never uses: the engine cuts models itself.
+- torch's compiler is not imported before something is compiled (`_Postponed`).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import importlib
+import marshal
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from swiftlite.imports import default_cache
+
+COMPILER = "torch._dynamo"
+POSTPONED = (COMPILER, "torch.distributed.tensor")
+ALONE = (f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op")  # import nothing of it
+MARKS = ("allow_in_graph", "assume_constant_result", "disallow_in_graph")
+SCAN = "create_import_structure_from_path"
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Around the import of torch or transformers. What was imported is frozen (`gc.freeze`) at the end: later
+    collections pass it over as well."""
+    was_enabled, known = gc.isenabled(), len(sys.modules)
+    gc.disable()
+    finder, torch = _Finder(), sys.modules.get("torch")
+    sys.meta_path.insert(0, finder)
+    if torch:
+        compile_now, torch.compile = torch.compile, _compile_at_call(torch.compile)
+    try:
+        yield
+        if sys.modules.get("torch"):
+            for name in POSTPONED:  # here, while it is postponed: optimizers import the compiler at their first step
+                importlib.import_module(name)
+    finally:
+        sys.meta_path.remove(finder)
+        if torch:
+            torch.compile = compile_now
+        if was_enabled:
+            if len(sys.modules) > known:
+                gc.freeze()
+            gc.enable()
+
+
+class _Finder(MetaPathFinder):
+    """Finds some modules where they are, and has them executed in another way."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        change = _Postponed.stand_in if name in POSTPONED else CHANGED.get(name)
+        if change is None:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(change, spec.loader.exec_module)
+        return spec
+
+
+def _change_utilities(execute: Callable[[ModuleType], None], utilities: ModuleType) -> None:
+    """transformers' module that tells what there is."""
+    execute(utilities)
+    if hasattr(utilities, SCAN):
+        setattr(utilities, SCAN, _remembered(getattr(utilities, SCAN), Path(utilities.__file__)))
+    utilities.is_torch_distributed_available = lambda: False
+
+
+def _change_tuners(execute: Callable[[ModuleType], None], tuners: ModuleType) -> None:
+    """peft's module that adds adapters, which swiftlite does before anything is divided."""
+    execute(tuners)
+    tuners._torch_supports_distributed = False
+
+
+CHANGED = {
+    "transformers.utils.import_utils": _change_utilities,
+    "peft.tuners.tuners_utils": _change_tuners,
+}
+
+
+def _compile_at_call(compile_now: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile that imports the compiler when what it gives is called, not when a library marks a function."""
+
+    @functools.wraps(compile_now)
+    def compile_later(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if not isinstance(function, FunctionType):
+            return compile_now(function, **options)
+        compiled = functools.cache(lambda: compile_now(function, **options))
+        return functools.wraps(function)(lambda *positional, **named: compiled()(*positional, **named))
+
+    return compile_later
+
+
+class _PackageFirst(MetaPathFinder):
+    """Runs the code of a postponed package before that of a module in it, as if it had never been postponed."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        package = next((package for package in POSTPONED if name.startswith(f"{package}.")), None)
+        if package is None or name in ALONE or not isinstance(sys.modules.get(package), _Postponed):
+            return None
+        sys.modules[package].run()
+        return _Found.spec_of(sys.modules[name]) if name in sys.modules else None
+
+
+class _Found(Loader):
+    """Of a module that its package has imported meanwhile."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    @classmethod
+    def spec_of(cls, module: ModuleType) -> ModuleSpec:
+        """For as long as it is looked for it has to be the module's own, or Python executes its code once more."""
+        module.__spec__ = ModuleSpec(module.__name__, cls(module))
+        return module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+class _Postponed(ModuleType):
+    """A module before its code has run. It runs when anything is asked of it that is not here yet."""
+
+    @classmethod
+    def stand_in(cls, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        if not any(isinstance(finder, _PackageFirst) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _PackageFirst())
+        module.__class__ = cls
+        marks = _Marks(module) if module.__name__ == COMPILER else None
+        vars(module).update(marks.functions() if marks else {}, _marks=marks, _execute=execute, _lock=threading.RLock())
+
+    def __getattr__(self, name: str) -> Any:
+        """Python and others ask every module for `__names__`, and checkpointing the compiler for a setting: that is no
+        use of it."""
+        if name == "config" and self._marks:
+            return importlib.import_module(f"{self.__name__}.config")
+        if not name.startswith("__") or name == "__all__":
+            self.run()
+        return ModuleType.__getattribute__(self, name)  # whose class this may be by now
+
+    def run(self) -> None:
+        with self._lock:
+            execute = vars(self).pop("_execute", None)
+            if execute is None:  # this thread is about it, or another one has done it
+                return
+            try:
+                execute(self)
+            except BaseException:
+                self._execute = execute
+                raise
+            self.__class__ = ModuleType
+            if self._marks:
+                self._marks.hand_on()
+
+
+class _Marks:
+    """The functions of torch's compiler that mark others, before its code has run.
+
+    torch and transformers import it (0.6 s, 80 MiB) to mark functions for it, and each step of an optimizer breaks a
+    graph in it. Nothing comes of that as long as nothing is compiled; marks are handed on when its code has run.
+    """
+
+    def __init__(self, compiler: _Postponed) -> None:
+        self._compiler = compiler
+        self._made: list[tuple[str, Callable[..., Any]]] = []
+        self._is_there = False
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        keep = {name: functools.partial(self._keep, name) for name in MARKS}
+        return {"graph_break": lambda message="": None, "disable": self._disable, **keep}
+
+    def hand_on(self) -> None:
+        self._is_there = True
+        for name, function in self._made:
+            getattr(self._compiler, name)(function)
+
+    def _keep(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self._is_there:
+            return getattr(self._compiler, name)(function)
+        self._made.append((name, function))
+        return function
+
+    def _disable(self, function: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
+        """The function as it is until the compiler is there, and then as that wants it."""
+        if function is None:
+            return functools.partial(self._disable, recursive=recursive, **options)
+        if not isinstance(function, FunctionType) and not self._is_there:
+            self._compiler.run()
+        disabled = functools.cache(lambda: self._compiler.disable(function, recursive, **options))
+        if self._is_there:
+            return disabled()
+
+        @functools.wraps(function)
+        def call(*positional: Any, **named: Any) -> Any:
+            return (disabled() if self._is_there else function)(*positional, **named)
+
+        return call
+
+
+def _remembered(scan: Callable[[Any], Any], code: Path) -> Callable[[Any], Any]:
+    """scan: from a folder, or a file in it, to the names defined below, in plain containers; code: its source."""
+
+    of_folder = functools.cache(lambda folder: _load_or_make(folder, scan, code))  # asked as a folder and as a file
+
+    def look_up(place: Any) -> Any:
+        folder = Path(place)
+        folder = folder.parent if folder.is_file() else folder
+        return of_folder(folder) if folder.name == "models" else scan(place)
+
+    return look_up
+
+
+def _load_or_make(folder: Path, scan: Callable[[Any], Any], code: Path) -> Any:
+    state = _state_of(folder, code)
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    kept = default_cache() / "imports" / f"{name}.{sys.implementation.cache_tag}"
+    with suppress(OSError):
+        content = kept.read_bytes()
+        found = content[2 * len(state) :]
+        if content.startswith(state + hashlib.sha256(found).digest()):  # marshal reads only what it has written
+            return marshal.loads(found)
+    names = scan(folder)
+    with suppress(OSError, ValueError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_name(f"{kept.name}.{os.getpid()}")
+        written = marshal.dumps(names)
+        partial.write_bytes(state + hashlib.sha256(written).digest() + written)
+        os.replace(partial, kept)
+    return names
+
+
+def _state_of(folder: Path, code: Path) -> bytes:
+    """A digest of the name, size and time of change of every source file below a folder, and of one more."""
+    files, folders = [os.fspath(code)], [os.fspath(folder)]
+    for each in folders:  # which grows on the way
+        with os.scandir(each) as entries:
+            for entry in entries:
+                if entry.name.endswith(".py"):
+                    files.append(entry.path)
+                elif entry.name != "__pycache__" and entry.is_dir():
+                    folders.append(entry.path)
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        status = os.stat(file)
+        digest.update(os.fsencode(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n"))
+    return digest.digest()
