@@ -16,7 +16,7 @@ from swiftlite.data.order import Sequence
 from swiftlite.models.toys import toy_judged, toy_pairs
 from swiftlite.training import divide, lanes, share
 from swiftlite.training.balance import spread
-from swiftlite.training.lanes import Lanes, count_lanes, cut_tokens
+from swiftlite.training.lanes import Lanes, cut_step
 from swiftlite.training.share import balance
 
 TOKENS = 64
@@ -40,11 +40,12 @@ def train(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch, several_thre
         data = write_rows(f"{method}.jsonl", rows[method])
         chosen = []
 
-        def count(*arguments):
-            chosen.append(min(lanes_at_most, count_lanes(*arguments)))
-            return chosen[-1]
+        def cut(*arguments):
+            tokens, count = cut_step(*arguments)
+            chosen.append(min(lanes_at_most, count))
+            return tokens, chosen[-1]
 
-        monkeypatch.setattr(divide, "count_lanes", count)
+        monkeypatch.setattr(divide, "cut_step", cut)
         monkeypatch.setattr(lanes, "LANE_TOKENS", TOKENS)
         values = settings(tmp_path, tiny_model(family), data, output_dir=str(tmp_path / out), micro_batch_size=4)
         train_alone(resolve_config(method, **(values | more)))
@@ -104,7 +105,7 @@ def test_a_lane_that_fails_ends_the_step_once_all_have_ended(several_threads):
 
     with pytest.raises(RuntimeError, match="no"):
         Lanes(torch.nn.Linear(2, 2), 3).map(work, [1] * 6)
-    assert len(running) == 4  # numbers 0 and 3, 2 and 5
+    assert len(running) == 5  # numbers 0 and 3, 2 and 5, and 4 before 1
 
 
 def test_lanes_have_equally_much_to_do():
@@ -169,8 +170,7 @@ def test_how_steps_are_cut_and_how_many_lanes_there_are(several_threads, change,
     facts = {"attention_dropout": change.get("dropout", 0.0), "output_router_logits": change.get("routed", False)}
     text = SimpleNamespace(to_dict=lambda: facts)
     base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
-    assert cut_tokens(config, mesh, base) == tokens
-    assert count_lanes(config, tokens, change.get("trained", 1000), change.get("kept", 100_000)) == count
+    assert cut_step(config, mesh, base, change.get("trained", 1000), change.get("kept", 100_000)) == (tokens, count)
 
 
 def documents(*lengths):

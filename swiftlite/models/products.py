@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SMALLEST = 1 << 20  # multiplications: below, what a call costs is more than what the product gains
+SLICE_ROWS = 1024  # of a sum of products that are made at a time
 ROUND = 32  # what oneDNN is given are multiples of so many tokens
 PLAIN = (torch.Tensor, nn.Parameter)  # no DTensor, whose products exchange something
 
@@ -56,26 +57,34 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 class ProductSum:
-    """The sum of `a.T @ b` over several a `[t, n]` and b `[t, k]`, in fp32."""
+    """The sum of `a.T @ b` over several a `[t, n]` and b `[t, k]`, in fp32, and added to what is there already."""
 
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
-        """like: has the shape of the sum, `[n, k]`, and its device; dtype: of the factors."""
-        self._like, self._sum = like, None
-        # oneDNN has to transpose one factor: of a head's gradient, whose n is the vocabulary, b is the small one.
-        self._turned = onednn_serves(like.device, dtype)
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype, total: torch.Tensor | None = None) -> None:
+        """like: has the shape of the sum, `[n, k]`, and its device; dtype: of the factors; total: fp32, to be added
+        to in place."""
+        self._like, self._sum = like, total
+        self._in_slices = onednn_serves(like.device, dtype)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        if self._sum is not None and not self._turned and a.dtype == torch.float32:
+        if self._in_slices:
+            self._add_slices(a, b)
+        elif self._sum is not None and a.dtype == torch.float32:
             self._sum.addmm_(a.T, b)
-            return
-        more = product(b.T, a.T, over_tokens=True) if self._turned else (a.T @ b).float()
-        self._sum = more if self._sum is None else self._sum.add_(more)
+        else:
+            more = (a.T @ b).float()
+            self._sum = more if self._sum is None else self._sum.add_(more)
+
+    def _add_slices(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Where n is a vocabulary, a second matrix of the sum's size would be the largest of a step. oneDNN wants rows
+        that lie one after another, and is fastest on as many as a core's caches hold."""
+        self._sum = self.total
+        for start in range(0, a.shape[-1], SLICE_ROWS):
+            rows = slice(start, start + SLICE_ROWS)
+            self._sum[rows] += product(a[:, rows].T.contiguous(), b.T, over_tokens=True)
 
     @property
     def total(self) -> torch.Tensor:
-        if self._sum is None:
-            return torch.zeros_like(self._like, dtype=torch.float32)
-        return self._sum.T.contiguous() if self._turned else self._sum  # optimizers do not look at strides
+        return torch.zeros_like(self._like, dtype=torch.float32) if self._sum is None else self._sum
 
 
 class FastLinear(nn.Linear):

@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.dtensors import is_dtensor
+from swiftlite.models.embedding import takes_gradient
 from swiftlite.models.products import ProductSum, product
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # fp32 logits of one chunk; a GPU needs larger ones to stay busy
+SOFTMAX_ROWS = 32
 CPU_CHUNK_TOKENS = 256  # enough for matrix products at full speed; the logits of a small vocabulary stay in the caches
 
 
@@ -57,6 +59,8 @@ def token_logprobs(
     softcap: float | None = None,
     chunk: int | None = None,
     summed: bool = False,
+    direct: bool = False,
+    upstream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log p(target) at each position, in fp32.
 
@@ -66,6 +70,8 @@ def token_logprobs(
     Logits are `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`. Under autocast the product runs in the
     autocast type; the logsumexp is always fp32. summed: promises that the loss is a multiple of their sum (each has the
     same gradient) and of one backward pass, which saves the second making of the logits where the vocabulary is whole.
+    direct: the weight's gradient is added to its `.grad` where it is made, if that can be; autograd gets none. Of a sum
+    that needs upstream: a number, the gradient that each result will get.
     Returns `[n]`.
     """
     kind = hidden.device.type
@@ -75,8 +81,10 @@ def token_logprobs(
         share = _share_of(weight)
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()
     chunk = chunk or chunk_tokens(weight.shape[0], hidden.device)
-    options = _Options(scale, softcap, chunk, dtype)
-    if summed and share is None and torch.is_grad_enabled():
+    at_once = summed and share is None and torch.is_grad_enabled()
+    direct = direct and share is None and takes_gradient(weight) and not (at_once and upstream is None)
+    options = _Options(scale, softcap, chunk, dtype, direct, upstream)
+    if at_once:
         return _SummedLogProbs.apply(hidden, weight, bias, targets, options)
     return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)
 
@@ -97,6 +105,8 @@ class _Options:
     softcap: float | None
     chunk: int
     dtype: torch.dtype
+    direct: bool
+    upstream: torch.Tensor | None
 
     def parts(self, tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk) for start in range(0, tokens, self.chunk)]
@@ -118,8 +128,13 @@ class _Head:
         self._types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         self._weight, self._bias = weight.to(options.dtype), None if bias is None else bias.to(options.dtype)
         self.grad_hidden = torch.empty_like(hidden) if needed[0] else None
-        self.grad_weight = ProductSum(weight, options.dtype) if needed[1] else None
+        self.grad_weight = ProductSum(weight, options.dtype, self._grad_of(weight)) if needed[1] else None
         self.grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+
+    def _grad_of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        if self.options.direct and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        return weight.grad if self.options.direct else None
 
     def logits(self, part: slice) -> torch.Tensor:
         """fp32 `[chunk, vocabulary]`, transformed as the architecture does."""
@@ -148,7 +163,7 @@ class _Head:
         logprobs: torch.Tensor,
         slope: torch.Tensor | None,
         rows: torch.Tensor,
-        upstream: torch.Tensor | float,
+        upstream: torch.Tensor,
         found: torch.Tensor,
     ) -> None:
         """Add a chunk's gradients. d log p(y) / d logits = onehot(y) - p.
@@ -172,8 +187,8 @@ class _Head:
             self.grad_bias += grad.sum(0)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Of hidden, weight and bias, in their types."""
-        weight = None if self.grad_weight is None else self.grad_weight.total
+        """Of hidden, weight and bias, in their types; None for the weight's where that is direct."""
+        weight = None if self.grad_weight is None or self.options.direct else self.grad_weight.total
         found = zip((self.grad_hidden, weight, self.grad_bias), self._types, strict=True)
         return [None if grad is None else grad.to(dtype) for grad, dtype in found]
 
@@ -215,31 +230,43 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 class _SummedLogProbs(torch.autograd.Function):
-    """Takes the gradients of the sum in the forward pass; the backward pass only scales them."""
+    """Takes the gradients of the sum in the forward pass; the backward pass scales them, where it was not known how."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, options):  # noqa: ANN001, ANN205
         head = _Head(hidden, weight, bias, options, ctx.needs_input_grad)
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        ones = torch.ones_like(logprobs)
+        upstream = logprobs.new_ones(()) if options.upstream is None else options.upstream
         for part in options.parts(hidden.shape[0]):
             logits = head.logits(part)
             slope = head.slope(logits)
-            logits = logits.log_softmax(-1)
+            logits = _log_softmax(logits)
             logprobs[part] = logits.gather(-1, targets[part, None])[:, 0]
             if any(ctx.needs_input_grad):
-                head.take_gradients(part, logits, slope, targets[part], 1.0, ones[part])
+                found = upstream.expand(len(logits))
+                head.take_gradients(part, logits, slope, targets[part], upstream, found)
             del logits, slope  # before the next chunk's, and before the gradients are laid out
-        ctx.gradients = head.gradients()
+        ctx.gradients, ctx.upstream = head.gradients(), options.upstream
         return logprobs
 
     @staticmethod
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so there is no second time
         if upstream.numel():
-            torch._assert_async((upstream == upstream[0]).all(), "the loss is no multiple of the sum")
-            gradients = [None if grad is None else grad.mul_(upstream[0]) for grad in gradients]
+            expected = upstream[0] if ctx.upstream is None else ctx.upstream
+            torch._assert_async((upstream == expected).all(), "the loss is no multiple of the sum")
+            if ctx.upstream is None:
+                gradients = [None if grad is None else grad.mul_(expected) for grad in gradients]
         return *gradients, None, None
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """On a CPU in place, with a copy of a few rows at a time."""
+    if logits.device.type != "cpu":
+        return logits.log_softmax(-1)
+    for rows in logits.split(SOFTMAX_ROWS):
+        rows.copy_(rows.log_softmax(-1))
+    return logits
 
 
 def _complete(logits: torch.Tensor, normalizers: torch.Tensor, here: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -39,13 +39,15 @@ class TokenScorer(nn.Module):
     A sequence classifier's head runs at the last token of each answer: its `logprobs` are the answers' scores.
     """
 
-    def __init__(self, model: nn.Module, base: PreTrainedModel, *, summed: bool = False) -> None:
+    def __init__(self, model: nn.Module, base: PreTrainedModel, *, summed: bool = False, direct: bool = False) -> None:
         """model: what is trained and saved (with adapters or not); base: the causal language model inside it.
 
-        summed: the loss is a multiple of the sum of all log-probabilities, see `token_logprobs`.
+        summed: the loss is a multiple of the sum of all log-probabilities; direct: nothing takes notice of gradients on
+        their way; see `token_logprobs`.
         """
         super().__init__()
-        self._summed = summed
+        self._summed, self._direct = summed, direct
+        self.wants_upstream = summed and direct
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
         self._anatomy = dissect(base)
@@ -55,10 +57,11 @@ class TokenScorer(nn.Module):
     def base(self) -> PreTrainedModel:
         return self._base[0]
 
-    def forward(self, batch: MicroBatch) -> Scores:
-        """Score one micro-batch. Raises UserError where the model ignores the document borders."""
+    def forward(self, batch: MicroBatch, upstream: torch.Tensor | None = None) -> Scores:
+        """Score one micro-batch. upstream: see `token_logprobs`. Raises UserError where the model ignores the document
+        borders."""
         outputs = self._decode(batch)
-        logprobs = self._score(outputs.last_hidden_state, batch)
+        logprobs = self._score(outputs.last_hidden_state, batch, upstream)
         return Scores(logprobs, self._router_loss(outputs, batch) if self._routed else None)
 
     def _decode(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None):  # noqa: ANN202 - its own class
@@ -68,7 +71,9 @@ class TokenScorer(nn.Module):
             options[PLACES] = batch.learnt
         return self._anatomy.decoder(**decoder_inputs(batch, hidden), **options)
 
-    def _score(self, hidden: torch.Tensor, batch: MicroBatch | _Probe) -> torch.Tensor:
+    def _score(
+        self, hidden: torch.Tensor, batch: MicroBatch | _Probe, upstream: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """log p of the trained tokens from the decoder's last hidden states `[1, T, hidden]`, or scores of answers."""
         if self._anatomy.gives_scores:
             start = 0 if batch.context is None else batch.context.rank * hidden.shape[1]
@@ -82,6 +87,8 @@ class TokenScorer(nn.Module):
             scale=transform.scale,
             softcap=transform.softcap,
             summed=self._summed,
+            direct=self._direct,
+            upstream=upstream,
         )
 
     def _router_loss(self, outputs, batch: MicroBatch) -> torch.Tensor:  # noqa: ANN001

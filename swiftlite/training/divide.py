@@ -19,6 +19,7 @@ from swiftlite.config.methods import PREFERENCE
 from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect
+from swiftlite.models.embedding import use_direct_embeddings
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
 from swiftlite.models.products import ROUND, onednn_serves, use_fast_products
@@ -32,7 +33,7 @@ from swiftlite.parallel.pipeline import Pipeline, cut_model
 from swiftlite.parallel.stages import choose_schedule, plan_stages
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training.flops import FlopCounter
-from swiftlite.training.lanes import count_lanes, cut_tokens
+from swiftlite.training.lanes import cut_step
 from swiftlite.training.share import Sharing
 from swiftlite.training.step import DirectStep, StepRunner
 
@@ -90,9 +91,8 @@ def divide(
     Raises UserError where the architecture cannot be cut.
     """
     layout = mesh.layout
-    tokens = cut_tokens(config, mesh, base)
     kept = activation_bytes_per_token(base.config, precision.dtype, "selective")  # about what is left on a CPU
-    lanes = count_lanes(config, tokens, count_parameters(model)[0], kept)
+    tokens, lanes = cut_step(config, mesh, base, count_parameters(model)[0], kept)
     share = Sharing(
         mesh,
         config.micro_batch_size,
@@ -104,7 +104,10 @@ def divide(
     )
     if layout.pp == 1:
         _quantize(base, config)
-        parts = [Part(TokenScorer(model, base, summed=_is_summed(config)), model, base)]
+        direct = mesh.device.type == "cpu" and mesh.stored is None and not config.optimizer_in_backward
+        if direct:
+            use_direct_embeddings(model)
+        parts = [Part(TokenScorer(model, base, summed=_is_summed(config), direct=direct), model, base)]
         runner: StepRunner = DirectStep(
             parts[0].scorer,
             precision,
@@ -113,6 +116,7 @@ def divide(
             sync_every_microbatch=config.sync_every_microbatch,
             lanes=lanes,
             rematerialize=mesh.device.type == "cpu" and not config.compile,
+            keep_gradients=direct,
         )
     else:
         parts, runner = _cut_to_stages(model, base, mesh, precision, config)

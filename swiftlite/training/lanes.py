@@ -29,35 +29,32 @@ LANE_TOKENS = 512  # of a micro-batch, about: at most what a core's caches like
 LOPSIDED = 1.1  # the busiest lane to the mean of all: from there on, waiting for it costs more than lanes gain
 GRADIENT_BYTES = 256 << 20  # of all lanes but the first
 # That a lane keeps for the backward pass: where it is more, operations are large enough to be divided among threads. A
-# second lane gained about a tenth for two fifths more memory on LoRA of a model of 135 M parameters.
+# second lane gained a few hundredths for two fifths more memory on LoRA of a model of 135 M parameters.
 ACTIVATION_BYTES = 256 << 20
 
 
-def cut_tokens(config: RunConfig, mesh: Mesh, base: PreTrainedModel) -> int | None:
-    """Tokens of a micro-batch, about, where a step is cut into smaller ones than `--micro-batch-size` allows, whatever
-    pack a document is in; None where documents stay in their packs.
+def cut_step(
+    config: RunConfig, mesh: Mesh, base: PreTrainedModel, trained: int, kept_per_token: int
+) -> tuple[int | None, int]:
+    """(tokens of a micro-batch, about; lanes) where a step is cut into smaller ones than `--micro-batch-size` allows,
+    whatever pack a document is in; (None, 1) where documents stay in their packs.
 
-    They stay where several processes share the work, where random numbers are drawn on the way (threads have one
-    generator), where a loss is a mean per micro-batch, and where a gradient is used at once.
+    trained: parameters, of which each lane has gradients; kept_per_token: bytes for the backward pass. Lanes together
+    hold no more tokens than `--micro-batch-size` allows. Documents stay where several processes share the work, where
+    random numbers are drawn on the way (threads have one generator), where a loss is a mean per micro-batch, and where
+    a gradient is used at once.
     """
     random = has_dropout(base) or (config.tuner == "lora" and config.lora_dropout)
     alone = config.compile or config.optimizer_in_backward
     if mesh.device.type != "cpu" or mesh.layout.world > 1 or alone or random or balances_router(base):
-        return None
-    return LANE_TOKENS if config.micro_batch_size * config.max_length > LANE_TOKENS else None
-
-
-def count_lanes(config: RunConfig, tokens: int | None, trained: int, kept_per_token: int) -> int:
-    """How many lanes a run has.
-
-    tokens: of `cut_tokens`, without which there is one; trained: parameters, of which each lane has gradients;
-    kept_per_token: bytes for the backward pass. Together they hold no more tokens than `--micro-batch-size` allows.
-    """
-    if tokens is None or kept_per_token * tokens > ACTIVATION_BYTES:
-        return 1
+        return None, 1
+    allowed = config.micro_batch_size * config.max_length
+    if allowed <= LANE_TOKENS:
+        return None, 1
+    if kept_per_token * LANE_TOKENS > ACTIVATION_BYTES:
+        return LANE_TOKENS, 1
     by_memory = 1 + GRADIENT_BYTES // (4 * max(1, trained))
-    by_tokens = config.micro_batch_size * config.max_length // tokens
-    return min(torch.get_num_threads(), by_memory, by_tokens)
+    return LANE_TOKENS, min(torch.get_num_threads(), by_memory, allowed // LANE_TOKENS)
 
 
 class Lanes:
@@ -75,6 +72,8 @@ class Lanes:
         """
         module = self._modules[0]
         numbers = spread(range(len(sizes)), self._count, sizes.__getitem__)
+        for lane in numbers[1::2]:  # what needs most memory comes last there, and not in two lanes at a time
+            lane.reverse()
         busiest = max(sum(sizes[number] for number in lane) for lane in numbers)
         if self._pool is None or busiest * self._count > LOPSIDED * sum(sizes):
             return [work(module, number) for number in range(len(sizes))]

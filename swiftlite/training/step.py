@@ -16,6 +16,7 @@ from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import slice_for_context
 from swiftlite.parallel.data import reduce_at_last_micro_batch, reshard
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.gradients import KeptGradients
 from swiftlite.training.lanes import Lanes
 from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
@@ -65,13 +66,15 @@ class DirectStep:
         sync_every_microbatch: bool = False,
         lanes: int = 1,
         rematerialize: bool = False,
+        keep_gradients: bool = False,
     ) -> None:
         """lanes: micro-batches that are trained at a time, each in a thread; rematerialize: make cheap results again in
-        the backward pass instead of keeping them."""
+        the backward pass instead of keeping them; keep_gradients: use their memory again in the next step."""
         self._scorer, self._precision, self._mesh, self._seed = scorer, precision, mesh, seed
         self._sync_always = sync_every_microbatch
         self._lanes = Lanes(scorer, lanes)
         self._forward = rematerialized if rematerialize else nullcontext
+        self._gradients = KeptGradients(scorer) if keep_gradients else None
 
     def train(
         self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
@@ -85,7 +88,8 @@ class DirectStep:
             reduce_at_last_micro_batch(scorer, self._sync_always or last, self._mesh.layout.sharding)
             return self._train_one(scorer, batches[index], step_loss, scale, count)
 
-        done = self._lanes.map(train_one, [batch.input_ids.shape[1] for batch in batches])
+        with self._gradients.of_step() if self._gradients else nullcontext():
+            done = self._lanes.map(train_one, [batch.input_ids.shape[1] for batch in batches])
         values, routers, lengths = zip(*done, strict=True)
         known = [router for router in routers if router is not None]
         router = torch.stack(known).sum() if known else None
@@ -97,8 +101,9 @@ class DirectStep:
         """(what is reported of a micro-batch, its share of the router loss, its tokens with padding)."""
         mine, router = self._mine(batch), None
         with self._precision.compute(self._mesh.device):
+            upstream = _upstream(step_loss, mine, scale) if scorer.wants_upstream else None
             with self._forward():
-                scores = scorer(mine)
+                scores = scorer(mine, upstream)
             loss, sums = step_loss(scores.logprobs, mine)
         values = reported(loss, sums, mine, step_loss)
         if scores.router_loss is not None:  # a mean per micro-batch, not per token
@@ -133,6 +138,16 @@ class DirectStep:
                 logprobs = self._scorer(mine).logprobs
             yield mine, logprobs
         reshard(self._scorer)
+
+
+def _upstream(step_loss: StepLoss, batch: MicroBatch, scale: float) -> torch.Tensor | None:
+    """The gradient of a loss that is a multiple of the sum of log-probabilities, with respect to each of them. None
+    where there are none."""
+    if not len(batch.learnt):
+        return None
+    logprobs = torch.zeros(len(batch.learnt), device=batch.learnt.device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(step_loss(logprobs, batch)[0] * scale, logprobs)
+    return gradient[0]
 
 
 def whole_outcome(
