@@ -69,6 +69,14 @@ def test_an_upstream_gradient_other_than_the_one_foretold_is_an_error():
         logprobs.sum().backward()
 
 
+def test_whoever_watches_embeddings_sees_the_ids(monkeypatch):
+    model, forward, seen = Tied(None), nn.Embedding.forward, []
+    use_direct_embeddings(model)
+    monkeypatch.setattr(nn.Embedding, "forward", lambda self, ids: seen.append(ids.tolist()) or forward(self, ids))
+    assert model(torch.arange(5), torch.arange(5)).requires_grad
+    assert seen == [[[0, 1, 2, 3, 4]]]
+
+
 def test_what_is_not_trained_in_fp32_stays_with_autograd():
     half, frozen = nn.Embedding(9, 4, dtype=torch.bfloat16), nn.Embedding(9, 4).requires_grad_(False)
     scaled = nn.Embedding(9, 4, scale_grad_by_freq=True)

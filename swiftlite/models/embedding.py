@@ -8,7 +8,6 @@ end. On one device without hooks on gradients neither is needed: both add to the
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -16,9 +15,10 @@ class DirectEmbedding(nn.Embedding):
     """An embedding that adds the rows of its gradient to its weight's `.grad`."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = super().forward(ids)
         if not (torch.is_grad_enabled() and takes_gradient(self.weight)):
-            return super().forward(ids)
-        return _Embed.apply(ids, self.weight, self.padding_idx)
+            return found
+        return _Rows.apply(found.detach(), self.weight, ids, self.padding_idx)
 
 
 def use_direct_embeddings(model: nn.Module) -> None:
@@ -33,12 +33,14 @@ def takes_gradient(weight: torch.Tensor) -> bool:
     return weight.requires_grad and weight.is_leaf and weight.dtype == torch.float32
 
 
-class _Embed(torch.autograd.Function):
+class _Rows(torch.autograd.Function):
+    """Rows that were looked up, with a backward pass of their own."""
+
     @staticmethod
-    def forward(ctx, ids, weight, padding):  # noqa: ANN001, ANN205
+    def forward(ctx, found, weight, ids, padding):  # noqa: ANN001, ANN205
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding = weight, padding
-        return F.embedding(ids, weight)
+        return found.clone()
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ANN001, ANN205
@@ -49,4 +51,4 @@ class _Embed(torch.autograd.Function):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         weight.grad.index_add_(0, ids, rows)
-        return None, None, None
+        return None, None, None, None
