@@ -83,7 +83,7 @@ def token_logprobs(
     chunk = chunk or chunk_tokens(weight.shape[0], hidden.device)
     at_once = summed and share is None and torch.is_grad_enabled()
     direct = direct and share is None and takes_gradient(weight) and not (at_once and upstream is None)
-    options = _Options(scale, softcap, chunk, dtype, direct, upstream)
+    options = _Options(scale, softcap, chunk, dtype, weight if direct else None, upstream)
     if at_once:
         return _SummedLogProbs.apply(hidden, weight, bias, targets, options)
     return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)
@@ -99,13 +99,14 @@ def _share_of(weight: DTensor) -> _Share:
 
 @dataclass(frozen=True)
 class _Options:
-    """dtype: of the products; the rest as in `token_logprobs`."""
+    """dtype: of the products; leaf: the weight itself, where its gradient is added to its `.grad`: what autograd saves
+    may come back as another tensor; the rest as in `token_logprobs`."""
 
     scale: float
     softcap: float | None
     chunk: int
     dtype: torch.dtype
-    direct: bool
+    leaf: torch.Tensor | None
     upstream: torch.Tensor | None
 
     def parts(self, tokens: int) -> list[slice]:
@@ -128,13 +129,8 @@ class _Head:
         self._types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         self._weight, self._bias = weight.to(options.dtype), None if bias is None else bias.to(options.dtype)
         self.grad_hidden = torch.empty_like(hidden) if needed[0] else None
-        self.grad_weight = ProductSum(weight, options.dtype, self._grad_of(weight)) if needed[1] else None
+        self.grad_weight = ProductSum(weight, options.dtype, _gradient_of(options.leaf)) if needed[1] else None
         self.grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
-
-    def _grad_of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        if self.options.direct and weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        return weight.grad if self.options.direct else None
 
     def logits(self, part: slice) -> torch.Tensor:
         """fp32 `[chunk, vocabulary]`, transformed as the architecture does."""
@@ -188,9 +184,16 @@ class _Head:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Of hidden, weight and bias, in their types; None for the weight's where that is direct."""
-        weight = None if self.grad_weight is None or self.options.direct else self.grad_weight.total
+        weight = None if self.grad_weight is None or self.options.leaf is not None else self.grad_weight.total
         found = zip((self.grad_hidden, weight, self.grad_bias), self._types, strict=True)
         return [None if grad is None else grad.to(dtype) for grad, dtype in found]
+
+
+def _gradient_of(leaf: torch.Tensor | None) -> torch.Tensor | None:
+    """What is there to add to, zeros where there was none."""
+    if leaf is not None and leaf.grad is None:
+        leaf.grad = torch.zeros_like(leaf)
+    return None if leaf is None else leaf.grad
 
 
 class _ChunkedLogProbs(torch.autograd.Function):

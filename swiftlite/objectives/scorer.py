@@ -47,7 +47,7 @@ class TokenScorer(nn.Module):
         """
         super().__init__()
         self._summed, self._direct = summed, direct
-        self.wants_upstream = summed and direct
+        self.wants_upstream = summed
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
         self._anatomy = dissect(base)
