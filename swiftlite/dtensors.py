@@ -1,8 +1,8 @@
 """Tensors and modules that a mesh divides, told from plain ones without importing what divides them.
 
 torch.distributed.tensor brings sympy and half of torch's compiler with it: 0.4 s and 40 MiB for every process, which
-one that trains alone does without. Where it was never imported, or postponed
-(`swiftlite.quick_imports`), nothing is divided.
+one that trains alone does without. Where it was never imported, or postponed (`swiftlite.quick_imports`), nothing is
+divided.
 """
 
 from __future__ import annotations

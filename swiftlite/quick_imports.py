@@ -1,6 +1,6 @@
 """The import of torch's and transformers' code, without what a run does not use and without looking twice.
 
-What is imported is the same; it takes half of the time and three quarters of the memory. Three things see to that:
+What is used is the same; the rest waits until somebody asks for it, or is left out. Three things see to that:
 
 - Python's cyclic garbage collector is off: an import makes hundreds of thousands of objects that stay, and it looks at
   all of them again and again.

@@ -33,6 +33,13 @@ def takes_gradient(weight: torch.Tensor) -> bool:
     return weight.requires_grad and weight.is_leaf and weight.dtype == torch.float32
 
 
+def gradient_of(weight: torch.Tensor) -> torch.Tensor:
+    """Its `.grad`, to be added to in place: zeros where there was none."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
 class _Rows(torch.autograd.Function):
     """Rows that were looked up, with a backward pass of their own."""
 
@@ -48,7 +55,5 @@ class _Rows(torch.autograd.Function):
         rows, ids, weight = grad.reshape(-1, grad.shape[-1]), ids.reshape(-1), ctx.weight
         if ctx.padding is not None:  # whose row is not trained
             rows = rows.masked_fill((ids == ctx.padding)[:, None], 0)
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, ids, rows)
+        gradient_of(weight).index_add_(0, ids, rows)
         return None, None, None, None

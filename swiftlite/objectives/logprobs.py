@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.dtensors import is_dtensor
-from swiftlite.models.embedding import takes_gradient
+from swiftlite.models.embedding import gradient_of, takes_gradient
 from swiftlite.models.products import ProductSum, product
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ class _Head:
         self._types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         self._weight, self._bias = weight.to(options.dtype), None if bias is None else bias.to(options.dtype)
         self.grad_hidden = torch.empty_like(hidden) if needed[0] else None
-        self.grad_weight = ProductSum(weight, options.dtype, _gradient_of(options.leaf)) if needed[1] else None
+        total = gradient_of(options.leaf) if needed[1] and options.leaf is not None else None
+        self.grad_weight = ProductSum(weight, options.dtype, total) if needed[1] else None
         self.grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
 
     def logits(self, part: slice) -> torch.Tensor:
@@ -187,13 +188,6 @@ class _Head:
         weight = None if self.grad_weight is None or self.options.leaf is not None else self.grad_weight.total
         found = zip((self.grad_hidden, weight, self.grad_bias), self._types, strict=True)
         return [None if grad is None else grad.to(dtype) for grad, dtype in found]
-
-
-def _gradient_of(leaf: torch.Tensor | None) -> torch.Tensor | None:
-    """What is there to add to, zeros where there was none."""
-    if leaf is not None and leaf.grad is None:
-        leaf.grad = torch.zeros_like(leaf)
-    return None if leaf is None else leaf.grad
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
