@@ -1,10 +1,20 @@
 """`python -m swiftlite` and the `swiftlite` command."""
 
+import os
+
 
 def main() -> None:
     from swiftlite.cli.app import main as run
+    from swiftlite.config.layout import under_torchrun
 
-    run()
+    try:
+        run()
+    except SystemExit as stop:
+        if under_torchrun(os.environ):
+            from swiftlite.parallel.start import end_without_finalizing
+
+            end_without_finalizing(stop.code)
+        raise
 
 
 if __name__ == "__main__":

@@ -170,6 +170,17 @@ def test_a_signal_ends_the_step_and_saves(tmp_path, flags, number, code):
     assert metrics(tmp_path / "out")[-1]["step"] == step
 
 
+def test_a_process_of_a_group_ends_before_python_takes_itself_apart():
+    script = (
+        "from swiftlite.parallel.start import end_without_finalizing\n"
+        "class Held:\n    def __del__(self): print('finalized', flush=True)\n"
+        "held = Held()\n"
+    )
+    for ending, code, told in (("end_without_finalizing(3)", 3, ""), ("", 0, "finalized\n")):
+        ended = subprocess.run([sys.executable, "-c", script + ending], capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout) == (code, told)
+
+
 def may_make_namespaces() -> bool:
     name = f"swiftlite-test-{os.getpid()}"
     made = shutil.which("ip") and subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0

@@ -60,6 +60,8 @@ def _rank(rank: int, size: int, folder: str, body: Callable[..., Any], arguments
     import torch
     import torch.distributed as dist
 
+    from swiftlite.parallel.start import end_without_finalizing
+
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
@@ -67,6 +69,7 @@ def _rank(rank: int, size: int, folder: str, body: Callable[..., Any], arguments
         result = body(rank, *arguments)
         (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
+        end_without_finalizing(0)
     except BaseException:
         (Path(folder) / f"failure-{rank}").write_text(traceback.format_exc())
         raise SystemExit(1) from None

@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import multiprocessing
@@ -120,11 +121,23 @@ def _begin(parent: int, body: Callable[..., int], *arguments: Any) -> int:
         if os.getppid() != parent:
             os._exit(1)
     try:
-        return body(*arguments)
+        code = body(*arguments)
     except SystemExit as stop:
-        if stop.code in ENDED_WELL:
-            return stop.code or 0
-        os._exit(stop.code)  # at once: threads of a broken process group may never end
+        if stop.code not in ENDED_WELL:
+            os._exit(stop.code)  # at once: threads of a broken process group may never end
+        code = stop.code or 0
+    end_without_finalizing(0)
+    return code
+
+
+def end_without_finalizing(code: int) -> None:
+    """Let this process, which has been in a process group, end with `code` when Python starts to take itself apart.
+
+    DTensor's caches keep gloo's threads alive after the group was destroyed. One that drops the tensors of the last
+    collective while Python is being finalized asks for the interpreter and aborts the process (SIGABRT, "terminate
+    called without an active exception"; https://github.com/pytorch/pytorch/pull/179291).
+    """
+    atexit.register(os._exit, code)
 
 
 def _verdict(failure: Any, passed: list[int]) -> BaseException:
