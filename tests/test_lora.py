@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from swiftlite.models import products
 from swiftlite.models.lora import fuse_adapters
+from swiftlite.models.products import FastLinear
 from swiftlite.models.tuners import adapters_off
 
 
@@ -48,6 +50,29 @@ def test_output_and_gradients_are_those_of_peft(dtype, tolerance, shape):
     for found, expected in zip(results(ours, x, dtype), results(theirs, x, dtype), strict=True):
         assert found.dtype == expected.dtype
         assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.fixture
+def onednn_everywhere(monkeypatch):
+    monkeypatch.setattr(products, "onednn_serves", lambda device, dtype: dtype == torch.float32)
+    monkeypatch.setattr(products, "SMALLEST", 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 12), (7, 12), (1, 33, 12)])
+@pytest.mark.parametrize("wants_input", [True, False])
+def test_a_fast_base_layer_shares_one_pass_with_its_adapter(onednn_everywhere, shape, wants_input):
+    theirs = adapted(lora_alpha=12)
+    ours = copy.deepcopy(theirs)
+    for module in (ours.base_model.model.first, ours.base_model.model.second):
+        module.base_layer.__class__ = FastLinear
+    fuse_adapters(ours)
+    gradients, x = [], torch.randn(shape)
+    for model in (ours, theirs):
+        x = x.detach().requires_grad_(wants_input)
+        gradients.append([*results(model, x, torch.float32), x.grad])
+    assert ours(x).grad_fn.name() == "_AdaptedBackward"
+    for found, expected in zip(*gradients, strict=True):
+        assert found is expected is None or (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_adapters_can_be_turned_off():

@@ -1,7 +1,8 @@
 """LoRA's forward pass in one product with the result of the base layer, instead of a product, a scaling and a sum.
 
 peft casts the input to the adapter's type, scales and adds, each a tensor as large as the layer's output. Here the
-second product adds itself to the output, in the type that the output has.
+second product adds itself to the output, in the type that the output has; where products are oneDNN's, so does its
+gradient to that of the layer's input.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from swiftlite.models.products import FastLinear, linear, product, serves
 
 
 def fuse_adapters(model: nn.Module) -> None:
@@ -42,12 +45,39 @@ def _fused_class() -> type[nn.Module]:
         """`base(x) + scaling * x @ A.T @ B.T`."""
 
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-            result = self.base_layer(x, *args, **kwargs)
+            base = self.base_layer
             if self.disable_adapters:
-                return result
+                return base(x, *args, **kwargs)
             [name] = self.active_adapters
-            inner = F.linear(x, self.lora_A[name].weight)
-            outer, scaling = self.lora_B[name].weight.T, self.scaling[name]
-            return torch.addmm(result.flatten(0, -2), inner.flatten(0, -2), outer, alpha=scaling).view(result.shape)
+            into, out_of, scaling = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+            if type(base) is FastLinear and not base.weight.requires_grad and serves(x, base.weight, into, out_of):
+                return _Adapted.apply(x, base.weight, base.bias, into, out_of, scaling)
+            result, inner = base(x, *args, **kwargs), F.linear(x, into)
+            return torch.addmm(result.flatten(0, -2), inner.flatten(0, -2), out_of.T, alpha=scaling).view(result.shape)
 
     return FusedLinear
+
+
+class _Adapted(torch.autograd.Function):
+    """The same for a frozen base layer, x `[..., k]`, weight `[n, k]`, into `[r, k]` and out_of `[n, r]`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, into, out_of, scaling):  # noqa: ANN001, ANN205
+        rows = x.reshape(-1, x.shape[-1])
+        inner = product(rows, into)
+        ctx.save_for_backward(x, inner, weight, into, out_of)
+        ctx.scaling = scaling
+        return linear(rows, weight, bias).addmm_(inner, out_of.T, alpha=scaling).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+        x, inner, weight, into, out_of = ctx.saved_tensors
+        rows = upstream.reshape(-1, upstream.shape[-1]).contiguous()
+        grad_inner = product(rows, out_of.T).mul_(ctx.scaling)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(rows, weight.T).addmm_(grad_inner, into).view(x.shape)
+        grad_into = product(grad_inner.T, x.reshape(rows.shape[0], -1).T, over_tokens=True)
+        grad_out_of = product(rows.T, inner.T, over_tokens=True).mul_(ctx.scaling)
+        return grad_x, None, None, grad_into, grad_out_of, None

@@ -46,12 +46,12 @@ def product(a: torch.Tensor, b: torch.Tensor, *, over_tokens: bool = False) -> t
 
     over_tokens: k is a number of tokens, else the second dimension from the right of a is.
     """
-    return _by_onednn(a, b, over_tokens=over_tokens) if _serves(a, b) else F.linear(a, b)
+    return _by_onednn(a, b, over_tokens=over_tokens) if _gains(a, b) else F.linear(a, b)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What `torch.nn.functional.linear` does. x: `[..., k]`; weight: `[n, k]`; bias: `[n]`; returns `[..., n]`."""
-    if _serves(x, weight) and weight.is_contiguous():
+    if _gains(x, weight) and weight.is_contiguous():
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -102,10 +102,16 @@ def use_fast_products(model: nn.Module) -> None:
                 module.__class__ = FastLinear
 
 
-def _serves(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not onednn_serves(a.device, a.dtype) or b.dtype != a.dtype or torch.is_autocast_enabled("cpu"):
+def serves(*matrices: torch.Tensor) -> bool:
+    """Whether products of these are oneDNN's here: all of them plain, of one type, and no autocast changes it."""
+    first = matrices[0]
+    if not onednn_serves(first.device, first.dtype) or torch.is_autocast_enabled("cpu"):
         return False
-    return a.ndim > 1 and type(a) in PLAIN and type(b) in PLAIN and a.numel() * b.shape[0] >= SMALLEST
+    return all(type(matrix) in PLAIN and matrix.dtype == first.dtype for matrix in matrices)
+
+
+def _gains(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.ndim > 1 and a.numel() * b.shape[0] >= SMALLEST and serves(a, b)
 
 
 def _by_onednn(
