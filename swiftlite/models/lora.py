@@ -63,21 +63,21 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, into, out_of, scaling):  # noqa: ANN001, ANN205
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(0, -2)
         inner = product(rows, into)
         ctx.save_for_backward(x, inner, weight, into, out_of)
         ctx.scaling = scaling
-        return linear(rows, weight, bias).addmm_(inner, out_of.T, alpha=scaling).view(*x.shape[:-1], -1)
+        return linear(rows, weight, bias).addmm_(inner, out_of.T, alpha=scaling).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         x, inner, weight, into, out_of = ctx.saved_tensors
-        rows = upstream.reshape(-1, upstream.shape[-1]).contiguous()
+        rows = upstream.flatten(0, -2).contiguous()
         grad_inner = product(rows, out_of.T).mul_(ctx.scaling)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = product(rows, weight.T).addmm_(grad_inner, into).view(x.shape)
-        grad_into = product(grad_inner.T, x.reshape(rows.shape[0], -1).T, over_tokens=True)
+        grad_into = product(grad_inner.T, x.flatten(0, -2).T, over_tokens=True)
         grad_out_of = product(rows.T, inner.T, over_tokens=True).mul_(ctx.scaling)
         return grad_x, None, None, grad_into, grad_out_of, None
