@@ -78,6 +78,8 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
     if of_layers and of_layers[-1]:  # its backward follows at once: given back, it would be gathered again for that
         of_layers[-1][0].set_reshard_after_forward(False)
     _prefetch(of_layers)
+    if mesh.device.type == "cpu":  # it has no streams, on which the prefetched weights of the next unit would travel
+        root._set_unshard_async_op(True)
 
 
 def _units(layer: nn.Module, min_params: int) -> list[nn.Module]:
