@@ -4,8 +4,9 @@
 
 The same global step in each layout, by the `swiftlite` command with one thread a process, and in turn, so that all
 see the same machine. The ideal is a core's time divided by the processes, as long as there are cores for them. The
-share of communication is that of the main thread's time in steps 3 and 4, by `--profile`; it holds the waiting for
-slower processes. Takes a quarter of an hour on two cores; needs a quiet machine.
+shares of communication and of waiting are those of the main thread's time in steps 3 and 4, by `--profile`; "hidden" is
+how much of the time in which messages were under way the process computed. Takes a quarter of an hour on two cores;
+needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from statistics import median
 from bench.campaign import machine
 from bench.script import run_script, train_documents, write_text
 from bench.tables import markdown_table
+
+from swiftlite.training.profiler import MEANWHILE
 
 PLACE, STEPS, ROUNDS = "scaling", 6, 2
 LENGTH, ROWS = 512, 8  # tokens of a document, documents of a step
@@ -83,9 +86,9 @@ def measure_in(folder: Path) -> str:
     for name, processes, flags in CASES:
         step, ideal = median(seconds[name]), alone / min(processes, cores)
         _, table = train(folder, processes, *flags, "--profile")
-        cells.append([name, f"{step:.2f}", f"{LENGTH * ROWS / step:,.0f}", f"{ideal / step:.0%}",
-                      *(share_of(kind, table) for kind in ("communication", "Python and waiting"))])  # fmt: skip
-    header = ("layout", "s a step", "tokens/s", "of the ideal", "communication", "Python and waiting")
+        shares = (share_of(line, table) for line in ("communication", "Python and waiting", MEANWHILE))
+        cells.append([name, f"{step:.2f}", f"{LENGTH * ROWS / step:,.0f}", f"{ideal / step:.0%}", *shares])
+    header = ("layout", "s a step", "tokens/s", "of the ideal", "communication", "Python and waiting", "hidden")
     about = (
         f"{ROWS} documents of {LENGTH} tokens a step, one thread a process, medians of {ROUNDS} rounds in turn; "
         f"{facts['cpu']}, {facts['cores']} cores, gloo, torch {version('torch')}."

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +56,7 @@ def test_a_table_and_a_trace_of_two_steps(base, tmp_path, profilers, checkpointi
         trace = json.load(file)["traceEvents"]
     steps = {event["name"] for event in trace if event["name"].startswith("ProfilerStep#")}
     assert len(steps) == profiler_module.RECORDED
+    assert table.messages == (0, 0) and profiler_module.MEANWHILE not in text
 
 
 def test_modules_bear_no_marks_afterwards(base, tmp_path, profilers):
@@ -94,3 +99,46 @@ def test_work_of_the_backward_pass_belongs_to_the_module_of_the_forward(tmp_path
     forward, backward = table.modules["layer"]
     assert forward > 0 and backward > 0
     assert table.modules["outside the model"][1] > 0  # of tanh and the square
+
+
+def span(name: str, start: float, end: float, thread: int = 1, *, mark: bool = False, on_gpu: bool = False):
+    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    at = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, thread=thread, time_range=at, is_user_annotation=mark, device_type=kind)
+
+
+def test_a_message_is_hidden_while_operations_run():
+    events = [
+        span("gloo:all_gather", 0, 100, thread=2, mark=True),
+        span("gloo:all_gather", 50, 120, thread=3, mark=True),
+        span("aten::copy_", 0, 120, thread=3),  # the message's own
+        span("FSDP::post_backward", 0, 200, mark=True),
+        span("autograd::engine::evaluate_function: x", 0, 200),
+        span("LayerBackward", 0, 200),
+        span("c10d::_reduce_scatter_base_", 100, 120),
+        span("aten::mm", 10, 40),
+        span("aten::empty", 20, 30),  # inside it
+        span("aten::mul", 90, 110),
+        span("aten::mul", 130, 140),
+    ]
+    assert profiler_module._messages(events, on_gpu=False) == (120, 30 + 20)
+    kernels = [
+        span("ncclDevKernel_AllGather", 0, 10, on_gpu=True),
+        span("gemm", 4, 30, on_gpu=True),
+        span("aten::mm", 0, 9),
+    ]
+    assert profiler_module._messages(kernels, on_gpu=True) == (10, 6)
+
+
+def test_weights_of_the_next_layer_travel_meanwhile(tmp_path, tiny_model, write_rows, chat_rows):
+    words = ["sft", "--model", tiny_model("llama"), "--dataset", write_rows("rows.jsonl", chat_rows), "--tuner", "full",
+             "--nproc-per-node", 2, "--sharding", "full", "--profile", "--max-steps", 5, "--max-length", 128,
+             "--micro-batch-size", 1, "--global-batch-size", 4, "--output-dir", tmp_path / "out",
+             "--cache-dir", tmp_path / "cache"]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "swiftlite", *map(str, words)], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        lines = (tmp_path / "out" / "profile" / f"rank-{rank:05d}.txt").read_text().splitlines()
+        (meanwhile,) = (line for line in lines if line.startswith(profiler_module.MEANWHILE))
+        assert float(meanwhile.split()[-1].rstrip("%")) > 0

@@ -38,7 +38,9 @@ KINDS = (
     ("optimizer", ("adam", "_foreach")),
     ("copies", ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "aten::fill_", "aten::zero_", "Memcpy")),
 )
+COMMUNICATION = KINDS[0][0]
 ELEMENTWISE, REST = "element by element", "Python and waiting"
+MEANWHILE = "while this one computed"
 
 
 def kind_of(name: str) -> str:
@@ -48,18 +50,26 @@ def kind_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Milliseconds a step. wall: from begin to end; kinds: of all work; modules: (forward, backward) of each."""
+    """Milliseconds a step. wall: from begin to end; kinds: of all work; modules: (forward, backward) of each.
+
+    messages: (in which one was under way between processes, of that while this one computed).
+    """
 
     wall: float
     kinds: dict[str, float]
     modules: dict[str, tuple[float, float]]
+    messages: tuple[float, float] = (0.0, 0.0)
 
     def lines(self) -> list[str]:
         """As text for a terminal; the kinds and the rest add up to the step."""
         rows = [f"{'kind of work':<28}{'ms a step':>12}{'share':>9}"]
         for kind, spent in sorted(self.kinds.items(), key=lambda item: -item[1]):
             rows.append(f"{kind:<28}{spent:>12,.1f}{spent / self.wall:>9.1%}")
-        rows += [f"{'step':<28}{self.wall:>12,.1f}{1:>9.1%}", "", f"{'module':<28}{'forward':>12}{'backward':>12}"]
+        rows.append(f"{'step':<28}{self.wall:>12,.1f}{1:>9.1%}")
+        if under_way := self.messages[0]:
+            rows += ["", f"{'messages under way':<28}{under_way:>12,.1f}"]
+            rows.append(f"{MEANWHILE:<28}{self.messages[1]:>12,.1f}{self.messages[1] / under_way:>9.1%}")
+        rows += ["", f"{'module':<28}{'forward':>12}{'backward':>12}"]
         for module, spent in sorted(self.modules.items(), key=lambda item: -sum(item[1])):
             rows.append(f"{module:<28}{spent[0]:>12,.1f}{spent[1]:>12,.1f}")
         return rows
@@ -159,12 +169,14 @@ def tabulate(events: Sequence, *, on_gpu: bool) -> Table:
         module, backward = places[event.id]
         kinds["optimizer" if module == "optimizer" else kind_of(event.name)] += spent
         modules[module][backward] += spent
-    kinds[REST] = wall - (_covered(events) if on_gpu else sum(kinds.values()))
+    kernels = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+    kinds[REST] = wall - (_length(_union(kernels)) if on_gpu else sum(kinds.values()))
     scale = 1e-3 / count  # microseconds of all steps
     return Table(
         wall * scale,
         {kind: spent * scale for kind, spent in kinds.items()},
         {name: (spent[0] * scale, spent[1] * scale) for name, spent in modules.items() if sum(spent)},
+        tuple(spent * scale for spent in _messages(events, on_gpu=on_gpu)),
     )
 
 
@@ -190,15 +202,38 @@ def _places(events: Sequence) -> dict[int, tuple[str, bool]]:
     return places
 
 
-def _covered(events: Sequence) -> float:
-    """Microseconds in which a kernel ran."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type != DeviceType.CPU and not event.is_user_annotation
-    )
-    total, until = 0.0, float("-inf")
-    for start, end in spans:
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+def _messages(events: Sequence, *, on_gpu: bool) -> tuple[float, float]:
+    """Microseconds in which a message was under way, and of those in which this process computed as well.
+
+    Messages are NCCL's kernels or what gloo's threads do. What computes are the other kernels or, in other threads, the
+    dispatcher's operations: functions of autograd and marks may hold what waits.
+    """
+    if on_gpu:
+        here = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+        sent = [event for event in here if kind_of(event.name) == COMMUNICATION]
+    else:
+        sent = [event for event in events if event.name.startswith("gloo:")]
+        away = {event.thread for event in sent}
+        here = [event for event in events if event.thread not in away and _is_operation(event)]
+    work = [event for event in here if kind_of(event.name) != COMMUNICATION]
+    under_way, computing = _length(_union(sent)), _length(_union(work))
+    return under_way, under_way + computing - _length(_union(sent + work))
+
+
+def _is_operation(event) -> bool:  # noqa: ANN001
+    return "::" in event.name and not event.name.startswith("autograd::") and not _is_mark(event)
+
+
+def _union(events: Sequence) -> list[tuple[float, float]]:
+    """The spans, (begin, end) in microseconds, in which any of the events was going on; in order, apart."""
+    spans: list[tuple[float, float]] = []
+    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], end)
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
