@@ -217,7 +217,8 @@ def _messages(events: Sequence, *, on_gpu: bool) -> tuple[float, float]:
         here = [event for event in events if event.thread not in away and _is_operation(event)]
     work = [event for event in here if kind_of(event.name) != COMMUNICATION]
     under_way, computing = _length(_union(sent)), _length(_union(work))
-    return under_way, under_way + computing - _length(_union(sent + work))
+    both = under_way + computing - _length(_union(sent + work))
+    return under_way, max(0.0, both)  # a rest of rounding may be below
 
 
 def _is_operation(event) -> bool:  # noqa: ANN001
