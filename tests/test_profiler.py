@@ -135,8 +135,8 @@ def test_weights_of_the_next_layer_travel_meanwhile(tmp_path, tiny_model, write_
              "--nproc-per-node", 2, "--sharding", "full", "--profile", "--max-steps", 5, "--max-length", 128,
              "--micro-batch-size", 1, "--global-batch-size", 4, "--output-dir", tmp_path / "out",
              "--cache-dir", tmp_path / "cache"]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "swiftlite", *map(str, words)], capture_output=True, env=environment)
+    command = [sys.executable, "-m", "swiftlite", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         lines = (tmp_path / "out" / "profile" / f"rank-{rank:05d}.txt").read_text().splitlines()

@@ -69,9 +69,9 @@ def _rank(rank: int, size: int, folder: str, body: Callable[..., Any], arguments
         result = body(rank, *arguments)
         (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
-        end_without_finalizing(0)
     except BaseException:
         (Path(folder) / f"failure-{rank}").write_text(traceback.format_exc())
         raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
+    end_without_finalizing(0)

@@ -169,8 +169,7 @@ def tabulate(events: Sequence, *, on_gpu: bool) -> Table:
         module, backward = places[event.id]
         kinds["optimizer" if module == "optimizer" else kind_of(event.name)] += spent
         modules[module][backward] += spent
-    kernels = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
-    kinds[REST] = wall - (_length(_union(kernels)) if on_gpu else sum(kinds.values()))
+    kinds[REST] = wall - (_length(_union(_kernels(events))) if on_gpu else sum(kinds.values()))
     scale = 1e-3 / count  # microseconds of all steps
     return Table(
         wall * scale,
@@ -209,7 +208,7 @@ def _messages(events: Sequence, *, on_gpu: bool) -> tuple[float, float]:
     dispatcher's operations: functions of autograd and marks may hold what waits.
     """
     if on_gpu:
-        here = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+        here = _kernels(events)
         sent = [event for event in here if kind_of(event.name) == COMMUNICATION]
     else:
         sent = [event for event in events if event.name.startswith("gloo:")]
@@ -219,6 +218,10 @@ def _messages(events: Sequence, *, on_gpu: bool) -> tuple[float, float]:
     under_way, computing = _length(_union(sent)), _length(_union(work))
     both = under_way + computing - _length(_union(sent + work))
     return under_way, max(0.0, both)  # a rest of rounding may be below
+
+
+def _kernels(events: Sequence) -> list:
+    return [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
 
 
 def _is_operation(event) -> bool:  # noqa: ANN001
