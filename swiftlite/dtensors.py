@@ -39,6 +39,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+def placed_as(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """This process's part of something that is divided as `like` is, which may lie on another device."""
+    if not is_dtensor(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(part, like._spec, requires_grad=False)
+
+
 def is_sharding(placement: Placement) -> bool:
     """Whether a placement of a DTensor divides it."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard

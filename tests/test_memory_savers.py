@@ -9,6 +9,7 @@ from torch import nn
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
+from swiftlite.training import adamw_paged
 from swiftlite.training.adamw_8bit import AdamW8bit
 from swiftlite.training.adamw_bf16 import AdamWBf16, round_stochastically
 from swiftlite.training.failures import NotFinite
@@ -88,8 +89,9 @@ def test_updates_in_the_backward_pass_are_the_same_training(start, tmp_path):
     assert weights_of(tmp_path / "early") == weights_of(tmp_path / "late")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_bf16_weights_learn_and_go_on_bit_for_bit(start, tmp_path, optimizer):
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "paged_adamw"])
+def test_bf16_weights_learn_and_go_on_bit_for_bit(start, tmp_path, monkeypatch, optimizer):
+    monkeypatch.setattr(adamw_paged, "SMALLEST", 1)
     exact = start("exact", precision="bf16", optimizer=optimizer)
     found = start("whole", **BF16, optimizer=optimizer, save_steps=2)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in exact], rel=1e-2)

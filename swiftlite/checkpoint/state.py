@@ -34,8 +34,9 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 @runtime_checkable
 class PacksMoments(Protocol):
-    """An optimizer that keeps its moments in another form than files do."""
+    """An optimizer that keeps its moments in another form, or elsewhere, than `fresh_moments` makes them."""
 
+    def begin(self, parameter: nn.Parameter) -> None: ...
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]: ...
     def put_moments(self, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None: ...
 
@@ -71,6 +72,14 @@ def resume_tensors(trained: Named, optimizer: torch.optim.Optimizer, *, masters:
             moments = optimizer.moments(parameter) if packs else optimizer.state[parameter]
             tensors |= {f"{name}.{kind}": value for kind, value in moments.items()}
     return tensors
+
+
+def begin_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    """Make the moments of a parameter that was never updated, as its first update would."""
+    if isinstance(optimizer, PacksMoments):
+        optimizer.begin(parameter)
+    else:
+        optimizer.state[parameter] = fresh_moments(parameter)
 
 
 def put_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None:

@@ -274,10 +274,11 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     max_grad_norm: NotNegative = flag(
         1.0, OPTIMIZATION, "Clip the gradient to this norm; 0 does not clip.", "clip_grad"
     )
-    optimizer: Annotated[Literal["adamw", "adamw_8bit"], Spelling(types.OPTIMIZERS)] = flag(
+    optimizer: Annotated[Literal["adamw", "adamw_8bit", "paged_adamw"], Spelling(types.OPTIMIZERS)] = flag(
         "adamw",
         OPTIMIZATION,
-        "AdamW, or AdamW with moments of 8 bits: 10 instead of 16 bytes a trained parameter.",
+        "AdamW; with moments of 8 bits: 10 instead of 16 bytes a trained parameter; or with moments in the host's"
+        " memory: 8 bytes on the GPU.",
         "optim",
     )
     adam_beta1: BelowOne = flag(0.9, OPTIMIZATION, "Decay of AdamW's mean.")

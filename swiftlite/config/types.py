@@ -37,6 +37,7 @@ OPTIMIZERS = {
     "adamw_torch_fused": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
     "adamw8bit": "adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw",
 }
 
 

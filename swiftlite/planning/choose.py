@@ -14,11 +14,17 @@ USABLE = 0.85  # of the free memory; the rest is for buffers, fragments and what
 GIB = 2**30
 
 
-def trained_bytes(*, packed: bool = False, pure_bf16: bool = False, no_gradients: bool = False) -> float:
-    """What a trained parameter takes. packed: moments of 8 bits; no_gradients: each is used and dropped at once."""
+def moment_bytes(optimizer: str, device_type: str) -> float:
+    """What both moments of a trained parameter take on the device. optimizer: as `--optimizer` has it."""
+    if optimizer == "paged_adamw" and device_type != "cpu":
+        return 0
+    return PACKED_MOMENTS if optimizer == "adamw_8bit" else STATE_BYTES["moments"]
+
+
+def trained_bytes(*, moments: float, pure_bf16: bool, no_gradients: bool) -> float:
+    """What a trained parameter takes. moments: bytes of both; no_gradients: each is used and dropped at once."""
     share = 0.5 if pure_bf16 else 1.0
     gradients = 0 if no_gradients else STATE_BYTES["gradients"]
-    moments = PACKED_MOMENTS if packed else STATE_BYTES["moments"]
     return share * (STATE_BYTES["weights"] + gradients) + moments
 
 

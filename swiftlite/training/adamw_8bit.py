@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from swiftlite.checkpoint.state import COUNTER, MOMENTS
-from swiftlite.dtensors import is_dtensor, local
+from swiftlite.dtensors import local, placed_as
 from swiftlite.training.adamw_bf16 import AdamWBf16, in_fp32
 
 BLOCK = 256  # numbers that share a scale; the CUDA kernel knows no other count
@@ -88,7 +88,7 @@ class AdamW8bit(AdamWBf16):
             super()._update(group, parameter)
             return
         if parameter not in self.state:
-            self._begin(parameter)
+            self.begin(parameter)
         state, chance = self.state[parameter], self._chance(parameter)
         state[COUNTER] += 1
         mean, square = (state[kind] for kind in MOMENTS)
@@ -122,12 +122,14 @@ class AdamW8bit(AdamWBf16):
         In the host's memory: a GPU that needs packed moments has no room for them.
         """
         return {
-            kind: _placed_as(parameter, value.unpack().cpu()) if isinstance(value, PackedMoment) else value
+            kind: placed_as(parameter, value.unpack().cpu()) if isinstance(value, PackedMoment) else value
             for kind, value in self.state[parameter].items()
         }
 
-    def _begin(self, parameter: nn.Parameter) -> None:
-        """Moments of a parameter that was never updated."""
+    def begin(self, parameter: nn.Parameter) -> None:
+        if not _is_packed(parameter):
+            super().begin(parameter)
+            return
         tables = _tables(parameter.device)
         fresh = {kind: PackedMoment.zeros(local(parameter).shape, tables[kind]) for kind in MOMENTS}
         self.state[parameter] = {COUNTER: torch.zeros(())} | fresh
@@ -156,15 +158,6 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 def _is_packed(parameter: nn.Parameter) -> bool:
     return local(parameter).numel() >= SMALLEST
-
-
-def _placed_as(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-    """values: of this process's part."""
-    if not is_dtensor(parameter):
-        return values
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(values, parameter._spec, requires_grad=False)
 
 
 @functools.cache

@@ -56,19 +56,20 @@ class AdamWBf16(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         if parameter not in self.state:
-            self.state[parameter] = fresh_moments(parameter)
+            self.begin(parameter)
         state, chance = self.state[parameter], self._chance(parameter)
+        device = parameter.device
         changed = [local(x).view(-1) for x in (parameter, *(state[kind] for kind in MOMENTS))]
         pieces = [x.split(PIECE) for x in (*changed, local(parameter.grad).reshape(-1))]
         for weights, mean, square, gradient in zip(*pieces, strict=True):
-            with in_fp32(weights, chance) as exact:
+            with in_fp32(weights, chance) as exact, at_hand(mean, device) as m, at_hand(square, device) as v:
                 adamw(
                     [exact],
                     [gradient.float()],
-                    [mean],
-                    [square],
+                    [m],
+                    [v],
                     [],
-                    [state[COUNTER].clone()],
+                    [state[COUNTER].to(device, copy=True)],
                     fused=True,
                     amsgrad=False,
                     beta1=group["betas"][0],
@@ -79,6 +80,10 @@ class AdamWBf16(torch.optim.AdamW):
                     maximize=False,
                 )
         state[COUNTER] += 1
+
+    def begin(self, parameter: nn.Parameter) -> None:
+        """Make the moments of a parameter that was never updated."""
+        self.state[parameter] = fresh_moments(parameter)
 
     def _chance(self, parameter: nn.Parameter) -> torch.Generator:
         """For the parameter's next update; `state` has its counter."""
@@ -97,6 +102,20 @@ def in_fp32(weights: torch.Tensor, chance: torch.Generator | None) -> Iterator[t
     exact = weights.float()
     yield exact
     weights.copy_(round_stochastically(exact, chance))
+
+
+@contextmanager
+def at_hand(moment: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+    """A moment to change: itself where it lies on the device, else a copy that is written back.
+
+    Writing back into pinned memory is only begun: later work of the device sees it, the host has to wait.
+    """
+    if moment.device == device:
+        yield moment
+        return
+    visitor = moment.to(device, non_blocking=True)
+    yield visitor
+    moment.copy_(visitor, non_blocking=True)
 
 
 def round_stochastically(values: torch.Tensor, chance: torch.Generator) -> torch.Tensor:

@@ -11,26 +11,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from swiftlite.checkpoint.state import fresh_moments, put_moments
+from swiftlite.checkpoint.state import begin_moments
 from swiftlite.dtensors import is_dtensor, local
 from swiftlite.parallel.mesh import STORED, Mesh
 from swiftlite.training.adamw_8bit import AdamW8bit
 from swiftlite.training.adamw_bf16 import AdamWBf16
+from swiftlite.training.adamw_paged import PagedAdamW
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
 def build_optimizer(trained: list[tuple[str, nn.Parameter]], config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101): fused, with moments of 8 bits, or for weights without fp32 masters. Vectors (norms,
-    biases) are not decayed."""
+    """AdamW (arXiv 1711.05101): fused, with moments of 8 bits or in the host's memory, or for weights without fp32
+    masters. Vectors (norms, biases) are not decayed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}  # one fused update takes parameters of one mesh
     for _, parameter in trained:
         mesh = parameter.device_mesh if is_dtensor(parameter) else None
         groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     make = torch.optim.AdamW
-    if config.optimizer == "adamw_8bit" or config.pure_bf16:
-        kind = AdamW8bit if config.optimizer == "adamw_8bit" else AdamWBf16
+    if config.optimizer != "adamw" or config.pure_bf16:
+        kind = {"adamw": AdamWBf16, "adamw_8bit": AdamW8bit, "paged_adamw": PagedAdamW}[config.optimizer]
         make = functools.partial(kind, seed=config.seed, names={id(parameter): name for name, parameter in trained})
     return make(
         [{"params": group, "weight_decay": config.weight_decay * decay} for (decay, _), group in groups.items()]
@@ -47,7 +48,7 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in optimizer.state:
-                put_moments(optimizer, parameter, fresh_moments(parameter))
+                begin_moments(optimizer, parameter)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

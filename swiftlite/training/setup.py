@@ -41,7 +41,7 @@ from swiftlite.parallel.mesh import Mesh, build_mesh
 from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
-from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, trained_bytes
+from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, moment_bytes, trained_bytes
 from swiftlite.planning.memory import activation_bytes_per_token, free_bytes, keeps_scores
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
@@ -181,7 +181,7 @@ def build_trainee(
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout)
     to_master_precision(model, precision.masters)
-    need = _need(config, model_config, model, base, precision)
+    need = _need(config, model_config, model, base, precision, world.device)
     free = int(world.same("free memory", str(free_bytes(world.device))))  # or ranks would decide differently
     choice = _choose(config, need, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
@@ -263,7 +263,12 @@ def _on_meta(
 
 
 def _need(
-    config: RunConfig, model_config: PretrainedConfig, model: nn.Module, base: PreTrainedModel, precision: Precision
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    model: nn.Module,
+    base: PreTrainedModel,
+    precision: Precision,
+    device: torch.device,
 ) -> Need:
     trained, total = count_parameters(model)
     size, spared = precision.dtype.itemsize, 0.0
@@ -277,7 +282,7 @@ def _need(
         largest_unit=size * max(_unit_sizes(base)),
         activations=per_token * config.micro_batch_size * pack_capacity(config),
         trained_bytes=trained_bytes(
-            packed=config.optimizer == "adamw_8bit",
+            moments=moment_bytes(config.optimizer, device.type),
             pure_bf16=config.pure_bf16,
             no_gradients=config.optimizer_in_backward,
         ),

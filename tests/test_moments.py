@@ -1,4 +1,5 @@
-"""AdamW with moments of 8 bits: near the exact update, a quarter of the memory, the same bytes again after a file."""
+"""AdamW whose moments are kept otherwise. Of 8 bits: near the exact update, a quarter of the memory, the same bytes
+again after a file. In the host's memory: the exact update."""
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from swiftlite import imports
 from swiftlite.checkpoint.state import MOMENTS
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
-from swiftlite.planning.choose import PACKED_MOMENTS
+from swiftlite.planning.choose import PACKED_MOMENTS, moment_bytes
+from swiftlite.training import adamw_bf16
 from swiftlite.training.adamw_8bit import SMALLEST, AdamW8bit
+from swiftlite.training.adamw_paged import PagedAdamW
 from swiftlite.training.setup import check_model
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
-SHAPE = (129, 65)  # its last block of 256 is not full
+SHAPE = (521, 257)  # its last block of 256 is not full, and half of it is enough for either kind
 
 
 def gradients(count: int) -> list[torch.Tensor]:
@@ -70,26 +73,84 @@ def test_moments_that_were_in_a_file_have_the_same_bytes():
         assert torch.equal(after[kind].codes, codes) and torch.equal(after[kind].scales, scales)
 
 
-def on_two_ranks(rank):
+@pytest.mark.parametrize("piece", [1 << 24, 1000])
+def test_moments_in_the_hosts_memory_give_the_same_update(monkeypatch, piece):
+    monkeypatch.setattr(adamw_bf16, "PIECE", piece)
+    usual, optimizer = updated(torch.optim.AdamW, 5)
+    found, paged = updated(PagedAdamW, 5)
+    assert torch.equal(found, usual)
+    [state], [parameter] = optimizer.state.values(), paged.state
+    assert all(torch.equal(values, state[kind]) for kind, values in paged.moments(parameter).items())
+
+
+def test_a_moment_that_lies_elsewhere_is_written_back():
+    """The meta device has no numbers, but it shows what goes where."""
+    here, asked = torch.zeros(3), []
+    with adamw_bf16.at_hand(here, here.device) as moment:
+        assert moment is here
+    away = torch.device("meta")
+    here.copy_ = lambda visitor, **how: asked.append((visitor.device, how))
+    with adamw_bf16.at_hand(here, away) as moment:
+        assert moment.device == away and not asked
+    assert asked == [(away, {"non_blocking": True})]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_holds_no_moments():
+    parameter = nn.Parameter(torch.zeros(1 << 22, device="cuda"))
+    optimizer = PagedAdamW([{"params": [parameter]}], **OPTIONS)
+    parameter.grad = torch.ones_like(parameter)
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    assert torch.cuda.memory_allocated() - before < parameter.nbytes // 8
+    assert all(optimizer.state[parameter][kind].is_pinned() for kind in MOMENTS)
+    usual = nn.Parameter(torch.zeros_like(parameter))
+    usual.grad = parameter.grad
+    torch.optim.AdamW([{"params": [usual]}], **OPTIONS).step()
+    assert torch.equal(parameter, usual)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "expected"),
+    [
+        ("adamw", "cuda", 8),
+        ("adamw_8bit", "cuda", PACKED_MOMENTS),
+        ("paged_adamw", "cuda", 0),
+        ("paged_adamw", "cpu", 8),
+    ],
+)
+def test_what_moments_take_of_a_device(optimizer, device, expected):
+    assert moment_bytes(optimizer, device) == expected
+
+
+def on_two_ranks(rank, kinds):
     """Of a matrix whose rows are shared out unevenly: weights and moments after one update, put together."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.linspace(-1, 1, SHAPE[0] * SHAPE[1]).view(SHAPE)
-    parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-    optimizer = AdamW8bit([{"params": [parameter]}], **OPTIONS)
-    parameter.grad = distribute_tensor(gradients(1)[0], mesh, [Shard(0)])
-    optimizer.step()
-    moments = optimizer.moments(parameter)
-    return [parameter.detach().full_tensor().numpy()] + [moments[kind].full_tensor().numpy() for kind in MOMENTS]
+    found = []
+    for kind in kinds:
+        parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+        optimizer = kind([{"params": [parameter]}], **OPTIONS)
+        parameter.grad = distribute_tensor(gradients(1)[0], mesh, [Shard(0)])
+        optimizer.step()
+        moments = optimizer.moments(parameter)
+        optimizer.put_moments(parameter, moments)
+        found.append(
+            [parameter.detach().full_tensor().numpy()] + [moments[kind].full_tensor().numpy() for kind in MOMENTS]
+        )
+    return found
 
 
 def test_divided_weights_are_updated_as_whole_ones():
-    weights, optimizer = updated(AdamW8bit, 1)
-    [parameter] = optimizer.state
-    moments = optimizer.moments(parameter)
-    for found in run_world(2, on_two_ranks):
-        assert torch.allclose(torch.from_numpy(found[0]), weights, rtol=1e-6, atol=1e-7)
-        for kind, values in zip(MOMENTS, found[1:], strict=True):
-            assert (torch.from_numpy(values) - moments[kind]).norm() < 0.02 * moments[kind].norm()
+    kinds = (AdamW8bit, PagedAdamW)
+    for of_rank in run_world(2, on_two_ranks, kinds):
+        for kind, found in zip(kinds, of_rank, strict=True):
+            weights, optimizer = updated(kind, 1)
+            [parameter] = optimizer.state
+            moments = optimizer.moments(parameter)
+            assert torch.allclose(torch.from_numpy(found[0]), weights, rtol=1e-6, atol=1e-7)
+            for name, values in zip(MOMENTS, found[1:], strict=True):
+                assert (torch.from_numpy(values) - moments[name]).norm() < 0.02 * moments[name].norm()
 
 
 def test_a_missing_package_is_named_before_anything_is_read(monkeypatch):
