@@ -39,12 +39,12 @@ def gradients(model, row):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def row_of(model, *lengths, padded_to=fp8.MULTIPLE):
+def row_of(model, *lengths):
     chance = torch.Generator().manual_seed(1)
     vocabulary = model.config.vocab_size
     documents = [torch.randint(vocabulary, (length,), generator=chance).numpy() for length in lengths]
     packs = [[Sequence(ids, ids >= 0, f"row {n}") for n, ids in enumerate(documents)]]
-    return collate(packs).padded_to(padded_to)
+    return collate(packs).padded_to(fp8.rounded(sum(lengths), 1))
 
 
 @needs_torchao

@@ -10,7 +10,7 @@ from test_run import train
 from torch import nn
 
 from swiftlite.models import products
-from swiftlite.models.products import FastLinear, ProductSum, linear, product, use_fast_products
+from swiftlite.models.products import FastLinear, ProductSum, linear, product, rounded, use_fast_products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -140,3 +140,8 @@ def test_the_same_run(calls, more, tiny_model, write_rows, chat_rows, tmp_path, 
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-5)
         assert mine["tokens"] == theirs["tokens"]
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 32), (32, 32), (225, 256), (257, 320), (513, 576)])
+def test_few_lengths_are_multiplied(tokens, expected):
+    assert rounded(tokens) == expected

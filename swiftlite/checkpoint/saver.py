@@ -30,14 +30,16 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
-    def write(self, final: Path, create: Callable[[Path], None], parts: Parts, done: Callable[[], None]) -> None:
+    def write(
+        self, final: Path, create: Callable[[Path], None], parts: Parts, done: Callable[[], None], *, now: bool
+    ) -> None:
         """Make the folder `final`, as `write_together`. create: rank 0's part; parts: what this process holds of each
-        plan's tensors; done: called when the folder is complete.
+        plan's tensors; done: called when the folder is complete; now: return no sooner, and copy no tensor.
 
         Raises what went wrong with it where nothing is written in the background, else `finish` does. The one before
         has to be finished.
         """
-        if not self._background:
+        if now or not self._background:
             self._write(final, create, parts, done)
             return
         copies = [(plan, {name: _copied(held) for name, held in of.items()}) for plan, of in parts]

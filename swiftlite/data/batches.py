@@ -102,9 +102,9 @@ class MicroBatch:
             **keys,
         )
 
-    def padded_to(self, multiple: int) -> MicroBatch:
-        """With one further document, where it takes one to make the row a multiple of so many tokens long."""
-        more = -self.input_ids.shape[1] % multiple
+    def padded_to(self, length: int) -> MicroBatch:
+        """With one further document, where it takes one to make the row so many tokens long."""
+        more = length - self.input_ids.shape[1]
         return self.padded([more] if more else [])
 
 

@@ -44,6 +44,12 @@ def check_fp8(base: PreTrainedModel, device: torch.device, dtype: torch.dtype) -
         raise UserError("8-bit products go with bf16 for all others", where="--fp8", fix="use --precision bf16")
 
 
+def rounded(tokens: int, slices: int) -> int:
+    """How long a row in so many slices has to be for so many tokens."""
+    multiple = MULTIPLE * slices
+    return -(-tokens // multiple) * multiple
+
+
 def use_fp8(layers: nn.ModuleList, recipe: str, *, emulated: bool = False) -> None:
     """Exchange the linear layers that are trained, in place; weights and their names stay as they are.
 

@@ -18,7 +18,7 @@ from torch import nn
 
 SMALLEST = 1 << 20  # multiplications: below, what a call costs is more than what the product gains
 SLICE_ROWS = 1024  # of a sum of products that are made at a time
-ROUND = 32  # what oneDNN is given are multiples of so many tokens
+ROUND, LONG, ROUND_LONG = 32, 256, 64  # what oneDNN is given are multiples of so many tokens, if few or more
 PLAIN = (torch.Tensor, nn.Parameter)  # no DTensor, whose products exchange something
 
 
@@ -39,6 +39,13 @@ def _vendor() -> str | None:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
+
+
+def rounded(tokens: int) -> int:
+    """How many tokens oneDNN is given in place of so many. It compiles a program for each count and matrix, which takes
+    a millisecond and half a megabyte for as long as the process lives."""
+    multiple = ROUND if tokens <= LONG else ROUND_LONG
+    return -(-tokens // multiple) * multiple
 
 
 def product(a: torch.Tensor, b: torch.Tensor, *, over_tokens: bool = False) -> torch.Tensor:
@@ -117,9 +124,9 @@ def _gains(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _by_onednn(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, over_tokens: bool = False
 ) -> torch.Tensor:
-    """`a @ b.T + bias`. oneDNN compiles a program for each new shape, which takes a millisecond and half a megabyte, so
-    the number of tokens, which differs from call to call, is rounded up with zeros."""
-    rows, more = a.shape[-2], -a.shape[-1 if over_tokens else -2] % ROUND
+    """`a @ b.T + bias`, the number of tokens rounded up with zeros."""
+    rows, tokens = a.shape[-2], a.shape[-1 if over_tokens else -2]
+    more = rounded(tokens) - tokens
     if more and over_tokens:
         a, b = F.pad(a, (0, more)), F.pad(b, (0, more))
     elif more:

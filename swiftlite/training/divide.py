@@ -7,6 +7,7 @@ would never meet.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.embedding import use_direct_embeddings
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
-from swiftlite.models.products import ROUND, onednn_serves, use_fast_products
+from swiftlite.models.products import onednn_serves, rounded, use_fast_products
 from swiftlite.models.quantize import quantize
 from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
@@ -34,7 +35,7 @@ from swiftlite.parallel.stages import choose_schedule, plan_stages
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.lanes import cut_step
-from swiftlite.training.share import Sharing
+from swiftlite.training.share import Rounded, Sharing
 from swiftlite.training.step import DirectStep, StepRunner
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def divide(
         lanes,
         tokens,
         in_pieces=not config.optimizer_in_backward,
-        multiple=_row_multiple(config, mesh, base, precision),
+        rounded=_row_length(config, mesh, base, precision),
     )
     if layout.pp == 1:
         _quantize(base, config)
@@ -151,13 +152,13 @@ def _is_summed(config: RunConfig) -> bool:
     return config.method not in PREFERENCE
 
 
-def _row_multiple(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision: Precision) -> int:
-    """What the lengths of rows should be a multiple of, where layers have fast products. oneDNN's do without where
+def _row_length(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision: Precision) -> Rounded | None:
+    """How long rows should be in place of their lengths, where layers have fast products. oneDNN's do without where
     routers count every token, or slices have their own padding; 8-bit products cannot, for each slice of a row."""
     if config.fp8 != "none":
-        return fp8.MULTIPLE * mesh.layout.cp
+        return functools.partial(fp8.rounded, slices=mesh.layout.cp)
     fast = mesh.layout.tp == 1 and not config.compile and onednn_serves(mesh.device, precision.dtype)
-    return ROUND if fast and mesh.layout.cp == 1 and not balances_router(base) else 1
+    return rounded if fast and mesh.layout.cp == 1 and not balances_router(base) else None
 
 
 def _quantize(base: PreTrainedModel, config: RunConfig) -> None:

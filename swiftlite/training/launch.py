@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.layout import Layout, under_torchrun
 from swiftlite.data.background import prepared_in_background
 from swiftlite.errors import RunError
+from swiftlite.heap import keep_one_heap
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.quick_imports import quick_imports
 
@@ -69,6 +70,7 @@ def train_in_process(values: dict[str, object], layout: Layout, report: Report) 
 
 def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
     """Train in this process, one of the layout's. Raises what `launch` says."""
+    keep_one_heap()
     with quick_imports():
         from swiftlite.parallel.world import joined
         from swiftlite.training.run import run_training

@@ -36,6 +36,7 @@ from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import RunError, UserError
+from swiftlite.heap import give_back
 from swiftlite.models.anatomy import has_dropout
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
@@ -286,9 +287,7 @@ class Session:
         with self._failure_borne(last=False):
             self._saver.finish()  # the one before
         with self._failure_borne(last=last):
-            self._save(step_folder(self._output, self._progress.step))
-            if last:
-                self._saver.finish()
+            self._save(step_folder(self._output, self._progress.step), now=last)
 
     @contextmanager
     def _failure_borne(self, *, last: bool) -> Iterator[None]:
@@ -299,7 +298,7 @@ class Session:
                 raise
             self._reporter.message(f"warning: {error.what}; training goes on (--on-save-failure continue)")
 
-    def _save(self, final: Path) -> None:
+    def _save(self, final: Path, *, now: bool) -> None:
         if self._mesh.any(final.exists()):
             return
         config, trainee, progress = self._config, self._trainee, self._progress
@@ -323,7 +322,7 @@ class Session:
             self._reporter.message(f"saved {final.name}")
 
         model = trainee.files.plan, to_write(self._mesh, trainee.tensors())
-        self._saver.write(final, create, [model, (plan, to_write(self._mesh, tensors.items()))], done)
+        self._saver.write(final, create, [model, (plan, to_write(self._mesh, tensors.items()))], done, now=now)
 
     def _create_model(self, folder: Path) -> None:
         trainee = self._trainee
@@ -368,6 +367,7 @@ class Session:
             write_together(self._mesh, model, self._create_model, self._write_model, manifest=False)
         if self._leads:
             self._write_audit()
+        give_back()  # the plots need memory too, and in pieces of other sizes
         self._reporter.finish(model)
 
     def _facts(self) -> dict[str, str]:

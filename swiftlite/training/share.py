@@ -21,6 +21,7 @@ from swiftlite.training.flops import FlopCounter
 CPU_FORWARD_TOKENS = 1024
 
 Cost = Callable[[Pack], float]
+Rounded = Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class StepShare:
 class Sharing:
     """How a run divides its steps. lanes: micro-batches that this process trains at a time; cut_tokens: of one, about,
     where documents may leave their packs; in_pieces: whether a micro-batch of several packs may be run in several
-    forward passes; multiple: of which rows get a length by padding, for fast products."""
+    forward passes; rounded: the length that fast products want in place of a row's, reached by padding."""
 
     mesh: Mesh
     micro_batch_size: int
@@ -54,14 +55,15 @@ class Sharing:
     lanes: int = 1
     cut_tokens: int | None = None
     in_pieces: bool = True
-    multiple: int = 1
+    rounded: Rounded | None = None
 
     def __call__(self, packs: list[Pack]) -> StepShare:
         """This process's part of some packs of a step."""
         share = self._share(packs)
-        if self.multiple == 1:
+        if self.rounded is None:
             return share
-        return replace(share, micro_batches=[batch.padded_to(self.multiple) for batch in share.micro_batches])
+        rows = [batch.padded_to(self.rounded(batch.input_ids.shape[1])) for batch in share.micro_batches]
+        return replace(share, micro_batches=rows)
 
     def _share(self, packs: list[Pack]) -> StepShare:
         layout, size = self.mesh.layout, self.micro_batch_size
