@@ -29,7 +29,7 @@ from pathlib import Path
 from bench.tables import fill, has_place, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/test_attention.py", "tests/test_objectives.py", "tests/test_parity.py", "tests/test_run.py")
+TESTS = tuple(f"tests/test_{name}.py" for name in ("attention", "moments", "objectives", "parity", "run"))
 GLOBAL_BATCH = 8  # rows a step
 MEASURED, SKIPPED = 10, 3  # steps; the first ones warm up the allocator and the kernels
 FULL_TUNING_BYTES = 18  # a parameter: fp32 weight, gradient and two moments, and the bf16 copy of autocast

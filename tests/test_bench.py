@@ -128,17 +128,24 @@ def test_tables_show_medians_ratios_goals_and_every_failure():
     runs = [
         finished("swiftlite", "defaults", 2000.0, first_step_seconds=6.0, peak_rss_mib=1001.0),
         finished("swiftlite", "defaults", 2200.0, start_seconds=7.0, first_step_seconds=6.0, peak_rss_mib=1001.0),
+        finished("swiftlite", "no packing", 1800.0, first_step_seconds=5.0),
         finished("trl", "as shipped", 525.0),
         Run("litgpt", "as shipped", 1, "/logs/litgpt.txt", failure="exit code 1"),
     ]
     lines = tables.summarise(SFT, runs)
-    assert [(line.tool, line.runs) for line in lines] == [("swiftlite", 2), ("trl", 1), ("litgpt", 0)]
-    assert lines[0].rate == 2100 and lines[1].of_swiftlite == pytest.approx(0.25)
+    assert [(line.tool, line.runs) for line in lines] == [
+        ("swiftlite", 2),
+        ("swiftlite", 1),
+        ("trl", 1),
+        ("litgpt", 0),
+    ]
+    assert lines[0].rate == 2100 and lines[2].of_swiftlite == pytest.approx(0.25)
     text = tables.text_table(SFT, lines)
     assert "FAILED, exit code 1: see /logs/litgpt.txt" in text
     found = tables.goals(SFT, lines)
-    assert any("shipped: 4.00x (goal 1.8x): reached" in goal for goal in found)
-    assert any("first step" in goal and goal.endswith(": reached") for goal in found)
+    assert any("shipped: 4.00x (goal 2.2x): reached" in goal for goal in found)
+    assert any("first step against" in goal and "0.60x (goal 0.5x): NOT reached" in goal for goal in found)
+    assert any("not packed, against" in goal and "0.50x (goal 0.5x): reached" in goal for goal in found)
     assert any("start against" in goal and "0.94x" in goal and goal.endswith(": NOT reached") for goal in found)
     assert any("memory" in goal and goal.endswith(": NOT reached") for goal in found)
 
