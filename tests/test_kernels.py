@@ -57,5 +57,5 @@ def test_contradictions_and_a_missing_package_are_named(monkeypatch):
         resolve_config("sft", **values, compile=True)
     monkeypatch.setattr(imports.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs the package liger_kernel") as error:
-        check_model(resolve_config("sft", **values), None, None)
+        check_model(resolve_config("sft", **values), None, None, None)
     assert "swiftlite[liger]" in error.value.fix

@@ -156,5 +156,5 @@ def test_divided_weights_are_updated_as_whole_ones():
 def test_a_missing_package_is_named_before_anything_is_read(monkeypatch):
     monkeypatch.setattr(imports.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs the package bitsandbytes") as error:
-        check_model(resolve_config("sft", model="nowhere", dataset=["d"], optimizer="adamw_bnb_8bit"), None, None)
+        check_model(resolve_config("sft", model="nowhere", dataset=["d"], optimizer="adamw_bnb_8bit"), None, None, None)
     assert "swiftlite[bitsandbytes]" in error.value.fix

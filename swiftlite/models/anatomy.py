@@ -117,9 +117,9 @@ def has_dropout(model: PreTrainedModel) -> bool:
     return any(value and isinstance(value, float) for key, value in values.items() if key.endswith(DROPOUTS))
 
 
-def balances_router(model: PreTrainedModel) -> bool:
+def balances_router(config: PretrainedConfig) -> bool:
     """Whether a mixture model's own load-balancing loss is trained beside the tokens."""
-    return bool(model.config.get_text_config().to_dict().get("output_router_logits"))
+    return bool(config.get_text_config().to_dict().get("output_router_logits"))
 
 
 def check_trainable_architecture(config: PretrainedConfig) -> None:

@@ -19,16 +19,16 @@ from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig
 
 PACKAGE = "torchao"
 MULTIPLE = 16  # of what such a product takes; tokens too, over which the gradient of a weight is summed
 OLDEST = (8, 9)  # the compute capability of Ada; Hopper has 9.0
 
 
-def check_fp8(base: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """dtype: of the other products. Raises UserError where a run cannot have 8-bit products."""
-    if balances_router(base):
+def check_fp8(config: PretrainedConfig, device: torch.device) -> None:
+    """Raises UserError where a model, or a device, cannot have 8-bit products."""
+    if balances_router(config):
         raise UserError(
             "8-bit products need rows of a round length, and a router that is balanced would count the padding",
             where="--fp8",
@@ -40,8 +40,6 @@ def check_fp8(base: PreTrainedModel, device: torch.device, dtype: torch.dtype) -
             where="--fp8",
             fix="leave --fp8 out",
         )
-    if dtype != torch.bfloat16:
-        raise UserError("8-bit products go with bf16 for all others", where="--fp8", fix="use --precision bf16")
 
 
 def rounded(tokens: int, slices: int) -> int:

@@ -51,7 +51,7 @@ class TokenScorer(nn.Module):
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
         self._anatomy = dissect(base)
-        self._routed = balances_router(base) and not self._anatomy.gives_scores
+        self._routed = balances_router(base.config) and not self._anatomy.gives_scores
 
     @property
     def base(self) -> PreTrainedModel:

@@ -158,7 +158,7 @@ def _row_length(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision:
     if config.fp8 != "none":
         return functools.partial(fp8.rounded, slices=mesh.layout.cp)
     fast = mesh.layout.tp == 1 and not config.compile and onednn_serves(mesh.device, precision.dtype)
-    return rounded if fast and mesh.layout.cp == 1 and not balances_router(base) else None
+    return rounded if fast and mesh.layout.cp == 1 and not balances_router(base.config) else None
 
 
 def _quantize(base: PreTrainedModel, config: RunConfig) -> None:

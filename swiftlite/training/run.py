@@ -75,7 +75,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         resume = find_resume(config, output, world, reporter.message)
         load = tokenizer_loader(config)
         with reporter.phase("checking the model"):
-            model_config = check_model(config, layout, resume)
+            model_config = check_model(config, layout, world.device, resume)
             loss = preference_of(config)
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(config, load, update)

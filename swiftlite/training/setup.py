@@ -112,7 +112,7 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
-def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> PretrainedConfig:
+def check_model(config: RunConfig, layout: Layout, device: torch.device, resume: Path | None) -> PretrainedConfig:
     """Everything that can be known of the model without its weights. Raises UserError where it cannot be trained."""
     if config.optimizer == "adamw_8bit":
         require_package("bitsandbytes", "--optimizer adamw_8bit")
@@ -124,6 +124,8 @@ def check_model(config: RunConfig, layout: Layout, resume: Path | None) -> Pretr
         require_package(fp8.PACKAGE, "--fp8", "fp8")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_trainable_architecture(model_config)
+    if config.fp8 != "none":
+        fp8.check_fp8(model_config, device)
     _check_length(config, model_config)
     source, _ = _weights(config, resume)
     if Path(source).expanduser().is_dir():
@@ -164,8 +166,6 @@ def build_trainee(
         trust_remote_code=config.trust_remote_code,
         classifier=config.method == "rm",
     )
-    if config.fp8 != "none":
-        fp8.check_fp8(base, world.device, precision.dtype)
     weights = TensorFolder(model_folder(source, revision=config.revision))
     on_disk, new_head = _match(weights, base)
     if config.new_tokens:
