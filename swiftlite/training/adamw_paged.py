@@ -22,6 +22,7 @@ class PagedAdamW(AdamWBf16):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient. When it returns, the host may read the moments."""
         super().step(closure)
         devices = {parameter.device for parameter in self.state if parameter.is_cuda}
         for device in devices:  # moments are on their way back, and what reads them next may be the host

@@ -60,6 +60,20 @@ def memory_errors(doing: str, batches: Sequence[MicroBatch], config: RunConfig, 
         ) from error
 
 
+@contextmanager
+def other_memory_errors() -> Iterator[None]:
+    """Turn what is raised outside of steps into a RunError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(
+            "the device ran out of memory",
+            fix="lower --micro-batch-size or --max-length, or use --activation-checkpointing full",
+        ) from error
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Also where PyTorch's pipelines have wrapped it. The CPU's allocator has no error class of its own."""
     if error is None:

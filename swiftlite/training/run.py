@@ -43,7 +43,7 @@ from swiftlite.parallel.world import World
 from swiftlite.reporting.files import disk_errors
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
-from swiftlite.training.failures import StepFailed, is_out_of_memory
+from swiftlite.training.failures import StepFailed, other_memory_errors
 from swiftlite.training.loop import Loop, Parts, Progress
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
@@ -77,6 +77,8 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, resume)
             loss = preference_of(config)
+        if config.optimizer == "paged_adamw" and world.device.type == "cpu":
+            reporter.message("note: --optimizer paged_adamw has no effect on a CPU: moments are in the host's memory")
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(config, load, update)
         if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
@@ -236,7 +238,7 @@ class Session:
         with (
             stop_requests(config.stop_after, began) as requested,
             watchdog(self._output / "stacks", self._mesh.rank) as alive,
-            _memory_errors(),
+            other_memory_errors(),
             parts.profiler or nullcontext(),
         ):
             loop = Loop(parts, self._progress, self._reporter, self.save_checkpoint, requested, alive)
@@ -384,16 +386,3 @@ class Session:
             "device": trainee.device_words,
             "output": str(self._output),
         }
-
-
-@contextmanager
-def _memory_errors() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise RunError(
-            "the device ran out of memory",
-            fix="lower --micro-batch-size or --max-length, or use --activation-checkpointing full",
-        ) from error
