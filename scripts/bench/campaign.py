@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.environments import ENVIRONMENTS, EnvironmentFailed, make_environment, versions
-from bench.measure import Run, measure, read_once
+from bench.measure import Run, measure
 from bench.settings import Benchmark, Setting
 from bench.tables import as_json, fill, goals, has_place, markdown, summarise, text_table
 
@@ -135,7 +135,6 @@ def _run_all(
                 run.failure, run.log = failures[setting.tool], str(options.work / "envs" / f"{setting.tool}.log")
                 continue
             steps = steps_of(benchmark, setting, options, facts["described"]["mean"])
-            read_once(pythons[setting.tool].parent.parent, workload.folder)
             line = benchmark.command(setting, pythons[setting.tool], workload, folder, steps)
             measure(
                 run, line, folder, steps=steps, skip=options.skip, threads=options.threads, timeout=options.timeout,

@@ -94,15 +94,6 @@ def run_command(
     return (process.returncode if finished else None), start, seconds, others
 
 
-def read_once(*folders: Path) -> None:
-    """Bring files into the system's page cache, so that no run waits for a disk where another did not."""
-    for path in (path for folder in folders for path in folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.read(MIB):
-                    pass
-
-
 def measure(
     run: Run,
     command: list[str],
