@@ -3,10 +3,10 @@
     python scripts/bench_cpu.py --rounds 3 --markdown docs/performance.md
 
 Each peer gets a virtual environment of its own in the cache folder (made once: some gigabytes and minutes). The runs of
-a round follow one another, tool by tool, and rounds repeat, so that a slow minute of the machine meets all of them.
-Tokens are counted by one rule for all (`bench/probe`): ids that enter the token embedding in training mode and are not
-padding. A run that fails is shown as failed with its log. Leave the machine idle: "others' cores" shows if it was not.
-Run it by the Python of an environment that has swiftlite.
+a round follow one another, tool by tool, and rounds repeat, every other one backwards, so that a slow minute of the
+machine meets all of them. Tokens are counted by one rule for all (`bench/probe`): ids that enter the token embedding in
+training mode and are not padding. A run that fails is shown as failed with its log. Leave the machine idle: "others'
+cores" shows if it was not. Run it by the Python of an environment that has swiftlite.
 """
 
 from __future__ import annotations

@@ -121,12 +121,12 @@ def _run_all(
     pythons: dict[str, Path],
     failures: dict[str, str],
 ) -> list[Run]:
-    """Every setting of the chosen tools, round after round."""
+    """Every setting of the chosen tools, round after round: there and back, for what ran before shows in a start."""
     runs = []
     facts = workload.facts()
     chosen = [setting for setting in benchmark.settings if setting.tool in options.only]
     for turn in range(1, options.rounds + 1):
-        for setting in chosen:
+        for setting in chosen if turn % 2 else reversed(chosen):
             name = f"{benchmark.name}-{setting.tool}-{setting.name}-{turn}".replace(" ", "_")
             folder = (options.work / "runs" / name).absolute()
             run = Run(tool=setting.tool, setting=setting.name, round=turn, log=str(folder / "log.txt"))
