@@ -137,4 +137,4 @@ def test_layouts_train_the_same(tmp_path, monkeypatch):
 
 def test_paged_moments_on_a_cpu_are_said_to_be_without_effect(start, capsys):
     start("paged", optimizer="paged_adamw")
-    assert "--optimizer paged_adamw has no effect on a CPU" in capsys.readouterr().err
+    assert "--optimizer paged_adamw has no effect on a CPU" in capsys.readouterr().out

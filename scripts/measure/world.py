@@ -22,7 +22,7 @@ from swiftlite.training.setup import Trainee, build_trainee, check_model
 def build(resolved: Resolved, world: World) -> Trainee:
     """The model, divided and loaded. Every process of the world calls it."""
     config = resolved.config
-    model_config = check_model(config, resolved.layout, None)
+    model_config = check_model(config, resolved.layout, world.device, None)
     return build_trainee(config, model_config, None, tokenizer_loader(config), world, resolved.layout)
 
 

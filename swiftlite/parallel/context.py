@@ -170,8 +170,8 @@ def slice_for_context(batch: MicroBatch, group: dist.ProcessGroup | None) -> Mic
     if group is None:
         return batch
     rank, size, tokens = dist.get_rank(group), dist.get_world_size(group), batch.input_ids.shape[1]
-    row = batch.padded_to(size)
-    length = row.input_ids.shape[1] // size
+    length = -(-tokens // size)
+    row = batch.padded_to(length * size)
     part = slice(rank * length, (rank + 1) * length)
     first, last = torch.searchsorted(row.learnt, torch.tensor([part.start, part.stop])).tolist()
     return replace(
