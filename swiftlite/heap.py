@@ -16,11 +16,14 @@ def keep_one_heap() -> None:
 
     Otherwise each has a heap of its own, and what one lane's backward pass frees is of no use to the others.
     """
-    with contextlib.suppress(OSError, TypeError, AttributeError):  # no such library, or no such function in it
-        ctypes.CDLL(None).mallopt(ARENA_MAX, 1)
+    _tell("mallopt", ARENA_MAX, 1)
 
 
 def give_back() -> None:
     """Give the system what is free in the heap."""
-    with contextlib.suppress(OSError, TypeError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    _tell("malloc_trim", 0)
+
+
+def _tell(function: str, *numbers: int) -> None:
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # no such library, or no such function in it
+        getattr(ctypes.CDLL(None), function)(*numbers)

@@ -121,11 +121,14 @@ def goals(benchmark: Benchmark, lines: list[Line]) -> list[str]:
         best = max((line.rate for line in peers if line.kind == kind and line.rate), default=None)
         compare(f"{benchmark.unit} against the best peer, {kind}", own.rate, best, factor, True)
     if benchmark.first_step is not None:
-        alike = ("first step of as many rows, which is not packed,", unpacked, "first_step_seconds")
-        starts = [("start", own, "start_seconds"), ("first step", own, "first_step_seconds")]
-        for what, line, field in [*starts, alike] if unpacked else starts:
+        for what, mine, field in (
+            ("start", own, "start_seconds"),
+            ("first step", own, "first_step_seconds"),
+            ("first step of as many rows, which is not packed,", unpacked, "first_step_seconds"),
+        ):
             fastest = min((value for line in peers if (value := vars(line)[field])), default=None)
-            compare(f"{what} against the fastest peer", vars(line)[field], fastest, benchmark.first_step, False)
+            value = mine and vars(mine)[field]
+            compare(f"{what} against the fastest peer", value, fastest, benchmark.first_step, False)
     memory = min((line.peak_rss_mib for line in peers if line.peak_rss_mib), default=None)
     compare("peak memory against the leanest peer", own.peak_rss_mib, memory, benchmark.memory, False)
     return found
