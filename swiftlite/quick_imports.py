@@ -6,7 +6,8 @@ What is used is the same; the rest waits until somebody asks for it, or is left 
   all of them again and again.
 - transformers reads the source of its models once on a machine, not twice in each process (`_remembered`), and leaves
   its own distributed training out, which swiftlite never uses: the engine cuts models itself.
-- torch's compiler is not imported before something is compiled (`_Postponed`).
+- torch's compiler is not imported before something is compiled, nor what divides tensors before there are several
+  processes, nor torch's kernels in Python for tensors without data before one of them is wanted (`_Postponed`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import inspect
 import marshal
 import os
 import sys
@@ -30,7 +32,8 @@ from typing import Any
 from swiftlite.imports import default_cache
 
 COMPILER = "torch._dynamo"
-POSTPONED = (COMPILER, "torch.distributed.tensor")
+META_KERNELS = "torch._meta_registrations"
+POSTPONED = (COMPILER, "torch.distributed.tensor", META_KERNELS)
 ALONE = (f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op")  # import nothing of it
 MARKS = ("allow_in_graph", "assume_constant_result", "disallow_in_graph")
 SCAN = "create_import_structure_from_path"
@@ -44,21 +47,55 @@ def quick_imports() -> Iterator[None]:
     gc.disable()
     finder, torch = _Finder(), sys.modules.get("torch")
     sys.meta_path.insert(0, finder)
-    if torch:
-        compile_now, torch.compile = torch.compile, _compile_at_call(torch.compile)
     try:
-        yield
+        with _changed(inspect, "getmodule", _module_by_name), _changed(torch, "compile", _compile_at_call):
+            yield
         if sys.modules.get("torch"):
             for name in POSTPONED:  # here, while it is postponed: optimizers import the compiler at their first step
                 importlib.import_module(name)
     finally:
         sys.meta_path.remove(finder)
-        if torch:
-            torch.compile = compile_now
         if was_enabled:
             if len(sys.modules) > known:
                 gc.freeze()
             gc.enable()
+
+
+@contextmanager
+def _changed(owner: ModuleType | None, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """owner: None if it is not imported."""
+    if owner is None:
+        yield
+        return
+    plain = getattr(owner, name)
+    setattr(owner, name, change(plain))
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def register_meta_kernels() -> bool:
+    """Have torch register its kernels in Python for tensors without data (device `meta`, fake tensors), which takes
+    0.2 s. Returns whether they were not there yet: an operation that raised NotImplementedError may work now."""
+    kernels = sys.modules.get(META_KERNELS)
+    if not isinstance(kernels, _Postponed):
+        return False
+    kernels.run()
+    return True
+
+
+def _generators_can_be_made() -> bool:
+    """From PyTorch 2.13 on random generators wait for a class that is given to them on the way to the kernels in
+    Python."""
+    core = importlib.import_module("torch._C")
+    if hasattr(core, "_set_generator_metaclass"):
+        core._set_generator_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
+    try:
+        core.Generator()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Finder(MetaPathFinder):
@@ -88,10 +125,34 @@ def _change_tuners(execute: Callable[[ModuleType], None], tuners: ModuleType) ->
     tuners._torch_supports_distributed = False
 
 
+def _change_fake_tensors(execute: Callable[[ModuleType], None], fakes: ModuleType) -> None:
+    """torch's module of tensors without data that have a device all the same: they ask which kernels there are."""
+    execute(fakes)
+    begin = fakes.FakeTensorMode.__init__
+
+    @functools.wraps(begin)
+    def begin_with_kernels(*positional: Any, **named: Any) -> None:
+        register_meta_kernels()
+        begin(*positional, **named)
+
+    fakes.FakeTensorMode.__init__ = begin_with_kernels
+
+
 CHANGED = {
+    "torch._subclasses.fake_tensor": _change_fake_tensors,
     "transformers.utils.import_utils": _change_utilities,
     "peft.tuners.tuners_utils": _change_tuners,
 }
+
+
+def _module_by_name(find: Callable[..., Any]) -> Callable[..., Any]:
+    """inspect.getmodule that asks a frame for its module's name. It looks up the path of every module there is, and
+    torch asks it whenever it registers an operator."""
+
+    def module_of(thing: Any, *options: Any) -> Any:
+        return sys.modules.get(thing.f_globals.get("__name__")) if inspect.isframe(thing) else find(thing, *options)
+
+    return module_of
 
 
 def _compile_at_call(compile_now: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,6 +203,9 @@ class _Postponed(ModuleType):
 
     @classmethod
     def stand_in(cls, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        if module.__name__ == META_KERNELS and not _generators_can_be_made():
+            execute(module)
+            return
         if not any(isinstance(finder, _PackageFirst) for finder in sys.meta_path):
             sys.meta_path.insert(0, _PackageFirst())
         module.__class__ = cls
@@ -162,6 +226,8 @@ class _Postponed(ModuleType):
             execute = vars(self).pop("_execute", None)
             if execute is None:  # this thread is about it, or another one has done it
                 return
+            if self.__name__ != META_KERNELS:
+                register_meta_kernels()
             try:
                 execute(self)
             except BaseException:

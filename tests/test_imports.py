@@ -1,5 +1,6 @@
 """Imports of large libraries: what transformers finds out about its files is remembered, and is the same."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.quick_imports import _remembered
+from swiftlite.quick_imports import _remembered, quick_imports
 
 ASK = """
 import sys
@@ -121,7 +122,7 @@ try:
     main()
 except SystemExit as end:
     assert not end.code
-heavy = ("sympy", "torch._dynamo.symbolic_convert", "torch._inductor", "torch.distributed.tensor._api")
+heavy = ("sympy", "torch._dynamo.symbolic_convert", "torch._inductor", "torch.distributed.tensor._api", "torch._refs")
 print("imported:", *(name for name in heavy if name in sys.modules))
 """
 
@@ -188,6 +189,53 @@ print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
 )
 def test_a_module_of_a_postponed_package_is_imported_after_it(first: str) -> None:
     assert run(SUBMODULE.format(first)) == "2.0\n"
+
+
+KERNELS = """
+import sys
+kernels = sys.modules["torch._meta_registrations"]
+x = torch.ones(2, 3, device="meta")
+print(type(kernels).__name__, torch.nn.Linear(3, 4, device="meta")(x).shape)
+drawn = torch.rand(2, generator=torch.Generator().manual_seed(1))
+{}
+print(type(kernels).__name__, torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(1))))
+"""
+WANTED = {
+    "fake tensors": """
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    assert torch.cdist(torch.ones(3, 2), torch.ones(4, 2)).shape == (3, 4)
+""",
+    "a model's constructor": """
+from swiftlite.models.load import _parameters_on_meta
+with _parameters_on_meta():
+    assert torch.cdist(x, x).shape == (2, 2)
+    try:
+        torch.ops.aten._histogramdd_bin_edges(x, [2, 2, 2])
+        raise SystemExit("what has no kernel must fail")
+    except NotImplementedError:
+        pass
+""",
+    "the compiler": """
+assert torch.compile(lambda x: torch.cdist(x, x), backend="eager")(torch.ones(2, 3)).shape == (2, 2)
+""",
+    "what divides": "from torch.distributed.tensor import DTensor",
+}
+
+
+@pytest.mark.parametrize("first", WANTED)
+def test_kernels_for_tensors_without_data_are_there_when_they_are_wanted(first: str) -> None:
+    said = run(KERNELS.format(WANTED[first])).splitlines()
+    assert said == ["_Postponed torch.Size([2, 4])", "module True"]
+
+
+def test_a_frame_is_of_the_module_that_inspect_finds() -> None:
+    frame = inspect.currentframe()
+    with quick_imports():
+        found = inspect.getmodule(frame), inspect.getmodule(Path)
+    assert (
+        found == (inspect.getmodule(frame), inspect.getmodule(Path)) == (sys.modules[__name__], sys.modules["pathlib"])
+    )
 
 
 TENSOR = """

@@ -157,6 +157,17 @@ def test_the_split_of_a_step_changes_nothing(tmp_path, tiny_model, write_rows, c
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_activations_of_adapted_layers_are_recomputed(tmp_path, tiny_model, write_rows, chat_rows, checkpointing):
+    base = settings(tmp_path, tiny_model("qwen3"), write_rows("rows.jsonl", chat_rows), tuner="lora")
+    train_alone(resolve_config("sft", **base))
+    changed = {"activation_checkpointing": checkpointing, "output_dir": str(tmp_path / "other")}
+    train_alone(resolve_config("sft", **base | changed))
+    for one, other in zip(metrics(tmp_path / "out"), metrics(tmp_path / "other"), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 5e-3), ("fp16", 2e-3)])
 def test_half_precision_stays_near_fp32(tmp_path, tiny_model, write_rows, chat_rows, precision, tolerance):
     data = write_rows("rows.jsonl", chat_rows)

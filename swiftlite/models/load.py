@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.names import check_name
 from swiftlite.errors import SwiftliteError, UserError
-from swiftlite.quick_imports import quick_imports
+from swiftlite.quick_imports import quick_imports, register_meta_kernels
 from swiftlite.untrusted import read_json_file
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ def build_model(
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Each parameter loses its memory the moment a module registers it, before anything is written to it. Nothing is
-    drawn for it either: on `meta` that is done in Python, by code that imports sympy (0.3 s)."""
+    drawn for it either: on `meta` that is done in Python, by code that imports sympy (0.3 s). Other operations that
+    are done in Python there are registered when there is one."""
     import torch
     from torch import nn
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,7 +139,14 @@ def _parameters_on_meta() -> Iterator[None]:
 
     class DrawNothing(TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return args[0] if operator in drawing and args[0].is_meta else operator(*args, **(kwargs or {}))
+            if operator in drawing and args[0].is_meta:
+                return args[0]
+            try:
+                return operator(*args, **(kwargs or {}))
+            except NotImplementedError:
+                if not register_meta_kernels():
+                    raise
+                return operator(*args, **(kwargs or {}))
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)

@@ -67,7 +67,8 @@ class _Adapted(torch.autograd.Function):
         inner = product(rows, into)
         ctx.save_for_backward(x, inner, weight, into, out_of)
         ctx.scaling = scaling
-        return linear(rows, weight, bias).addmm_(inner, out_of.T, alpha=scaling).view(*x.shape[:-1], weight.shape[0])
+        base = linear(rows, weight, bias)  # not added to in place: selective checkpointing keeps it
+        return torch.addmm(base, inner, out_of.T, alpha=scaling).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
