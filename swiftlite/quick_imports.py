@@ -1,9 +1,10 @@
 """The import of torch's and transformers' code, without what a run does not use and without looking twice.
 
-What is used is the same; the rest waits until somebody asks for it, or is left out. Three things see to that:
+What is used is the same; the rest waits until somebody asks for it, or is left out. Four things see to that:
 
 - Python's cyclic garbage collector is off: an import makes hundreds of thousands of objects that stay, and it looks at
   all of them again and again.
+- numpy starts no threads of its own, which would spin for a while beside the imports (`import_numpy`).
 - transformers reads the source of its models once on a machine, not twice in each process (`_remembered`), and leaves
   its own distributed training out, which swiftlite never uses: the engine cuts models itself.
 - torch's compiler is not imported before something is compiled, nor what divides tensors before there are several
@@ -36,6 +37,7 @@ META_KERNELS = "torch._meta_registrations"
 POSTPONED = (COMPILER, "torch.distributed.tensor", META_KERNELS)
 ALONE = (f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op")  # import nothing of it
 MARKS = ("allow_in_graph", "assume_constant_result", "disallow_in_graph")
+NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 SCAN = "create_import_structure_from_path"
 
 
@@ -45,6 +47,7 @@ def quick_imports() -> Iterator[None]:
     collections pass it over as well."""
     was_enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()
+    import_numpy()
     finder, torch = _Finder(), sys.modules.get("torch")
     sys.meta_path.insert(0, finder)
     try:
@@ -59,6 +62,21 @@ def quick_imports() -> Iterator[None]:
             if len(sys.modules) > known:
                 gc.freeze()
             gc.enable()
+
+
+def import_numpy() -> None:
+    """Import it without threads for products of its own: they take a core from other imports when they start, and it
+    multiplies nothing here."""
+    if "numpy" in sys.modules:
+        return
+    before = os.environ.get(NUMPY_THREADS)
+    os.environ[NUMPY_THREADS] = "1"
+    try:
+        importlib.import_module("numpy")
+    finally:
+        del os.environ[NUMPY_THREADS]
+        if before is not None:
+            os.environ[NUMPY_THREADS] = before
 
 
 @contextmanager

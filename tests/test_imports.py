@@ -229,6 +229,16 @@ def test_kernels_for_tensors_without_data_are_there_when_they_are_wanted(first: 
     assert said == ["_Postponed torch.Size([2, 4])", "module True"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.parametrize("chosen", [{}, {"OPENBLAS_NUM_THREADS": "3"}])
+def test_no_thread_is_started_and_no_choice_changed(chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    said = run("import os\nprint(len(os.listdir('/proc/self/task')), os.environ.get('OPENBLAS_NUM_THREADS'))")
+    assert said == f"1 {chosen.get('OPENBLAS_NUM_THREADS')}\n"
+
+
 def test_a_frame_is_of_the_module_that_inspect_finds() -> None:
     frame = inspect.currentframe()
     with quick_imports():

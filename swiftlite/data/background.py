@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from swiftlite.quick_imports import import_numpy
+
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.prepare import LoadTokenizer
@@ -57,7 +59,7 @@ def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # whatever is wrong is said once, by the process that the user talks to
         os.dup2(quiet, stream)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which would spin beside the imports
+    import_numpy()
     sys.modules.setdefault("torch", None)  # tokenising needs none of it, and transformers would import it: a second
     with suppress(Exception):
         from swiftlite.data.prepare import prepare_data

@@ -83,11 +83,15 @@ class ProductSum:
 
     def _add_slices(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Where n is a vocabulary, a second matrix of the sum's size would be the largest of a step. oneDNN wants rows
-        that lie one after another, and is fastest on as many as a core's caches hold."""
+        that lie one after another, and is fastest on as many as a core's caches hold. PyTorch transposes a matrix four
+        times as fast as a part of the columns of one, so that is copied first."""
         self._sum = self.total
+        more = rounded(a.shape[0]) - a.shape[0]
+        b = F.pad(b, (0, 0, 0, more)) if more else b
         for start in range(0, a.shape[-1], SLICE_ROWS):
             rows = slice(start, start + SLICE_ROWS)
-            self._sum[rows] += product(a[:, rows].T.contiguous(), b.T, over_tokens=True)
+            part = F.pad(a[:, rows], (0, 0, 0, more))
+            self._sum[rows] += product(part.T.contiguous(), b.T, over_tokens=True)
 
     @property
     def total(self) -> torch.Tensor:
@@ -131,7 +135,7 @@ def _by_onednn(
         a, b = F.pad(a, (0, more)), F.pad(b, (0, more))
     elif more:
         a = F.pad(a, (0, 0, 0, more))
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "").narrow(-2, 0, rows)
+    return torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "").narrow(-2, 0, rows)
 
 
 class _Linear(torch.autograd.Function):
