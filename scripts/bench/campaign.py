@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.environments import ENVIRONMENTS, EnvironmentFailed, make_environment, versions
+from bench.environments import ENVIRONMENTS, EnvironmentFailed, compile_package, make_environment, versions
 from bench.measure import Run, measure
 from bench.settings import Benchmark, Setting
 from bench.tables import as_json, fill, goals, has_place, markdown, summarise, text_table
@@ -96,6 +96,7 @@ def _environments(benchmark: Benchmark, options: argparse.Namespace) -> tuple[di
     for tool in options.only:
         if tool == "swiftlite":
             pythons[tool] = options.swiftlite_python.absolute()  # not resolved: a virtual environment's is a link
+            compile_package(pythons[tool], "swiftlite")
             continue
         try:
             pythons[tool] = make_environment(tool, (options.work / "envs").absolute())

@@ -84,6 +84,13 @@ def make_environment(name: str, envs: Path) -> Path:
     return python_of(folder)
 
 
+def compile_package(python: Path, package: str) -> None:
+    """Write the compiled files of a package's code, as pip does when it installs one. One that is used from its source
+    has none where Python was told to write none."""
+    code = f"import compileall, {package}\ncompileall.compile_dir({package}.__path__[0], quiet=1)"
+    subprocess.run([str(python), "-c", code], check=True)
+
+
 def versions(python: Path) -> dict[str, str]:
     """Versions of the packages of `SHOWN` that `python`'s environment has."""
     code = (
