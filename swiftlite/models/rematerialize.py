@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from swiftlite.models.norms import normalize
+
 SMALLEST = 4096  # numbers; a smaller tensor is kept
 
 
@@ -89,9 +91,14 @@ def _multiply(node: Node) -> torch.Tensor:
     return first * second
 
 
+def _normalize(node: Node) -> torch.Tensor:
+    return normalize(*node.saved_tensors)
+
+
 _PRODUCT = "MulBackward0"
 _OPERATIONS: dict[str, Callable[[Node], torch.Tensor]] = {
     _PRODUCT: _multiply,
+    "_RmsNormBackward": _normalize,
     "SiluBackward0": lambda node: F.silu(node._saved_self),
     "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate),
 }

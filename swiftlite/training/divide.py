@@ -23,6 +23,7 @@ from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.embedding import use_direct_embeddings
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
+from swiftlite.models.norms import fuse_norms
 from swiftlite.models.products import onednn_serves, rounded, use_fast_products
 from swiftlite.models.quantize import quantize
 from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
@@ -185,6 +186,7 @@ def _divide_part(
         fp8.use_fp8(anatomy.layers, config.fp8)
     elif mesh.layout.tp == 1 and not config.compile:
         use_fast_products(part.base)
+        fuse_norms(part.base)
         if part.stage is None or part.stage.is_last:
             spare_last_mlp(anatomy.layers[-1])
     if expert_mesh is not None:
