@@ -19,13 +19,14 @@ from bench.tables import markdown_table
 
 PLACE, STEPS = "savers", 3
 FULL, LORA = ("--tuner", "full"), ("--tuner", "lora")
-RECOMPUTED = ("--activation-checkpointing", "full")
+RECOMPUTED, SOME = (("--activation-checkpointing", mode) for mode in ("full", "selective"))
 ACTIVATIONS = (  # what matters where documents are long
     ("full", FULL),
     ("full, activations recomputed", (*FULL, *RECOMPUTED)),
-    ("full, some activations recomputed", (*FULL, "--activation-checkpointing", "selective")),
+    ("full, some activations recomputed", (*FULL, *SOME)),
     ("LoRA", LORA),
     ("LoRA, activations recomputed", (*LORA, *RECOMPUTED)),
+    ("LoRA, some activations recomputed", (*LORA, *SOME)),
     ("QLoRA", (*LORA, "--quantization", "nf4")),
     ("QLoRA, activations recomputed", (*LORA, "--quantization", "nf4", *RECOMPUTED)),
 )
