@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.models import norms
-from swiftlite.models.norms import fuse_norms
+from swiftlite.models.norms import fuse_norms, widen_layer_norms
 from swiftlite.models.rematerialize import rematerialized
 
 WIDTH = 32
@@ -90,6 +90,32 @@ def test_what_a_norm_gives_is_made_again_bit_by_bit():
     normed.data.zero_()  # nobody reads it again
     found = torch.autograd.grad(output, learnt)
     assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_norm_takes_what_is_wider_than_its_weights(bias):
+    plain = nn.LayerNorm(WIDTH, bias=bias, dtype=torch.bfloat16)
+    nn.init.normal_(plain.weight)
+    wide, exact = copy.deepcopy(plain), copy.deepcopy(plain).float()
+    widen_layer_norms(nn.Sequential(wide))
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = wide(x)
+    expected = exact(x)
+    assert torch.equal(found, expected) and torch.equal(wide(x.bfloat16()), plain(x.bfloat16()))
+    gradients = [torch.autograd.grad(each.square().sum(), x)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_layer_norms_in_bf16_beside_embeddings_in_fp32(tiny_model, write_rows, chat_rows, tmp_path):
+    """GPT-2 with a new token: its embedding is trained, in fp32, and its layers are frozen in bf16."""
+    data = write_rows("rows.jsonl", chat_rows)
+    base = settings(tmp_path, tiny_model("gpt2"), data, tuner="lora", new_tokens=["<new>"])
+    train_alone(resolve_config("sft", **base))
+    half = base | {"output_dir": str(tmp_path / "half"), "precision": "bf16"}
+    train_alone(resolve_config("sft", **half))
+    for exact, rounded in zip(metrics(tmp_path / "out"), metrics(tmp_path / "half"), strict=True):
+        assert rounded["loss"] == pytest.approx(exact["loss"], rel=5e-3)
 
 
 @pytest.mark.parametrize("more", [{}, {"tuner": "lora"}, {"activation_checkpointing": "selective"}])

@@ -103,6 +103,13 @@ def test_bf16_layouts_differ_from_one_process_by_rounding_alone(tmp_path, monkey
         assert 0 < verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
 
 
+def test_layers_in_bf16_behind_an_embedding_in_fp32(tmp_path, monkeypatch):
+    """FSDP's units compute in bf16, and what is left of the model in fp32: GPT-2's layer norms get both."""
+    kind = Subject("gpt2", "full", FULL | {"precision": "bf16"})
+    for verdict in in_real_processes(tmp_path, monkeypatch, 2, ("fsdp full 2", "ddp 2"), kind):
+        assert 0 < verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
+
+
 def test_products_in_8_bits_differ_by_rounding_alone(tmp_path, monkeypatch):
     """Weights' gradients stay in bf16 here: in 8 bits their rounding depends on which tokens a process has.
 

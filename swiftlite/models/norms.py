@@ -1,4 +1,4 @@
-"""Root mean square norms on a CPU in fp32, as one node of autograd's graph instead of six.
+"""Root mean square norms on a CPU in fp32, as one node of autograd's graph instead of six; and layer norms of fp32.
 
 The norms of nearly all architectures compute `weight * x / rms(x)`, each in code of its own (arXiv 1910.07467). Nothing
 is assumed of a class but its name and what its modules hold: the first time one runs, its own result for some numbers
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from swiftlite.models.products import PLAIN
@@ -25,6 +26,24 @@ def fuse_norms(model: nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if type(module).__name__.endswith(NAME) and _epsilon(module) and weight is not None and weight.ndim == 1:
             module.__class__ = _fused_class(type(module))
+
+
+def widen_layer_norms(model: nn.Module) -> None:
+    """Let layer norms take what is wider than their weights, in place: where embeddings are trained in fp32 beside
+    layers in bf16, hidden states are fp32. On a GPU autocast sees to it; on a CPU PyTorch refuses."""
+    for module in model.modules():
+        if type(module) is nn.LayerNorm:
+            module.__class__ = WideLayerNorm
+
+
+class WideLayerNorm(nn.LayerNorm):
+    """A layer norm that computes in fp32 where its input is fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is None or x.dtype != torch.float32 or self.weight.dtype == x.dtype:
+            return super().forward(x)
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x, self.normalized_shape, self.weight.float(), bias, self.eps)
 
 
 def _epsilon(module: nn.Module) -> float | None:

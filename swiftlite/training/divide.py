@@ -23,7 +23,7 @@ from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.embedding import use_direct_embeddings
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
-from swiftlite.models.norms import fuse_norms
+from swiftlite.models.norms import fuse_norms, widen_layer_norms
 from swiftlite.models.products import onednn_serves, rounded, use_fast_products
 from swiftlite.models.quantize import quantize
 from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
@@ -176,6 +176,7 @@ def _divide_part(
     config: RunConfig,
 ) -> None:
     anatomy, experts = dissect(part.base), []
+    widen_layer_norms(part.base)
     if mesh.layout.tp > 1:
         from swiftlite.parallel.tensor import apply_tensor_parallel
 
