@@ -130,11 +130,12 @@ class _Finder(MetaPathFinder):
 
 
 def _change_utilities(execute: Callable[[ModuleType], None], utilities: ModuleType) -> None:
-    """transformers' module that tells what there is."""
+    """transformers' module that tells what there is. accelerate spreads a model over devices, as swiftlite itself does."""
     execute(utilities)
     if hasattr(utilities, SCAN):
         setattr(utilities, SCAN, _remembered(getattr(utilities, SCAN), Path(utilities.__file__)))
     utilities.is_torch_distributed_available = lambda: False
+    utilities.is_accelerate_available = lambda *_: False
 
 
 def _change_tuners(execute: Callable[[ModuleType], None], tuners: ModuleType) -> None:

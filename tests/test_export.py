@@ -58,6 +58,7 @@ def logits(folder, text="What is two plus two?", base=None):
         ("llama", {}),
         ("qwen3", {"dora": True}),
         ("gpt2", {}),
+        ("gpt2", {"dora": True}),
         ("qwen3-moe", {"target_modules": ["q_proj", "v_proj"]}),
     ],
 )

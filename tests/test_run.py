@@ -147,6 +147,15 @@ def test_lora_writes_an_adapter_that_peft_loads(base, tmp_path, options):
     assert not any("base_layer" in name for name in names)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dora_begins_where_the_base_model_is(base, tmp_path, tiny_model, family):
+    for dora in (False, True):
+        folder = str(tmp_path / str(dora))
+        train(base, model=str(tiny_model(family)), tuner="lora", dora=dora, output_dir=folder)
+    first = [metrics(tmp_path / folder)[0]["loss"] for folder in ("False", "True")]
+    assert first[1] == pytest.approx(first[0], rel=1e-6)
+
+
 def test_training_goes_on_from_an_adapter(base, tmp_path):
     train(base, tuner="lora")
     more = train(base, tuner="lora", adapter=str(tmp_path / "out" / "model"), output_dir=str(tmp_path / "more"))

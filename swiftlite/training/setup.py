@@ -339,11 +339,13 @@ def _new_rows(catalog: Catalog, folder: TensorFolder, model: nn.Module) -> dict[
 
 @torch.no_grad()
 def _start_dora(model: nn.Module) -> None:
-    """DoRA's magnitudes start as the norms of the rows of the base weight (arXiv 2402.09353, equation 5)."""
+    """DoRA's magnitudes start as the norms of the rows of the base weight (arXiv 2402.09353, equation 5); GPT-2 keeps
+    its matrices transposed."""
     for name, module in model.named_modules():
         if name.endswith("lora_magnitude_vector.default"):
             layer = model.get_submodule(name.removesuffix(".lora_magnitude_vector.default"))
-            module.weight.copy_(torch.linalg.vector_norm(layer.get_base_layer().weight.float(), dim=1))
+            inputs = 0 if layer.fan_in_fan_out else 1
+            module.weight.copy_(torch.linalg.vector_norm(layer.get_base_layer().weight.float(), dim=inputs))
 
 
 def _weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | None]:
