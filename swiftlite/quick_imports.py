@@ -130,7 +130,7 @@ class _Finder(MetaPathFinder):
 
 
 def _change_utilities(execute: Callable[[ModuleType], None], utilities: ModuleType) -> None:
-    """transformers' module that tells what there is. accelerate spreads a model over devices, as swiftlite itself does."""
+    """transformers' module that tells what there is. accelerate spreads models over devices, which swiftlite does."""
     execute(utilities)
     if hasattr(utilities, SCAN):
         setattr(utilities, SCAN, _remembered(getattr(utilities, SCAN), Path(utilities.__file__)))
