@@ -6,7 +6,7 @@ What is used is the same; the rest waits until somebody asks for it, or is left 
   all of them again and again.
 - numpy starts no threads of its own, which would spin for a while beside the imports (`import_numpy`).
 - transformers reads the source of its models once on a machine, not twice in each process (`_remembered`), and leaves
-  its own distributed training out, which swiftlite never uses: the engine cuts models itself.
+  its own distributed training and accelerate out, which swiftlite never uses: the engine cuts models itself.
 - torch's compiler is not imported before something is compiled, nor what divides tensors before there are several
   processes, nor torch's kernels in Python for tensors without data before one of them is wanted (`_Postponed`).
 """
@@ -47,10 +47,10 @@ def quick_imports() -> Iterator[None]:
     collections pass it over as well."""
     was_enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()
-    import_numpy()
     finder, torch = _Finder(), sys.modules.get("torch")
     sys.meta_path.insert(0, finder)
     try:
+        import_numpy()
         with _changed(inspect, "getmodule", _module_by_name), _changed(torch, "compile", _compile_at_call):
             yield
         if sys.modules.get("torch"):
@@ -120,7 +120,7 @@ class _Finder(MetaPathFinder):
     """Finds some modules where they are, and has them executed in another way."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        change = _Postponed.stand_in if name in POSTPONED else CHANGED.get(name)
+        change = CHANGED.get(name) or (_Postponed.stand_in if name in POSTPONED else None)
         if change is None:
             return None
         spec = PathFinder.find_spec(name, path)
@@ -157,7 +157,16 @@ def _change_fake_tensors(execute: Callable[[ModuleType], None], fakes: ModuleTyp
     fakes.FakeTensorMode.__init__ = begin_with_kernels
 
 
+def _change_meta_kernels(execute: Callable[[ModuleType], None], kernels: ModuleType) -> None:
+    """torch's module of kernels in Python for tensors without data: postponed where nothing else needs it."""
+    if _generators_can_be_made():
+        _Postponed.stand_in(execute, kernels)
+    else:
+        execute(kernels)
+
+
 CHANGED = {
+    META_KERNELS: _change_meta_kernels,
     "torch._subclasses.fake_tensor": _change_fake_tensors,
     "transformers.utils.import_utils": _change_utilities,
     "peft.tuners.tuners_utils": _change_tuners,
@@ -222,9 +231,6 @@ class _Postponed(ModuleType):
 
     @classmethod
     def stand_in(cls, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-        if module.__name__ == META_KERNELS and not _generators_can_be_made():
-            execute(module)
-            return
         if not any(isinstance(finder, _PackageFirst) for finder in sys.meta_path):
             sys.meta_path.insert(0, _PackageFirst())
         module.__class__ = cls

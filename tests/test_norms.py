@@ -126,7 +126,7 @@ def test_the_same_run(more, tiny_model, write_rows, chat_rows, tmp_path, monkeyp
     monkeypatch.setattr(norms._RmsNorm, "apply", lambda *given: calls.append(1) or formula(*given))
     train_alone(resolve_config("sft", **base))
     assert len(calls) > 20
-    monkeypatch.setattr(norms, "_serves", lambda *_: False)
+    monkeypatch.setattr(norms, "are_plain_fp32", lambda *_: False)
     train_alone(resolve_config("sft", **base | {"output_dir": str(tmp_path / "other")}))
     for mine, theirs in zip(metrics(tmp_path / "out"), metrics(tmp_path / "other"), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)

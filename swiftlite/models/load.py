@@ -137,16 +137,17 @@ def _parameters_on_meta() -> Iterator[None]:
     drawing = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
     register = nn.Module.register_parameter
 
-    class DrawNothing(TorchDispatchMode):
+    class Construction(TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if operator in drawing and args[0].is_meta:
                 return args[0]
+            named = kwargs or {}
             try:
-                return operator(*args, **(kwargs or {}))
+                return operator(*args, **named)
             except NotImplementedError:
                 if not register_meta_kernels():
                     raise
-                return operator(*args, **(kwargs or {}))
+                return operator(*args, **named)
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
@@ -155,7 +156,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta
     try:
-        with DrawNothing():
+        with Construction():
             yield
     finally:
         nn.Module.register_parameter = register

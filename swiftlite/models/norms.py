@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from swiftlite.models.products import PLAIN
+from swiftlite.models.products import are_plain_fp32
 
 NAME = "RMSNorm"
 EPSILONS = ("variance_epsilon", "eps")  # what classes call the number that is added to the mean square
@@ -53,26 +53,22 @@ def _epsilon(module: nn.Module) -> float | None:
 @functools.cache
 def _fused_class(plain: type[nn.Module]) -> type[nn.Module]:
     class Fused(plain):
-        is_known: bool | None = None  # whether the class computes the formula, once there was an input
+        computes_formula: bool | None = None  # known once there was an input
 
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-            if args or kwargs or not _serves(x, self.weight):
+            if args or kwargs or not are_plain_fp32(x, self.weight):
                 return super().forward(x, *args, **kwargs)
-            if Fused.is_known is None:
-                Fused.is_known = _computes_the_formula(super().forward, self.weight, _epsilon(self))
-            return _RmsNorm.apply(x, self.weight, _epsilon(self)) if Fused.is_known else super().forward(x)
+            epsilon = _epsilon(self)
+            if Fused.computes_formula is None:
+                Fused.computes_formula = _computes_formula(super().forward, self.weight, epsilon)
+            return _RmsNorm.apply(x, self.weight, epsilon) if Fused.computes_formula else super().forward(x)
 
     Fused.__name__, Fused.__qualname__, Fused.__module__ = plain.__name__, plain.__qualname__, plain.__module__
     return Fused
 
 
-def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    plain = type(x) in PLAIN and type(weight) in PLAIN and x.dtype == weight.dtype == torch.float32
-    return plain and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-
-
 @torch.no_grad()
-def _computes_the_formula(forward, weight: torch.Tensor, epsilon: float) -> bool:  # noqa: ANN001
+def _computes_formula(forward, weight: torch.Tensor, epsilon: float) -> bool:  # noqa: ANN001
     numbers = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1)  # whose mean is not zero
     ours = normalize(numbers, weight, _inverse_rms(numbers, epsilon))
     return torch.allclose(forward(numbers), ours, rtol=1e-5, atol=1e-6)

@@ -84,7 +84,7 @@ class ProductSum:
     def _add_slices(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Where n is a vocabulary, a second matrix of the sum's size would be the largest of a step. oneDNN wants rows
         that lie one after another, and is fastest on as many as a core's caches hold. PyTorch transposes a matrix four
-        times as fast as a part of the columns of one, so that is copied first."""
+        times as fast as a part of the columns of one, so that is copied first (`F.pad` does, also by nothing)."""
         self._sum = self.total
         more = rounded(a.shape[0]) - a.shape[0]
         b = F.pad(b, (0, 0, 0, more)) if more else b
@@ -114,11 +114,15 @@ def use_fast_products(model: nn.Module) -> None:
 
 
 def serves(*matrices: torch.Tensor) -> bool:
-    """Whether products of these are oneDNN's here: all of them plain, of one type, and no autocast changes it."""
-    first = matrices[0]
-    if not onednn_serves(first.device, first.dtype) or torch.is_autocast_enabled("cpu"):
+    """Whether products of these are oneDNN's here."""
+    return onednn_serves(matrices[0].device, matrices[0].dtype) and are_plain_fp32(*matrices)
+
+
+def are_plain_fp32(*tensors: torch.Tensor) -> bool:
+    """Whether all of them are plain fp32 tensors on a CPU, and no autocast changes that."""
+    if tensors[0].device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return False
-    return all(type(matrix) in PLAIN and matrix.dtype == first.dtype for matrix in matrices)
+    return all(type(tensor) in PLAIN and tensor.dtype == torch.float32 for tensor in tensors)
 
 
 def _gains(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -91,14 +91,10 @@ def _multiply(node: Node) -> torch.Tensor:
     return first * second
 
 
-def _normalize(node: Node) -> torch.Tensor:
-    return normalize(*node.saved_tensors)
-
-
 _PRODUCT = "MulBackward0"
 _OPERATIONS: dict[str, Callable[[Node], torch.Tensor]] = {
     _PRODUCT: _multiply,
-    "_RmsNormBackward": _normalize,
+    "_RmsNormBackward": lambda node: normalize(*node.saved_tensors),
     "SiluBackward0": lambda node: F.silu(node._saved_self),
     "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate),
 }
