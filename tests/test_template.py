@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from swiftlite.data.encode import overlaps
 from swiftlite.data.forms import BadRow
 from swiftlite.data.rows import detect_format, read_row
 from swiftlite.data.template import ChatRenderer
-from swiftlite.data.tokenize import overlaps
 from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_tokenizer
 

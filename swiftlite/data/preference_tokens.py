@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Tokens = tuple[np.ndarray, np.ndarray]  # ids int32 `[tokens]`, trained bool `[tokens]`
+from swiftlite.data.encode import Tokens
 
 
 @dataclass(frozen=True)

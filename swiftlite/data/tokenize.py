@@ -1,4 +1,4 @@
-"""Rows -> token sequences with a trained flag a token. Each text is tokenised once, as a whole, with offsets.
+"""Rows -> token sequences with a trained flag a token. Each text is tokenised as a whole.
 
 Tokenising prompt and answer apart would change the merges at their seam, and a mask made from `token == pad` would
 lose every end-of-turn token of the many models whose pad is their eos.
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftlite.config.methods import PAIRED
+from swiftlite.data.encode import Spans, TextEncoder, Tokens
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row
 from swiftlite.data.messages import string
-from swiftlite.data.preference_tokens import Preference, Tokens, fit, lay_out_pair, prompt_length
+from swiftlite.data.preference_tokens import Preference, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
 from swiftlite.data.rows import FORMATS, read_row, rename_columns
 from swiftlite.data.sources import DataFile
@@ -73,7 +74,7 @@ class _Text:
     tokens (a chat template has written them itself); add_eos: close it with the end-of-text token."""
 
     text: str
-    spans: list[tuple[int, int]] | None
+    spans: Spans | None
     plain: bool
     add_eos: bool
 
@@ -90,6 +91,7 @@ class RowTokenizer:
                 fix="use a model with a tokenizer.json, or convert its tokenizer",
             )
         self._tokenizer, self._options, self._files = tokenizer, options, files
+        self._encoder = TextEncoder(tokenizer)
         self._renderer: ChatRenderer | None = None
 
     def __call__(self, rows: list[RawRow]) -> TokenBatch:
@@ -156,22 +158,11 @@ class RowTokenizer:
             chosen = [i for i, text in enumerate(texts) if text.plain == plain]
             if not chosen:
                 continue
-            encoded = self._tokenizer(
-                [texts[i].text for i in chosen],
-                add_special_tokens=plain,
-                return_offsets_mapping=any(texts[i].spans is not None for i in chosen),
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
+            encoded = self._encoder(
+                [texts[i].text for i in chosen], [texts[i].spans for i in chosen], special_tokens=plain
             )
-            for place, i in enumerate(chosen):
-                ids = np.asarray(encoded["input_ids"][place], dtype=np.int32)
-                if texts[i].spans is None:
-                    trained = np.ones(len(ids), dtype=np.bool_)
-                else:
-                    offsets = np.asarray(encoded["offset_mapping"][place], dtype=np.int32).reshape(-1, 2)
-                    trained = overlaps(offsets, texts[i].spans)
-                found[i] = self._close(texts[i], ids, trained)
+            for i, tokens in zip(chosen, encoded, strict=True):
+                found[i] = self._close(texts[i], *tokens)
         return found
 
     def _close(self, text: _Text, ids: np.ndarray, trained: np.ndarray) -> Tokens:
@@ -254,25 +245,6 @@ class RowTokenizer:
             flags = trained[start : start + limit].copy()
             flags[0] = False
             yield ids[start : start + limit], flags
-
-
-def overlaps(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Which tokens share a character with a span. offsets: `[tokens, 2]` start and end; returns bool `[tokens]`.
-
-    A token without characters (the word mark that some tokenizers put at a start, white space that others trim from
-    their offsets) counts as what lies between the token before it and its end, or else as the character it stands at.
-    """
-    starts, ends = offsets[:, 0].copy(), offsets[:, 1].copy()
-    empty = np.flatnonzero(starts == ends)
-    if len(empty):
-        before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]])
-        gap = before[empty] < starts[empty]
-        starts[empty] = np.where(gap, before[empty], starts[empty])
-        ends[empty] += ~gap
-    trained = np.zeros(len(starts), dtype=np.bool_)
-    for start, end in spans:
-        trained |= (starts < end) & (ends > start)
-    return trained
 
 
 def runs_of(flags: np.ndarray) -> np.ndarray:

@@ -1,0 +1,166 @@
+"""Texts -> token ids and which of them are trained: those that share a character with a trained span.
+
+Tokenizers that work on bytes cut a text's bytes into tokens. Where that can be seen, and the text's spans begin and end
+where tokens do, lengths in bytes tell which tokens are trained. All else asks the tokenizer for characters' offsets,
+which takes half as long again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = tuple[np.ndarray, np.ndarray]  # ids int32 `[tokens]`, trained bool `[tokens]`
+Spans = list[tuple[int, int]]  # `[start, end)` in characters
+
+PROBE = "Two words, 2 numbers: 31.\n"
+
+
+class TextEncoder:
+    """Encodes texts with a fast tokenizer; one a process."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        backend = _plain_backend(tokenizer)
+        self._bytes = _TokenBytes(backend, tokenizer) if backend is not None else None
+        if self._bytes and self._bytes.trained(PROBE, self._bytes.encode([PROBE])[0], [(0, len(PROBE))]) is None:
+            self._bytes = None
+
+    def __call__(self, texts: list[str], spans: list[Spans | None], *, special_tokens: bool) -> list[Tokens]:
+        """spans: of each text, None for all of it; special_tokens: with those that the tokenizer puts around a text."""
+        found: list[Tokens | None] = [None] * len(texts)
+        if self._bytes and (not special_tokens or self._bytes.stand_alone):
+            found = self._by_bytes(self._bytes, texts, spans)
+        left = [i for i, tokens in enumerate(found) if tokens is None]
+        if left:
+            by_offsets = self._by_offsets([texts[i] for i in left], [spans[i] for i in left], special_tokens)
+            for i, tokens in zip(left, by_offsets, strict=True):
+                found[i] = tokens
+        return found
+
+    def _by_bytes(self, of_tokens: _TokenBytes, texts: list[str], spans: list[Spans | None]) -> list[Tokens | None]:
+        """None for a text that asks for offsets."""
+        found: list[Tokens | None] = []
+        for text, ids, wanted in zip(texts, of_tokens.encode(texts), spans, strict=True):
+            trained = np.ones(len(ids), dtype=np.bool_) if wanted is None else of_tokens.trained(text, ids, wanted)
+            found.append(None if trained is None else (np.asarray(ids, dtype=np.int32), trained))
+        return found
+
+    def _by_offsets(self, texts: list[str], spans: list[Spans | None], special_tokens: bool) -> list[Tokens]:
+        encoded = self._tokenizer(
+            texts,
+            add_special_tokens=special_tokens,
+            return_offsets_mapping=any(wanted is not None for wanted in spans),
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        found = []
+        for place, wanted in enumerate(spans):
+            ids = np.asarray(encoded["input_ids"][place], dtype=np.int32)
+            if wanted is None:
+                trained = np.ones(len(ids), dtype=np.bool_)
+            else:
+                offsets = np.asarray(encoded["offset_mapping"][place], dtype=np.int32).reshape(-1, 2)
+                trained = overlaps(offsets, wanted)
+            found.append((ids, trained))
+        return found
+
+
+class _TokenBytes:
+    """The bytes of each token of a tokenizer whose vocabulary is written in byte-level characters."""
+
+    def __init__(self, backend: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._backend = backend
+        self.stand_alone = backend.num_special_tokens_to_add(is_pair=False) == 0  # whether it puts none around a text
+        self._bytes = _Vocabulary(backend, tokenizer)
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids as the tokenizer gives them, without offsets; one call, which uses every core."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def trained(self, text: str, ids: list[int], spans: Spans) -> np.ndarray | None:
+        """Flags of the tokens. None where the text is not its tokens' bytes, or a span ends within a token."""
+        pieces = list(map(self._bytes.__getitem__, ids))
+        written = text.encode()
+        if b"".join(pieces) != written:
+            return None
+        bounds = list(accumulate(map(len, pieces), initial=0))
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        for span in spans:
+            edges = span if len(written) == len(text) else [len(text[:edge].encode()) for edge in span]
+            start, end = (bisect_left(bounds, edge) for edge in edges)
+            if bounds[start] != edges[0] or bounds[end] != edges[1]:
+                return None
+            trained[start:end] = True
+        return trained
+
+
+class _Vocabulary(dict[int, bytes]):
+    """The bytes of each token, found when they are first asked for."""
+
+    def __init__(self, backend: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__((number, token.content.encode()) for number, token in tokenizer.added_tokens_decoder.items())
+        self._backend = backend
+
+    def __missing__(self, number: int) -> bytes:
+        self[number] = _bytes_of(self._backend.id_to_token(number))
+        return self[number]
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The library's tokenizer behind one of transformers', if that adds nothing to what it does with texts."""
+    from transformers import PreTrainedTokenizerFast
+
+    plain = PreTrainedTokenizerFast
+    if any(getattr(type(tokenizer), name) is not getattr(plain, name) for name in ("__call__", "_encode_plus")):
+        return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies: printable ones for themselves, from 256 on for
+    the others (GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_CHARACTERS = _byte_characters()
+
+
+def _bytes_of(token: str) -> bytes:
+    """A token that holds other characters stands for itself; where that is wrong, no text is the same again."""
+    if all(character in BYTE_CHARACTERS for character in token):
+        return bytes(BYTE_CHARACTERS[character] for character in token)
+    return token.encode()
+
+
+def overlaps(offsets: np.ndarray, spans: Spans) -> np.ndarray:
+    """Which tokens share a character with a span. offsets: `[tokens, 2]` start and end; returns bool `[tokens]`.
+
+    A token without characters (the word mark that some tokenizers put at a start, white space that others trim from
+    their offsets) counts as what lies between the token before it and its end, or else as the character it stands at.
+    """
+    starts, ends = offsets[:, 0].copy(), offsets[:, 1].copy()
+    empty = np.flatnonzero(starts == ends)
+    if len(empty):
+        before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]])
+        gap = before[empty] < starts[empty]
+        starts[empty] = np.where(gap, before[empty], starts[empty])
+        ends[empty] += ~gap
+    trained = np.zeros(len(starts), dtype=np.bool_)
+    for start, end in spans:
+        trained |= (starts < end) & (ends > start)
+    return trained
