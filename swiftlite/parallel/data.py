@@ -29,7 +29,9 @@ class DataParallel:
     """dtype: what units compute in; gradients are always reduced in fp32. sharding: full, grad_op or none.
 
     offload: keep parameters, gradients and optimizer state on the CPU; min_params: smaller layers are no unit of
-    their own; resharding False keeps whole weights between forward and backward whatever `sharding` says.
+    their own; resharding False keeps whole weights between forward and backward whatever `sharding` says;
+    background_sums: gradients may be summed up until the end of the backward pass, as nobody reads or adds to a sum
+    before it.
     """
 
     dtype: torch.dtype
@@ -37,6 +39,7 @@ class DataParallel:
     offload: bool = False
     min_params: int = 0
     resharding: bool = True
+    background_sums: bool = False
 
     def unit(self, device: torch.device) -> dict[str, Any]:
         """The options of `fully_shard` for a layer."""
@@ -78,8 +81,19 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
     if of_layers and of_layers[-1]:  # its backward follows at once: given back, it would be gathered again for that
         of_layers[-1][0].set_reshard_after_forward(False)
     _prefetch(of_layers)
-    if mesh.device.type == "cpu":  # it has no streams, on which the prefetched weights of the next unit would travel
+    if mesh.device.type == "cpu":  # it has no streams, on which messages would travel while units compute
         root._set_unshard_async_op(True)
+        if mesh.size("dp_replicate") == 1 and options.background_sums:
+            _sum_in_background([root, *units])
+
+
+def _sum_in_background(units: list[nn.Module]) -> None:
+    """Not with replicas: FSDP goes on to sum over them."""
+    from swiftlite.parallel.reduction import BackgroundReduceScatter
+
+    reduce_scatter = BackgroundReduceScatter()
+    for unit in units:
+        unit.set_custom_reduce_scatter(reduce_scatter)
 
 
 def _units(layer: nn.Module, min_params: int) -> list[nn.Module]:

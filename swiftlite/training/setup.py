@@ -256,6 +256,7 @@ def _on_meta(
         sharding=choice.layout.sharding,
         offload=choice.offload,
         min_params=config.fsdp_min_params,
+        background_sums=not (config.optimizer_in_backward or config.sync_every_microbatch or config.pure_bf16),
     )
     checkpointing = _choose_checkpointing(config, model_config, mesh.device, precision, room)
     divided = divide(model, base, mesh, options, precision, checkpointing, config)
