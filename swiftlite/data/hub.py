@@ -8,10 +8,12 @@ from typing import Any
 
 from swiftlite.data.sources import DatasetSpec, missing_file
 from swiftlite.errors import UserError
+from swiftlite.hub import stay_offline_without_network
 
 
 @functools.lru_cache(maxsize=8)
 def _load(name: str, subset: str | None, split: str):  # noqa: ANN202 - a class of a library that is imported lazily
+    stay_offline_without_network()
     import datasets
 
     return datasets.load_dataset(name, subset, split=split)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.names import check_name
 from swiftlite.errors import SwiftliteError, UserError
+from swiftlite.hub import stay_offline_without_network
 from swiftlite.quick_imports import quick_imports, register_meta_kernels
 from swiftlite.untrusted import read_json_file
 
@@ -190,6 +191,8 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def hub_errors(source: str, what: str) -> Iterator[None]:
     """Turn what transformers and the hub raise for a bad source into one clear error."""
+    if not Path(source).expanduser().is_dir():
+        stay_offline_without_network()
     try:
         yield
     except SwiftliteError:
