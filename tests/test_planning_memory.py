@@ -58,9 +58,18 @@ def test_what_selective_checkpointing_keeps(family):
     assert counted.kept + entering == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize(("share", "mode"), [(1.5, "none"), (0.9, "selective"), (0.1, "full")])
-def test_auto_recomputes_the_least_that_fits(share, mode):
-    config = resolve_config("sft", model="m", dataset=["d"], max_length=128, micro_batch_size=2)
+@pytest.mark.parametrize(
+    ("share", "spared", "mode"),
+    [
+        (1.5, False, "none"),
+        (0.9, False, "selective"),
+        (0.1, False, "full"),
+        (0.9, True, "none"),  # cheap results are made again without checkpointing as well
+        (0.1, True, "full"),
+    ],
+)
+def test_auto_recomputes_the_least_that_fits(share, spared, mode):
+    config = resolve_config("sft", model="m", dataset=["d"], max_length=128, micro_batch_size=2, compile=not spared)
     shape, precision, cpu = toy_config("llama", 8), Precision("fp32", torch.float32), torch.device("cpu")
     everything = activation_bytes_per_token(shape, torch.float32) * config.max_length
     assert setup._choose_checkpointing(config, shape, cpu, precision, 2 * share * everything) == mode

@@ -117,7 +117,7 @@ def divide(
             config.seed,
             sync_every_microbatch=config.sync_every_microbatch,
             lanes=lanes,
-            rematerialize=mesh.device.type == "cpu" and not config.compile,
+            rematerialize=keeps_no_cheap_results(config, mesh.device),
             keep_gradients=direct,
         )
     else:
@@ -129,6 +129,11 @@ def divide(
     for part in parts:
         _divide_part(part, mesh, expert_mesh, options, checkpointing, config)
     return Divided(parts, runner, share)
+
+
+def keeps_no_cheap_results(config: RunConfig, device: torch.device) -> bool:
+    """Whether they are made again in the backward pass in any case (`swiftlite.models.rematerialize`)."""
+    return device.type == "cpu" and not config.compile and config.pipeline_parallel_size == 1
 
 
 def _cut_to_stages(

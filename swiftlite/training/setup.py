@@ -43,7 +43,7 @@ from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
 from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, moment_bytes, trained_bytes
 from swiftlite.planning.memory import activation_bytes_per_token, free_bytes, keeps_scores
-from swiftlite.training.divide import Divided, divide
+from swiftlite.training.divide import Divided, divide, keeps_no_cheap_results
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 
 if TYPE_CHECKING:
@@ -377,12 +377,17 @@ def _choose_checkpointing(
     precision: Precision,
     room: float,
 ) -> str:
-    """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half the room."""
+    """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half the room.
+
+    Where no cheap results are kept in any case, none keeps about what selective does elsewhere, and that is of no use.
+    """
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
     tokens = (config.micro_batch_size if device.type == "cuda" else 1) * pack_capacity(config)
-    for mode in ("none", "selective"):
-        if activation_bytes_per_token(model_config, precision.dtype, mode) * tokens < room / 2:
+    spared = keeps_no_cheap_results(config, device)
+    for mode in ("none",) if spared else ("none", "selective"):
+        kept = "selective" if spared else mode
+        if activation_bytes_per_token(model_config, precision.dtype, kept) * tokens < room / 2:
             return mode
     return "full"
 
