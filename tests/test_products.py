@@ -116,11 +116,28 @@ def test_modules_keep_names_and_weights(calls, monkeypatch):
     assert [name for name, _ in model.named_parameters()] == names
 
 
-@pytest.mark.parametrize(("vendor", "wanted"), [("AuthenticAMD", True), ("GenuineIntel", False), (None, False)])
-def test_the_choice_is_the_processors(vendor, wanted, monkeypatch):
-    monkeypatch.setattr(products, "_vendor", lambda: vendor)
+ZEN_5 = {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "fpu avx2 avx512f"}
+
+
+@pytest.mark.parametrize(
+    ("differing", "wanted"),
+    [
+        ({}, True),
+        ({"cpu family": "25"}, False),
+        ({"flags": "fpu avx2"}, False),
+        ({"vendor_id": "GenuineIntel"}, False),
+    ],
+    ids=["zen 5", "zen 4", "without AVX-512", "intel"],
+)
+def test_the_choice_is_the_processors(differing, wanted, monkeypatch):
+    monkeypatch.setattr(products, "_processor", lambda: ZEN_5 | differing)
     monkeypatch.setattr(products.platform, "machine", lambda: "x86_64")
     assert products.prefers_onednn.__wrapped__() == wanted
+
+
+def test_nothing_is_chosen_where_the_processor_is_not_known(monkeypatch):
+    monkeypatch.setattr(products, "_processor", dict)
+    assert not products.prefers_onednn.__wrapped__()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from test_parity import settings
 from test_run import train
 
 from swiftlite.training import profiler as profiler_module
-from swiftlite.training.profiler import REST, StepProfiler, kind_of
+from swiftlite.training.profiler import COMMUNICATION, REST, StepProfiler, kind_of
 
 
 @pytest.fixture
@@ -99,6 +100,23 @@ def test_work_of_the_backward_pass_belongs_to_the_module_of_the_forward(tmp_path
     forward, backward = table.modules["layer"]
     assert forward > 0 and backward > 0
     assert table.modules["outside the model"][1] > 0  # of tanh and the square
+
+
+class Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, message):
+        with torch.profiler.record_function(message):
+            pass
+        time.sleep(0.05)
+        return x.clone()
+
+
+@pytest.mark.parametrize(("message", "kind"), [("c10d::alltoall_base_", COMMUNICATION), ("nothing", REST)])
+def test_a_function_of_autograd_waits_for_its_message_or_for_python(message, kind):
+    with torch.profiler.profile(acc_events=True) as recorded, torch.profiler.record_function("ProfilerStep#0"):
+        Waits.apply(torch.randn(64, 256), message)
+    table = profiler_module.tabulate(recorded.events(), on_gpu=False)
+    assert table.kinds[kind] > 50 and sum(table.kinds.values()) == pytest.approx(table.wall)
 
 
 def span(name: str, start: float, end: float, thread: int = 1, *, mark: bool = False, on_gpu: bool = False):

@@ -85,6 +85,12 @@ def test_products_by_oneDNN(tmp_path, monkeypatch):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
+def test_tokens_divided_as_on_a_gpu(tmp_path, monkeypatch):
+    both = Subject("gemma3", "full", FULL), Subject("gemma3", "LoRA", LORA)
+    for verdict in in_real_processes(tmp_path, monkeypatch, 4, ("tp 4", "tp 2 x pp 2"), *both, changed="with_tokens"):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
 def test_equal_weights_are_equal_files_in_every_layout(tmp_path, monkeypatch):
     still = Subject("llama", "llama", FULL | {"learning_rate": 1e-30})  # too small to change a weight
     chosen = ("fsdp full 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "pp 2 zero-bubble", "cp 2")
@@ -159,11 +165,18 @@ def with_a_first_rank_that_refuses() -> None:
 
 
 def with_oneDNN() -> None:
-    """No fault: every product by oneDNN, as on processors of other makers than Intel, however small."""
+    """No fault: every product by oneDNN, as on the processors that it is faster on, however small."""
     from swiftlite.models import products
 
     products.SMALLEST = 1
     products.prefers_onednn = lambda: True
+
+
+def with_tokens() -> None:
+    """No fault: tensor parallelism divides what lies between blocks by tokens, as it does on a GPU."""
+    from swiftlite.training import divide
+
+    divide._divides_tokens = lambda mesh: mesh.layout.tp > 1
 
 
 def with_emulated_fp8() -> None:
@@ -180,7 +193,7 @@ CHANGES = {
     change.__name__: change
     for change in (
         without_reduction, with_local_divisor, without_tied_sum, with_tie_counted_twice, with_a_first_rank_that_refuses,
-        with_oneDNN, with_emulated_fp8,
+        with_oneDNN, with_tokens, with_emulated_fp8,
     )
 }  # fmt: skip
 

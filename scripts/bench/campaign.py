@@ -106,11 +106,13 @@ def _environments(benchmark: Benchmark, options: argparse.Namespace) -> tuple[di
 
 
 def machine() -> dict:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    """cpu: with its family, since processors of one name differ in what they can."""
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    family = f" (family {known['cpu family']})" if "cpu family" in known else ""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "memory_gib": round(memory),
+        "cpu": known.get("model name", platform.machine()) + family, "cores": os.cpu_count(), "memory_gib": round(memory),
         "system": platform.platform(), "python": platform.python_version(),
     }  # fmt: skip
 

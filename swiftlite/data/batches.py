@@ -49,7 +49,7 @@ class MicroBatch:
 
     input_ids, position_ids: int64 `[1, T]`, positions restart at 0 in each document.
     labels: int64 `[1, T]`, already shifted: the token to predict at this place, -100 where there is none to learn.
-    learnt: int64 `[trained tokens]`, the places that have one.
+    learnt: int64 `[trained tokens]`, the places that have one. cost: how much work it is, beside others of its step.
     cu_seqlens: int32 `[D + 1]`, document borders; max_document: tokens of the longest; where: the rows, `file:line`.
     context: None, or `parallel.context.Context` where the tokens are one rank's slice of the row.
 
@@ -70,6 +70,7 @@ class MicroBatch:
     tokens: int
     trained_tokens: int
     where: list[str]
+    cost: float
     context: object | None = None
     key_index: torch.Tensor | None = None
     key_cu_seqlens: torch.Tensor | None = None
@@ -148,6 +149,7 @@ def collate(packs: Sequence[Pack]) -> MicroBatch:
         tokens=len(ids),
         trained_tokens=int(trained.sum()),
         where=[document.where for document in documents],
+        cost=len(ids),
     )
     if before.any():
         batch = replace(batch, **_key_side(segments))
@@ -218,6 +220,7 @@ def empty_micro_batch() -> MicroBatch:
         tokens=0,
         trained_tokens=0,
         where=[],
+        cost=0,
         owner=none,
         completions=Completions(none, none.bool(), none, none, none.float(), none.view(0, 2)),
     )

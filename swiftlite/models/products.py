@@ -1,9 +1,10 @@
 """Matrix products of linear layers in fp32 on a CPU, by the faster of the two libraries that PyTorch brings along.
 
-PyTorch multiplies fp32 matrices by MKL, which on processors of other makers than Intel leaves the wider half of the
-vector units idle. oneDNN, which PyTorch uses for other types, does not: on an AMD EPYC with AVX-512 it has 2.2 times
-the rate, with AVX2 alone 1.1 times (`scripts/measure_step.py` measures both). There linear layers and the output head
-go through oneDNN, forwards and backwards. What is chosen depends on the machine and the shapes alone.
+PyTorch multiplies fp32 matrices by MKL, which on processors of other makers than Intel does not use AVX-512. oneDNN,
+which PyTorch uses for other types, does: on AMD's Zen 5, whose units are 512 bits wide, it has 2.2 times the rate, and
+there linear layers and the output head go through it, forwards and backwards. On Zen 4, which does such an instruction
+in two halves, and with AVX2 alone it has 1.1 times the rate (`scripts/measure_step.py` measures both), which is less
+than what its copies and filled-up rows cost. What is chosen depends on the machine and the shapes alone.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ from torch import nn
 SMALLEST = 1 << 20  # multiplications: below, what a call costs is more than what the product gains
 SLICE_ROWS = 1024  # of a sum of products that are made at a time
 ROUND, LONG, ROUND_LONG = 32, 256, 64  # what oneDNN is given are multiples of so many tokens, if few or more
+ZEN_5 = 26  # AMD's number of the first family of processors with units of 512 bits
 PLAIN = (torch.Tensor, nn.Parameter)  # no DTensor, whose products exchange something
 
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Whether this machine's processor is an x86 of another maker than Intel."""
-    x86 = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
-    return x86 and _vendor() not in (None, "GenuineIntel")
+    """Whether this machine's processor is an AMD with AVX-512 of full width."""
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+        return False
+    known = _processor()
+    return (
+        known.get("vendor_id") == "AuthenticAMD"
+        and int(known.get("cpu family", 0)) >= ZEN_5
+        and "avx512f" in known.get("flags", "").split()
+    )
 
 
 def onednn_serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -34,11 +42,11 @@ def onednn_serves(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and prefers_onednn()
 
 
-def _vendor() -> str | None:
-    """Of the processor, None where it cannot be known."""
+def _processor() -> dict[str, str]:
+    """What the system says of the first processor, nothing where it cannot be known."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
+    first = info.read_text().partition("\n\n")[0] if info.is_file() else ""
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
 
 def rounded(tokens: int) -> int:

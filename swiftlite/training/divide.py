@@ -163,7 +163,7 @@ def _row_length(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision:
     routers count every token, or slices have their own padding; 8-bit products cannot, for each slice of a row."""
     if config.fp8 != "none":
         return functools.partial(fp8.rounded, slices=mesh.layout.cp)
-    fast = mesh.layout.tp == 1 and not config.compile and onednn_serves(mesh.device, precision.dtype)
+    fast = not config.compile and onednn_serves(mesh.device, precision.dtype)
     return rounded if fast and mesh.layout.cp == 1 and not balances_router(base.config) else None
 
 
@@ -185,15 +185,16 @@ def _divide_part(
     if mesh.layout.tp > 1:
         from swiftlite.parallel.tensor import apply_tensor_parallel
 
-        apply_tensor_parallel(part.model, part.base, mesh.stored["tp"])
+        by_tokens = _divides_tokens(mesh)
+        apply_tensor_parallel(part.model, part.base, mesh.stored["tp"], sequence_parallel=by_tokens)
     elif config.tuner == "lora":
         fuse_adapters(part.model)
     if config.fp8 != "none":
         fp8.use_fp8(anatomy.layers, config.fp8)
-    elif mesh.layout.tp == 1 and not config.compile:
+    elif not config.compile:
         use_fast_products(part.base)
         fuse_norms(part.base)
-        if part.stage is None or part.stage.is_last:
+        if not _divides_tokens(mesh) and (part.stage is None or part.stage.is_last):
             spare_last_mlp(anatomy.layers[-1])
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
@@ -206,3 +207,9 @@ def _divide_part(
     shard_over_data(part.scorer, anatomy.layers, mesh, options)
     if is_fsdp_module(part.scorer):
         torch.distributed.fsdp.register_fsdp_forward_method(part.scorer, "check")
+
+
+def _divides_tokens(mesh: Mesh) -> bool:
+    """Whether tensor-parallel ranks divide tokens between the blocks of a layer. gloo has no reduce-scatter: it sums
+    whole tensors in its place, so that on a CPU gathering them again would be one message more."""
+    return mesh.layout.tp > 1 and mesh.device.type != "cpu"

@@ -64,7 +64,7 @@ class Lanes:
         self._modules, self._count = [module], count
         self._pool = ThreadPoolExecutor(count - 1, thread_name_prefix="lane") if count > 1 else None
 
-    def map(self, work: Callable[[nn.Module, int], Result], sizes: Sequence[int]) -> list[Result]:
+    def map(self, work: Callable[[nn.Module, int], Result], sizes: Sequence[float]) -> list[Result]:
         """`work(module, number)` for each number of a size, in their order; gradients end up in the module itself.
 
         sizes: how much work each is; lanes get equally much, or where that cannot be, all threads share each operation.

@@ -167,9 +167,10 @@ def tabulate(events: Sequence, *, on_gpu: bool) -> Table:
             continue
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         module, backward = places[event.id]
-        kinds["optimizer" if module == "optimizer" else kind_of(event.name)] += spent
+        kinds["optimizer" if module == "optimizer" else _kind(event, on_gpu=on_gpu)] += spent
         modules[module][backward] += spent
-    kinds[REST] = wall - (_length(_union(_kernels(events))) if on_gpu else sum(kinds.values()))
+    known = sum(spent for kind, spent in kinds.items() if kind != REST)
+    kinds[REST] = wall - (_length(_union(_kernels(events))) if on_gpu else known)
     scale = 1e-3 / count  # microseconds of all steps
     return Table(
         wall * scale,
@@ -179,7 +180,15 @@ def tabulate(events: Sequence, *, on_gpu: bool) -> Table:
     )
 
 
-def _is_mark(event) -> bool:  # noqa: ANN001 - FunctionEvent, which has no public name
+def _kind(event, *, on_gpu: bool) -> str:  # noqa: ANN001 - FunctionEvent, which has no public name
+    """Of an event's own time. On a CPU a function of autograd has only Python's, and what it waits for a message."""
+    if on_gpu or _is_operation(event):
+        return kind_of(event.name)
+    sends = any(kind_of(child.name) == COMMUNICATION for child in event.cpu_children)
+    return COMMUNICATION if sends else REST
+
+
+def _is_mark(event) -> bool:  # noqa: ANN001
     return event.name.startswith((SCOPE, STEP)) or event.is_user_annotation
 
 

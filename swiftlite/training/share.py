@@ -1,8 +1,9 @@
 """Who computes what of a global step.
 
 Every process knows the whole step and divides it in the same way, so nobody has to ask: packs go to the data ranks by
-cost, each rank's packs to micro-batches, and all ranks have equally many (some may be empty). What a pack costs is its
-FLOPs: packs of equally many tokens differ where attention over one long document is dearer than over many short ones.
+cost, each rank's packs to micro-batches, and all ranks have equally many (some may be empty). What a pack costs are its
+FLOPs: packs of equally many tokens differ where attention over one long document is dearer than over many short ones,
+and where more of them is learnt, which the output head has to do with.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Sharing:
         return share_step(packs, self.mesh.data_rank, layout.data_ranks, size, limit, self._cost)
 
     def _cost(self, pack: Pack) -> float:
-        return self.flops.step([_length(document) for document in pack])
+        return sum(self.flops.work(_length(document), _trained(document), self.mesh.device) for document in pack)
 
 
 def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit: int | None, cost: Cost) -> StepShare:
@@ -85,13 +86,13 @@ def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit:
     """
     divided = [_micro_batches(mine, size, token_limit) for mine in _by_rank(packs, ranks, cost)]
     count = max(len(mine) for mine in divided)
-    mine = [collate(piece) for piece in divided[rank]]
+    mine = [replace(collate(piece), cost=sum(map(cost, piece))) for piece in divided[rank]]
     mine += [empty_micro_batch()] * (count - len(mine))
     documents = [document for pack in packs for document in pack]
     return StepShare(
         micro_batches=mine,
         count=sum(len(theirs) for theirs in divided),
-        trained_tokens=sum(int(document.trained[1:].sum()) for document in documents),
+        trained_tokens=sum(map(_trained, documents)),
         tokens=sum(len(document.input_ids) for document in documents),
         lengths=[len(document.input_ids) for document in documents],
         margins=any(document.preference is not None and document.preference.margin for document in documents),
@@ -136,3 +137,7 @@ def _tokens(pack: Pack) -> int:
 
 def _length(document: Sequence) -> int:
     return len(document.input_ids)
+
+
+def _trained(document: Sequence) -> int:
+    return int(document.trained[1:].sum())  # nothing predicts the first

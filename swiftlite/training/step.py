@@ -89,7 +89,7 @@ class DirectStep:
             return self._train_one(scorer, batches[index], step_loss, scale, count)
 
         with self._gradients.of_step() if self._gradients else nullcontext():
-            done = self._lanes.map(train_one, [batch.input_ids.shape[1] for batch in batches])
+            done = self._lanes.map(train_one, [batch.cost for batch in batches])
         values, routers, lengths = zip(*done, strict=True)
         known = [router for router in routers if router is not None]
         router = torch.stack(known).sum() if known else None
