@@ -112,8 +112,8 @@ def machine() -> dict:
     family = f" (family {known['cpu family']})" if "cpu family" in known else ""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "cpu": known.get("model name", platform.machine()) + family, "cores": os.cpu_count(), "memory_gib": round(memory),
-        "system": platform.platform(), "python": platform.python_version(),
+        "cpu": known.get("model name", platform.machine()) + family, "cores": os.cpu_count(),
+        "memory_gib": round(memory), "system": platform.platform(), "python": platform.python_version(),
     }  # fmt: skip
 
 
