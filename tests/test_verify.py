@@ -86,8 +86,9 @@ def test_products_by_oneDNN(tmp_path, monkeypatch):
 
 
 def test_tokens_divided_as_on_a_gpu(tmp_path, monkeypatch):
-    both = Subject("gemma3", "full", FULL), Subject("gemma3", "LoRA", LORA)
-    for verdict in in_real_processes(tmp_path, monkeypatch, 4, ("tp 4", "tp 2 x pp 2"), *both, changed="with_tokens"):
+    always = {"sequence_parallel": "always"}
+    both = Subject("gemma3", "full", FULL | always), Subject("gemma3", "LoRA", LORA | always)
+    for verdict in in_real_processes(tmp_path, monkeypatch, 4, ("tp 4", "tp 2 x pp 2"), *both):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
@@ -172,13 +173,6 @@ def with_oneDNN() -> None:
     products.prefers_onednn = lambda: True
 
 
-def with_tokens() -> None:
-    """No fault: tensor parallelism divides what lies between blocks by tokens, as it does on a GPU."""
-    from swiftlite.training import divide
-
-    divide._divides_tokens = lambda mesh: mesh.layout.tp > 1
-
-
 def with_emulated_fp8() -> None:
     """No fault: numbers are rounded to 8 bits, and multiplied as any device can."""
     from functools import partial
@@ -193,7 +187,7 @@ CHANGES = {
     change.__name__: change
     for change in (
         without_reduction, with_local_divisor, without_tied_sum, with_tie_counted_twice, with_a_first_rank_that_refuses,
-        with_oneDNN, with_tokens, with_emulated_fp8,
+        with_oneDNN, with_emulated_fp8,
     )
 }  # fmt: skip
 

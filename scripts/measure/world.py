@@ -62,4 +62,5 @@ def shared_flags(model: Path, output: Path) -> dict[str, Any]:
     return {
         "model": str(model), "dataset": [str(model)], "output_dir": str(output), "tuner": "full", "max_length": 128,
         "precision": "fp32", "activation_checkpointing": "none", "learning_rate": 1e-4, "packing": False,
+        "sequence_parallel": "always",  # as on GPUs
     }  # fmt: skip

@@ -254,6 +254,8 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "epochs", "beside --max-steps"
     if config.warmup_steps is not None:
         yield "warmup_ratio", "beside --warmup-steps"
+    if config.tensor_parallel_size == 1:
+        yield "sequence_parallel", "without --tensor-parallel-size"
     if config.pipeline_parallel_size == 1:
         yield from ((name, "without a pipeline") for name in ("pipeline_schedule", "num_microbatches"))
     if not (config.eval_dataset or config.eval_fraction):

@@ -180,12 +180,11 @@ def _divide_part(
     checkpointing: str,
     config: RunConfig,
 ) -> None:
-    anatomy, experts = dissect(part.base), []
+    anatomy, experts, by_tokens = dissect(part.base), [], _divides_tokens(mesh, config)
     widen_layer_norms(part.base)
     if mesh.layout.tp > 1:
         from swiftlite.parallel.tensor import apply_tensor_parallel
 
-        by_tokens = _divides_tokens(mesh)
         apply_tensor_parallel(part.model, part.base, mesh.stored["tp"], sequence_parallel=by_tokens)
     elif config.tuner == "lora":
         fuse_adapters(part.model)
@@ -194,7 +193,7 @@ def _divide_part(
     elif not config.compile:
         use_fast_products(part.base)
         fuse_norms(part.base)
-        if not _divides_tokens(mesh) and (part.stage is None or part.stage.is_last):
+        if not by_tokens and (part.stage is None or part.stage.is_last):
             spare_last_mlp(anatomy.layers[-1])
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
@@ -209,7 +208,8 @@ def _divide_part(
         torch.distributed.fsdp.register_fsdp_forward_method(part.scorer, "check")
 
 
-def _divides_tokens(mesh: Mesh) -> bool:
+def _divides_tokens(mesh: Mesh, config: RunConfig) -> bool:
     """Whether tensor-parallel ranks divide tokens between the blocks of a layer. gloo has no reduce-scatter: it sums
-    whole tensors in its place, so that on a CPU gathering them again would be one message more."""
-    return mesh.layout.tp > 1 and mesh.device.type != "cpu"
+    whole tensors in its place, and gathering them again is one message more."""
+    wanted = {"auto": mesh.device.type != "cpu", "always": True, "never": False}
+    return mesh.layout.tp > 1 and wanted[config.sequence_parallel]
