@@ -119,6 +119,24 @@ def test_a_function_of_autograd_waits_for_its_message_or_for_python(message, kin
     assert table.kinds[kind] > 50 and sum(table.kinds.values()) == pytest.approx(table.wall)
 
 
+@pytest.mark.parametrize(
+    ("mark", "inside", "kind"),
+    [
+        ("FSDP::post_backward_rs_wait (layers.0)", "aten::view", COMMUNICATION),
+        ("FSDP::post_backward_reduce", "c10d::allreduce_", COMMUNICATION),
+        ("FSDP::post_backward_reduce", "aten::view", REST),
+    ],
+)
+def test_what_fsdp_marks_waits_for_its_message_or_for_python(mark, inside, kind):
+    mark_of, step = torch.profiler.record_function, "ProfilerStep#0"
+    with torch.profiler.profile(acc_events=True) as recorded, mark_of(step), mark_of(mark):
+        with mark_of(inside):
+            pass
+        time.sleep(0.05)
+    table = profiler_module.tabulate(recorded.events(), on_gpu=False)
+    assert table.kinds[kind] > 50 and sum(table.kinds.values()) == pytest.approx(table.wall)
+
+
 def span(name: str, start: float, end: float, thread: int = 1, *, mark: bool = False, on_gpu: bool = False):
     kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     at = SimpleNamespace(start=start, end=end)

@@ -1,5 +1,6 @@
 """Sums of gradients that travel during the backward pass, between real ranks."""
 
+import pytest
 import torch
 from curves import Case, build, steps
 from worlds import run_world
@@ -11,62 +12,76 @@ from swiftlite.parallel.data import DataParallel, shard_over_data
 from swiftlite.parallel.mesh import build_mesh
 
 PASSES = 3
+# Of two layers, and the rest of the model, whose sum has to wait for one of theirs.
+OVER_SHARDS = ["shards", "shards", "awaited", "shards", "awaited", "awaited"]
+OVER_REPLICAS = ["replicas", "replicas", "replicas", "awaited", "awaited", "awaited"]
+OVER_BOTH = ["shards", "shards", "awaited", "replicas", "shards", *["awaited", "replicas"] * 2, *["awaited"] * 3]
+SHARDS, REPLICAS = {"dp_shard": 2, "sharding": "full"}, {"dp_replicate": 2, "sharding": "none"}
 
 
 def gradients(rank: int, mesh, background: bool) -> list[torch.Tensor]:
     """Of the local shards, of some backward passes."""
     case = Case("llama", mesh.layout, sharded=True)
     scorer, base = build(case)
-    options = DataParallel(torch.float32, "full", background_sums=background)
+    options = DataParallel(torch.float32, mesh.layout.sharding, background_sums=background)
     shard_over_data(scorer, dissect(base).layers, mesh, options)
     found = []
     for batches in list(steps())[:PASSES]:
-        supervised_loss(scorer(batches[rank]).logprobs, 10).backward()
+        supervised_loss(scorer(batches[rank % len(batches)]).logprobs, 10).backward()
         found += [parameter.grad.to_local().clone() for parameter in scorer.parameters()]
         scorer.zero_grad()
     return found
 
 
-def body(rank: int) -> tuple[bool, list[str], int]:
-    """(whether both ways give the same, what happened in the first pass, sums left under way)"""
+class Noted:
+    """Messages under way, whose end is noted."""
+
+    def __init__(self, work, happened: list[str]):
+        self._work, self._happened = work, happened
+
+    def wait(self):
+        self._happened.append("awaited")
+        self._work.wait()
+
+
+def body(rank: int, sizes: dict) -> tuple[bool, list[str], int]:
+    """(whether both ways give the same, what happened in the first pass in the background, sums left under way)"""
     from swiftlite.parallel import reduction
 
-    mesh = build_mesh(Layout(dp_shard=2, sharding="full"), torch.device("cpu"))
-    happened, made = [], []
+    mesh = build_mesh(Layout(**sizes), torch.device("cpu"))
+    happened, sums = [], []
+    over_shards, over_replicas = reduction.DefaultReduceScatter.__call__, reduction.dist.all_reduce
+    begin = reduction.BackgroundSums.__init__
 
-    class Noted:
-        def __init__(self, work):
-            self._work = work
+    def note(kind: str, work):
+        happened.append(kind)
+        return Noted(work, happened)
 
-        def wait(self):
-            happened.append("awaited")
-            self._work.wait()
+    def remember(self, *replicas):
+        sums.append(self)
+        begin(self, *replicas)
 
-    plain, begin = reduction.DefaultReduceScatter.__call__, reduction.BackgroundReduceScatter.__init__
-
-    def reduce(self, *positional, **named):
-        work = plain(self, *positional, **named)
-        if not isinstance(self, reduction.BackgroundReduceScatter):
-            return work
-        happened.append("begun")
-        return Noted(work)
-
-    def remember(self):
-        made.append(self)
-        begin(self)
-
-    reduction.DefaultReduceScatter.__call__, reduction.BackgroundReduceScatter.__init__ = reduce, remember
-    sums = gradients(rank, mesh, background=True)
-    (background,) = made
-    first = happened[: len(happened) // PASSES]
+    reduction.BackgroundSums.__init__ = remember
+    reduction.DefaultReduceScatter.__call__ = lambda self, *most, **rest: note(
+        "shards", over_shards(self, *most, **rest)
+    )
+    reduction.dist.all_reduce = lambda *most, **rest: note("replicas", over_replicas(*most, **rest))
+    found = gradients(rank, mesh, background=True)
+    reduction.DefaultReduceScatter.__call__, reduction.dist.all_reduce = over_shards, over_replicas
     expected = gradients(rank, mesh, background=False)
-    same = all(torch.equal(*pair) for pair in zip(sums, expected, strict=True))
-    return same and len(sums) == len(expected) > 0, first, len(background._under_way)
+    same = all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    (background,) = sums
+    left = len(background._over_shards) + len(background._over_replicas)
+    return same and len(found) == len(expected) > 0, happened[: len(happened) // PASSES], left
 
 
-def test_sums_begin_while_layers_compute_and_are_there_at_the_end_of_the_pass():
-    for same, first, left in run_world(2, body):
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [(SHARDS, OVER_SHARDS), (REPLICAS, OVER_REPLICAS), (SHARDS | {"dp_replicate": 2}, OVER_BOTH)],
+    ids=["shards", "replicas", "both"],
+)
+def test_sums_begin_while_layers_compute_and_are_there_at_the_end_of_the_pass(sizes, expected):
+    for same, first, left in run_world(Layout(**sizes).world, body, sizes):
         assert same
-        # two layers, and the rest of the model, whose sum has to wait for one of theirs
-        assert first == ["begun", "begun", "awaited", "begun", "awaited", "awaited"]
+        assert first == expected
         assert left == 0

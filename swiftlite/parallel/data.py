@@ -67,7 +67,9 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
         return
     from torch.distributed.fsdp import fully_shard
 
-    shared = mesh.stored["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh.stored["fsdp"]
+    in_background = mesh.device.type == "cpu" and options.background_sums  # a GPU has streams for it
+    copies = mesh.size("dp_replicate") > 1 and not in_background  # that FSDP is to know of
+    shared = mesh.stored["dp_replicate", "fsdp"] if copies else mesh.stored["fsdp"]
     of_layers = [_units(layer, options.min_params) for layer in layers]
     units = [unit for of_layer in of_layers for unit in of_layer]
     for experts in (unit for of_layer in of_layers for unit in of_layer[1:]):
@@ -76,24 +78,27 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
         fully_shard(unit, mesh=shared, **options.unit(mesh.device))
     fully_shard(root, mesh=shared, **options.root(mesh.device))
     for unit in (root, *units):
-        unit.set_gradient_divide_factor(1.0)
+        if shared.size() > 1:  # else FSDP would divide all the same
+            unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # the other half of a plain SUM, on gloo and NCCL alike
     if of_layers and of_layers[-1]:  # its backward follows at once: given back, it would be gathered again for that
         of_layers[-1][0].set_reshard_after_forward(False)
     _prefetch(of_layers)
     if mesh.device.type == "cpu":  # it has no streams, on which messages would travel while units compute
         root._set_unshard_async_op(True)
-        if mesh.size("dp_replicate") == 1 and options.background_sums:
-            _sum_in_background([root, *units])
+    if in_background:
+        _sum_in_background([root, *units], mesh)
 
 
-def _sum_in_background(units: list[nn.Module]) -> None:
-    """Not with replicas: FSDP goes on to sum over them."""
-    from swiftlite.parallel.reduction import BackgroundReduceScatter
+def _sum_in_background(units: list[nn.Module], mesh: Mesh) -> None:
+    from swiftlite.parallel.reduction import BackgroundSums
 
-    reduce_scatter = BackgroundReduceScatter()
+    replicated = mesh.size("dp_replicate") > 1
+    sums = BackgroundSums(mesh.stored["dp_replicate"].get_group() if replicated else None)
     for unit in units:
-        unit.set_custom_reduce_scatter(reduce_scatter)
+        unit.set_custom_reduce_scatter(sums)
+        if replicated:
+            unit.set_all_reduce_hook(sums.over_replicas)
 
 
 def _units(layer: nn.Module, min_params: int) -> list[nn.Module]:

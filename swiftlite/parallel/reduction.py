@@ -11,18 +11,23 @@ from collections import deque
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.profiler import record_function
 
 UNDER_WAY = 2  # sums at a time: each holds a unit's whole gradients
 
 
-class BackgroundReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter for units whose sums nobody reads, or adds to, before the end of the backward pass.
+class BackgroundSums(DefaultReduceScatter):
+    """FSDP's sums for units whose gradients nobody reads, or adds to, before the end of the backward pass.
 
-    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html, `set_custom_reduce_scatter`.
+    A unit's sum over shards is an instance's call, that over replicas, which follows it, is `over_replicas`.
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html, `set_custom_reduce_scatter` and
+    `set_all_reduce_hook`.
     """
 
-    def __init__(self) -> None:
-        self._under_way: deque[dist.Work] = deque()
+    def __init__(self, replicas: dist.ProcessGroup | None = None) -> None:
+        self._replicas = replicas
+        self._over_shards: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._over_replicas: list[dist.Work] = []
         self._pass = -1  # the backward pass that will wait for them
 
     def __call__(
@@ -33,18 +38,42 @@ class BackgroundReduceScatter(DefaultReduceScatter):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        now = torch._C._current_graph_task_id()
-        if now == -1:  # a pipeline's schedule sums up behind its passes
+        if not self._in_pass():
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        if now != self._pass:
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
-            self._pass = now
-        if len(self._under_way) == UNDER_WAY:
-            self._under_way.popleft().wait()
+        if len(self._over_shards) == UNDER_WAY:
+            self._finish_shards()
         work = super().__call__(output_tensor, input_tensor, group, op, async_op=True)
-        self._under_way.append(work)
+        self._over_shards.append((work, output_tensor))
         return work
 
+    def over_replicas(self, output: torch.Tensor) -> None:
+        """Sum up over replicas what `__call__` sums up over shards, or all gradients where there is one shard."""
+        if not self._in_pass():
+            dist.all_reduce(output, group=self._replicas)
+        elif not self._over_shards:
+            self._begin_replicas(output)
+
+    def _in_pass(self) -> bool:
+        """Whether a backward pass is under way, and will wait; a pipeline's schedule sums up behind its passes."""
+        now = torch._C._current_graph_task_id()
+        if now not in (-1, self._pass):
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+            self._pass = now
+        return now != -1
+
+    def _finish_shards(self) -> None:
+        """Wait for the oldest sum over shards, and go on to its replicas."""
+        work, output = self._over_shards.popleft()
+        work.wait()
+        if self._replicas is not None:
+            self._begin_replicas(output)
+
+    def _begin_replicas(self, output: torch.Tensor) -> None:
+        self._over_replicas.append(dist.all_reduce(output, group=self._replicas, async_op=True))
+
     def _wait(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().wait()
+        with record_function("rs_wait of sums in the background"):
+            while self._over_shards:
+                self._finish_shards()
+            while self._over_replicas:
+                self._over_replicas.pop().wait()

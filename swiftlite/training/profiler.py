@@ -29,7 +29,7 @@ SCOPE, STEP, BACKWARD = "module: ", "ProfilerStep", "autograd::engine::evaluate_
 
 # What an operation's name says of its kind; the first that fits.
 KINDS = (
-    ("communication", ("c10d", "nccl", "gloo", "wait_tensor", "all_gather", "all_reduce", "reduce_scatter")),
+    ("communication", ("c10d", "nccl", "gloo", "wait_tensor", "all_gather", "all_reduce", "reduce_scatter", "rs_wait")),
     ("attention", ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen", "flex_attention")),
     (
         "matrix products",
@@ -163,7 +163,8 @@ def tabulate(events: Sequence, *, on_gpu: bool) -> Table:
     kinds: dict[str, float] = defaultdict(float)
     modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in events:
-        if event.device_type != DeviceType.CPU or _is_mark(event) or not (on_gpu or event.thread == main):
+        ours = event.name.startswith((SCOPE, STEP))
+        if event.device_type != DeviceType.CPU or (_is_mark(event) if on_gpu else ours or event.thread != main):
             continue
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         module, backward = places[event.id]
@@ -181,11 +182,12 @@ def tabulate(events: Sequence, *, on_gpu: bool) -> Table:
 
 
 def _kind(event, *, on_gpu: bool) -> str:  # noqa: ANN001 - FunctionEvent, which has no public name
-    """Of an event's own time. On a CPU a function of autograd has only Python's, and what it waits for a message."""
+    """Of an event's own time. On a CPU a function of autograd, or what FSDP marks, has only Python's, and what it waits
+    for messages."""
     if on_gpu or _is_operation(event):
         return kind_of(event.name)
-    sends = any(kind_of(child.name) == COMMUNICATION for child in event.cpu_children)
-    return COMMUNICATION if sends else REST
+    waits = any(kind_of(each.name) == COMMUNICATION for each in (event, *event.cpu_children))
+    return COMMUNICATION if waits else REST
 
 
 def _is_mark(event) -> bool:  # noqa: ANN001
