@@ -69,6 +69,19 @@ def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
     assert close(tmp_path / "last" / "model" / "model.safetensors", one / "model" / "model.safetensors")
 
 
+def test_checkpoints_are_whole_where_the_first_process_trains_nothing(tmp_path, flags):
+    flags = [*flags, "--tuner", "freeze", "--trainable-layers", "1", "--max-steps", "2", "--save-steps", "1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    stages = run(*SWIFTLITE, "sft", *flags, "--pp", "2", "--nproc-per-node", "2", "-o", two)
+    assert stages.returncode == 0, stages.stderr
+    again = run(*SWIFTLITE, "sft", *flags, "-o", one, "--resume", two / "checkpoints" / "step-00000001")
+    assert again.returncode == 0, again.stderr
+    for folder in ("model", "checkpoints/latest"):
+        assert close(one / folder / "model.safetensors", two / folder / "model.safetensors")
+    moments = "checkpoints/latest/resume.safetensors"
+    assert load_file(two / moments) and close(one / moments, two / moments)
+
+
 def test_one_process_offloads_too(tmp_path, flags):
     plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
     assert run(*SWIFTLITE, "sft", *flags, "--max-steps", "2", "-o", plain).returncode == 0

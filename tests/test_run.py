@@ -67,9 +67,11 @@ def same_weights(one, other):
         ("full", {"precision": "fp16"}),
         ("full", {"optimizer": "adamw_8bit"}),
         ("lora", {"lora_dropout": 0.3}),
+        ("lora", {"dora": True}),
+        ("lora", {"new_tokens": ["<fox>"]}),
         ("freeze", {"trainable_layers": 1}),
     ],
-    ids=["full", "saved in bf16", "fp16", "8 bits", "lora with dropout", "freeze"],
+    ids=["full", "saved in bf16", "fp16", "8 bits", "lora with dropout", "dora", "new tokens", "freeze"],
 )
 def test_resume_continues_bit_for_bit(base, tmp_path, tuner, more):
     values = base | {"tuner": tuner, "lr_scheduler": "cosine", "keep_checkpoints": 9} | more
@@ -156,11 +158,18 @@ def test_dora_begins_where_the_base_model_is(base, tmp_path, tiny_model, family)
     assert first[1] == pytest.approx(first[0], rel=1e-6)
 
 
-def test_training_goes_on_from_an_adapter(base, tmp_path):
-    train(base, tuner="lora")
-    more = train(base, tuner="lora", adapter=str(tmp_path / "out" / "model"), output_dir=str(tmp_path / "more"))
-    assert metrics(tmp_path / "more")[0]["loss"] < metrics(tmp_path / "out")[0]["loss"]
-    assert more.adapter
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_training_goes_on_from_an_adapter(base, tmp_path, dora):
+    from peft import AutoPeftModelForCausalLM
+
+    train(base, tuner="lora", dora=dora)
+    adapter, merged = tmp_path / "out" / "model", tmp_path / "merged"
+    AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)
+    train(base, tuner="lora", adapter=str(adapter), output_dir=str(tmp_path / "more"))
+    tokenizer = {"tokenizer": base["model"], "tuner": "full"}
+    train(base | tokenizer, model=str(merged), output_dir=str(tmp_path / "same"))
+    first = {name: metrics(tmp_path / name)[0]["loss"] for name in ("out", "more", "same")}
+    assert first["more"] == pytest.approx(first["same"], rel=1e-6) and first["more"] < first["out"]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])

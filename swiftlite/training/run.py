@@ -308,7 +308,7 @@ class Session:
         uncounted = trainee.uncounted()
         counted = [(name, p) for name, p in trainee.trained() if id(p) not in uncounted]
         tensors = resume_tensors(counted, self._optimizer, masters=trainee.files.rounded)
-        plan = self._resume_plan(moments=bool(self._optimizer.state))
+        plan = self._resume_plan(moments=self._mesh.any(bool(self._optimizer.state)))  # a stage may train nothing
 
         def create(folder: Path) -> None:
             self._create_model(folder)

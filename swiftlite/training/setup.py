@@ -193,7 +193,8 @@ def build_trainee(
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
-        _start_dora(part.model)
+        if adapter is None:
+            _start_dora(part.model)
     return trainee
 
 
