@@ -110,6 +110,10 @@ def test_a_named_checkpoint_is_resumed_elsewhere_but_never_over_newer_ones(base,
     (older / "model.safetensors").unlink()
     with pytest.raises(UserError, match="model.safetensors is missing"):
         train(base, resume=str(older), output_dir=str(tmp_path / "third"))
+    for misspelt in (older.parent / "step-5", tmp_path / "out"):
+        with pytest.raises(UserError) as refused:
+            train(base, resume=str(misspelt), output_dir=str(tmp_path / "third"))
+        assert "such as" in refused.value.fix and "step-00000006" in refused.value.fix
 
 
 def test_resume_refuses_other_data(base, write_rows, chat_rows):

@@ -6,6 +6,7 @@ through `train_here`.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -71,6 +72,7 @@ def train_in_process(values: dict[str, object], layout: Layout, report: Report) 
 def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
     """Train in this process, one of the layout's. Raises what `launch` says."""
     keep_one_heap()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it: it tells of kernels that nobody uses
     with quick_imports():
         from swiftlite.parallel.world import joined
         from swiftlite.training.run import run_training
