@@ -128,6 +128,11 @@ def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
         ({"streaming": "true"}, "leave --streaming out"),
         ({"lr_scheduler": "wsd", "decay_ratio": 0.99}, "--decay-ratio"),
         ({"template_date": "3.2.2031"}, "YYYY-MM-DD"),
+        (
+            {"activation_checkpointing": "selective", "pipeline_schedule": "zero-bubble", "nproc_per_node": "2",
+             "pipeline_parallel_size": "2"},
+            "interleaved-1f1b",
+        ),
         ({"resume": "auto"}, "--output-dir"),
         ({"model": ""}, "--model"),
         ({"dataset": []}, "--dataset"),
@@ -136,7 +141,7 @@ def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
         ({"columns": "a"}, "KEY=COLUMN"),
         ({"max_shard_size": "5"}, "5GB"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_name_the_fix(values, said):
     with pytest.raises(UserError) as caught:
         made(**values)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_parity import metrics
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
+from swiftlite.models.toys import toy_pairs
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 SWIFTLITE = [sys.executable, "-m", "swiftlite"]
@@ -80,6 +81,19 @@ def test_checkpoints_are_whole_where_the_first_process_trains_nothing(tmp_path, 
         assert close(one / folder / "model.safetensors", two / folder / "model.safetensors")
     moments = "checkpoints/latest/resume.safetensors"
     assert load_file(two / moments) and close(one / moments, two / moments)
+
+
+def test_the_experts_of_a_reference_model_are_divided_too(tmp_path, tiny_model, write_rows):
+    flags = ["--model", tiny_model("qwen3-moe"), "--dataset", write_rows("pairs.jsonl", toy_pairs(8)), "--reference",
+             "model", "--tuner", "full", "--max-length", "128", "--global-batch-size", "4", "--micro-batch-size", "2",
+             "--precision", "fp32", "--learning-rate", "1e-3", "--max-steps", "2"]  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    for more in (["-o", one], ["--ep", "2", "--nproc-per-node", "2", "-o", two]):
+        done = run(*SWIFTLITE, "dpo", *flags, *more)
+        assert done.returncode == 0, done.stderr
+    for mine, other in zip(metrics(two), metrics(one), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
 def test_one_process_offloads_too(tmp_path, flags):

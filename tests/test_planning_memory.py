@@ -72,7 +72,10 @@ def test_auto_recomputes_the_least_that_fits(share, spared, mode):
     config = resolve_config("sft", model="m", dataset=["d"], max_length=128, micro_batch_size=2, compile=not spared)
     shape, precision, cpu = toy_config("llama", 8), Precision("fp32", torch.float32), torch.device("cpu")
     everything = activation_bytes_per_token(shape, torch.float32) * config.max_length
-    assert setup._choose_checkpointing(config, shape, cpu, precision, 2 * share * everything) == mode
+    room = 2 * share * everything
+    assert setup._choose_checkpointing(config, shape, cpu, precision, room) == mode
+    split = config.model_copy(update={"pipeline_schedule": "zero-bubble", "pipeline_parallel_size": 2, "compile": True})
+    assert setup._choose_checkpointing(split, shape, cpu, precision, room) == ("none" if share > 1 else "full")
 
 
 @pytest.mark.parametrize(("family", "kept"), [("llama", False), ("mistral", True), ("gemma2", True), ("gpt-oss", True)])

@@ -6,6 +6,7 @@ import hashlib
 import math
 
 import torch
+from torch import nn
 
 from swiftlite.checkpoint.boxes import Box, whole
 
@@ -34,3 +35,14 @@ class FreshValues:
             return torch.randn(shape, generator=generator)
         bound = 1 / math.sqrt(shape[1])
         return torch.rand(shape, generator=generator).mul_(2 * bound).sub_(bound)
+
+
+@torch.no_grad()
+def start_dora(model: nn.Module) -> None:
+    """Give DoRA's magnitudes their start: the norms of the rows of the base weight, which has to be there (arXiv
+    2402.09353, equation 5). GPT-2 keeps its matrices transposed."""
+    for name, module in model.named_modules():
+        if name.endswith("lora_magnitude_vector.default"):
+            layer = model.get_submodule(name.removesuffix(".lora_magnitude_vector.default"))
+            inputs = 0 if layer.fan_in_fan_out else 1
+            module.weight.copy_(torch.linalg.vector_norm(layer.get_base_layer().weight.float(), dim=inputs))

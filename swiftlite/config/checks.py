@@ -166,6 +166,13 @@ def _memory_rules(config: RunConfig) -> list[Rule]:
             ("activation_checkpointing", "compile"),
             "use --activation-checkpointing full, or leave --compile out",
         ),
+        (
+            config.activation_checkpointing == "selective" and config.pipeline_schedule == "zero-bubble",
+            "zero-bubble runs through a layer's backward pass twice, and --activation-checkpointing selective keeps "
+            "results for one",
+            ("activation_checkpointing", "pipeline_schedule"),
+            "use --activation-checkpointing full or none, or --pipeline-schedule interleaved-1f1b",
+        ),
     ]
 
 

@@ -6,6 +6,7 @@ its part of the weights.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from swiftlite.checkpoint.catalog import Catalog, Entry, catalog_adapter, catalog_model, stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_model_folder
-from swiftlite.checkpoint.start_values import FreshValues
+from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.errors import UserError
@@ -153,6 +154,7 @@ def build_trainee(
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
+    model_config = copy.deepcopy(model_config)  # it is changed below, and a reference is built from it as well
     precision = resolve_precision(config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8)
     source, adapter = _weights(config, resume)
     if config.method == "rm":
@@ -194,7 +196,7 @@ def build_trainee(
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
         if adapter is None:
-            _start_dora(part.model)
+            start_dora(part.model)
     return trainee
 
 
@@ -339,17 +341,6 @@ def _new_rows(catalog: Catalog, folder: TensorFolder, model: nn.Module) -> dict[
     return means
 
 
-@torch.no_grad()
-def _start_dora(model: nn.Module) -> None:
-    """DoRA's magnitudes start as the norms of the rows of the base weight (arXiv 2402.09353, equation 5); GPT-2 keeps
-    its matrices transposed."""
-    for name, module in model.named_modules():
-        if name.endswith("lora_magnitude_vector.default"):
-            layer = model.get_submodule(name.removesuffix(".lora_magnitude_vector.default"))
-            inputs = 0 if layer.fan_in_fan_out else 1
-            module.weight.copy_(torch.linalg.vector_norm(layer.get_base_layer().weight.float(), dim=inputs))
-
-
 def _weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | None]:
     """(where the model's weights are, the adapter to go on from)."""
     adapter = None if config.adapter is None else Path(config.adapter).expanduser()
@@ -381,12 +372,13 @@ def _choose_checkpointing(
     """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half the room.
 
     Where no cheap results are kept in any case, none keeps about what selective does elsewhere, and that is of no use.
+    Nor does selective go with zero-bubble.
     """
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
     tokens = (config.micro_batch_size if device.type == "cuda" else 1) * pack_capacity(config)
     spared = keeps_no_cheap_results(config, device)
-    for mode in ("none",) if spared else ("none", "selective"):
+    for mode in ("none",) if spared or config.pipeline_schedule == "zero-bubble" else ("none", "selective"):
         kept = "selective" if spared else mode
         if activation_bytes_per_token(model_config, precision.dtype, kept) * tokens < room / 2:
             return mode
