@@ -78,12 +78,19 @@ def test_the_score_head_is_trained_and_saved_beside_lora(start, tmp_path):
     assert model.base_model.model.score.modules_to_save["default"].weight.abs().sum() > 0
 
 
-@pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.parametrize("layers", [0, 1])
+def test_the_score_head_is_trained_beside_frozen_layers(start, tmp_path, layers, capsys):
+    train_alone(start(max_steps=4, tuner="freeze", trainable_layers=layers, save_steps=2))
+    assert metrics(tmp_path / "out")[-1]["loss"] < metrics(tmp_path / "out")[0]["loss"]
+    assert "is zero" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora", "freeze"])
 def test_rm_resumes_bit_for_bit(start, tmp_path, tuner):
     train_alone(start("whole", max_steps=4, tuner=tuner))
     train_alone(start("parts", max_steps=4, tuner=tuner, save_steps=2, keep_checkpoints=9))
     middle = list_checkpoints(tmp_path / "parts")[-1]
     train_alone(start("again", max_steps=4, tuner=tuner, resume=str(middle)))
     assert metrics(tmp_path / "again")[-1]["loss"] == metrics(tmp_path / "whole")[-1]["loss"]
-    file = "model.safetensors" if tuner == "full" else "adapter_model.safetensors"
+    file = "adapter_model.safetensors" if tuner == "lora" else "model.safetensors"
     assert same_weights(tmp_path / "again" / "model" / file, tmp_path / "whole" / "model" / file)

@@ -191,6 +191,16 @@ def test_new_tokens_get_rows_that_are_trained_and_saved(base, tmp_path, tiny_mod
         assert any("embed_tokens" in name for name in load_file(folder / "adapter_model.safetensors"))
 
 
+def test_a_gradient_of_zero_is_said(base, tmp_path, tiny_model, capsys):
+    shutil.copytree(tiny_model("llama"), tmp_path / "mute")
+    weights = load_file(tmp_path / "mute" / "model.safetensors")
+    save_file(weights | {"lm_head.weight": torch.zeros_like(weights["lm_head.weight"])},
+              tmp_path / "mute" / "model.safetensors", {"format": "pt"})  # fmt: skip
+    train(base, model=str(tmp_path / "mute"), tuner="freeze", max_steps=2)
+    assert [row["grad_norm"] for row in metrics(tmp_path / "out")] == [0, 0]
+    assert capsys.readouterr().out.count("is zero") == 1
+
+
 def test_freeze_trains_the_last_layer_only(base, tmp_path, tiny_model):
     train(base, tuner="freeze", trainable_layers=1, trainable_modules=["model.norm"])
     before = load_file(tiny_model("llama") / "model.safetensors")

@@ -103,7 +103,10 @@ def _training_rules(config: RunConfig) -> list[Rule]:
         *_memory_rules(config),
         *_backward_rules(config),
         (
-            config.tuner == "freeze" and config.trainable_layers == 0 and not config.trainable_modules,
+            config.tuner == "freeze"
+            and config.trainable_layers == 0
+            and not config.trainable_modules
+            and config.method != "rm",  # which trains its score head
             "--tuner freeze with --trainable-layers 0 trains nothing",
             ("trainable_layers",),
             "give --trainable-layers 2 or --trainable-modules",

@@ -66,6 +66,8 @@ def _freeze(model: PreTrainedModel, config: RunConfig) -> None:
     wanted = config.trainable_layers
     for layer in anatomy.layers[count - wanted :] if wanted > 0 else anatomy.layers[:-wanted]:
         layer.requires_grad_(True)
+    if anatomy.gives_scores:  # a new score head is zero, and as long as it is, no gradient comes through it
+        anatomy.head.requires_grad_(True)
     for pattern in config.trainable_modules:
         found = False
         for name, parameter in model.named_parameters():

@@ -232,6 +232,10 @@ class Loop:
         if share.trained_tokens == 0:
             self._skip(step, "no trained token in the whole step")
             return False
+        if norm == 0.0 and self.progress.step == 0:
+            self._listener.message(
+                f"warning: the gradient of step {step} is zero: what is trained learns nothing there"
+            )
         if math.isfinite(outcome.loss) and math.isfinite(norm):
             return True
         if math.isfinite(outcome.loss) and self._scale.can_shrink:
