@@ -15,6 +15,8 @@ from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError, UserError
 from swiftlite.training import run as run_module
 
+NEW_TOKENS = [f"<fox {number}>" for number in range(200)]  # more than the toys' vocabulary has rows to spare
+
 
 @pytest.fixture
 def base(tmp_path, tiny_model, write_rows, chat_rows):
@@ -68,10 +70,21 @@ def same_weights(one, other):
         ("full", {"optimizer": "adamw_8bit"}),
         ("lora", {"lora_dropout": 0.3}),
         ("lora", {"dora": True}),
-        ("lora", {"new_tokens": ["<fox>"]}),
-        ("freeze", {"trainable_layers": 1}),
+        ("freeze", {"trainable_layers": 1, "save_dtype": "bf16"}),
+        *((tuner, {"new_tokens": NEW_TOKENS}) for tuner in ("full", "lora", "freeze")),
     ],
-    ids=["full", "saved in bf16", "fp16", "8 bits", "lora with dropout", "dora", "new tokens", "freeze"],
+    ids=[
+        "full",
+        "saved in bf16",
+        "fp16",
+        "8 bits",
+        "lora with dropout",
+        "dora",
+        "frozen in fp32, saved in bf16",
+        "new tokens",
+        "new tokens beside lora",
+        "new tokens, frozen",
+    ],
 )
 def test_resume_continues_bit_for_bit(base, tmp_path, tuner, more):
     values = base | {"tuner": tuner, "lr_scheduler": "cosine", "keep_checkpoints": 9} | more
@@ -176,19 +189,33 @@ def test_training_goes_on_from_an_adapter(base, tmp_path, dora):
     assert first["more"] == pytest.approx(first["same"], rel=1e-6) and first["more"] < first["out"]
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
 @pytest.mark.parametrize("tuner", ["full", "lora"])
 def test_new_tokens_get_rows_that_are_trained_and_saved(base, tmp_path, tiny_model, family, tuner):
-    train(base, model=str(tiny_model(family)), tuner=tuner, new_tokens=["<fox>", "<dog>"], learning_rate=1e-2)
-    folder = tmp_path / "out" / "model"
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    source, folder = str(tiny_model(family)), tmp_path / "out" / "model"
+    train(base, model=source, tuner=tuner, new_tokens=NEW_TOKENS, learning_rate=1e-2)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.convert_tokens_to_ids("<dog>") == len(tokenizer) - 1
+    assert tokenizer.convert_tokens_to_ids(NEW_TOKENS[-1]) == len(tokenizer) - 1
+    before = AutoModelForCausalLM.from_pretrained(source)
+    old = before.get_input_embeddings().weight
+    assert len(tokenizer) > len(old)
     if tuner == "full":
-        assert AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight.shape[0] >= len(tokenizer)
+        model = AutoModelForCausalLM.from_pretrained(folder)
     else:
-        assert any("embed_tokens" in name for name in load_file(folder / "adapter_model.safetensors"))
+        grown = AutoModelForCausalLM.from_pretrained(source)
+        grown.resize_token_embeddings(len(tokenizer))
+        model = PeftModel.from_pretrained(grown, folder).merge_and_unload()
+    for module, other in zip(
+        (model.get_input_embeddings(), model.get_output_embeddings()),
+        (before.get_input_embeddings(), before.get_output_embeddings()),
+        strict=True,
+    ):
+        new = module.weight[len(other.weight) :]
+        assert len(new) == len(tokenizer) - len(old) and not torch.equal(new[-1], other.weight.mean(0))
+        assert torch.allclose(new, other.weight.mean(0), atol=0.1)
 
 
 def test_a_gradient_of_zero_is_said(base, tmp_path, tiny_model, capsys):

@@ -55,16 +55,14 @@ def catalog_model(model: PreTrainedModel) -> Catalog:
 
 
 def catalog_adapter(model: nn.Module) -> Catalog:
-    """The tensors of a peft model's adapter as peft writes them."""
+    """The tensors of a peft model's adapter as peft writes them, a tied one by each of its names."""
     from peft import get_peft_model_state_dict
 
     state = {name: _stand_in(tensor) for name, tensor in stored_tensors(model)}
     tied = {name: state[first] for name, first in _tied_names(model).items()}
     with _KeepViews():
         on_disk = get_peft_model_state_dict(model, state_dict=state | tied, save_embedding_layers=False)
-    unique = {id(tensor): name for name, tensor in reversed(on_disk.items())}
-    kept = {name: tensor for name, tensor in on_disk.items() if unique[id(tensor)] == name}
-    return _entries(state, kept, type(model).__name__)
+    return _entries(state, on_disk, type(model).__name__)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from swiftlite.checkpoint.catalog import Catalog, Entry, catalog_adapter, catalog_model, stored_tensors
+from swiftlite.checkpoint.catalog import catalog_adapter, stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
@@ -24,7 +24,7 @@ from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
 from swiftlite.models import attention, fp8
-from swiftlite.models.anatomy import SCORE_HEAD, check_trainable_architecture, dissect
+from swiftlite.models.anatomy import check_trainable_architecture, dissect
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
@@ -46,14 +46,20 @@ from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, 
 from swiftlite.planning.memory import activation_bytes_per_token, free_bytes, keeps_scores
 from swiftlite.training.divide import Divided, divide, keeps_no_cheap_results
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
+from swiftlite.training.sources import (
+    find_weights,
+    in_wrapped_names,
+    match_files,
+    new_rows,
+    new_scores,
+    trained_entries,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass
@@ -128,7 +134,7 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     if config.fp8 != "none":
         fp8.check_fp8(model_config, device)
     _check_length(config, model_config)
-    source, _ = _weights(config, resume)
+    source, _ = find_weights(config, resume)
     if Path(source).expanduser().is_dir():
         inspect_model_folder(Path(source).expanduser())
     check_tensor_parallel(model_config, layout.tp)
@@ -156,7 +162,7 @@ def build_trainee(
     """
     model_config = copy.deepcopy(model_config)  # it is changed below, and a reference is built from it as well
     precision = resolve_precision(config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8)
-    source, adapter = _weights(config, resume)
+    source, adapter = find_weights(config, resume)
     if config.method == "rm":
         _describe_scores(model_config, load_tokenizer())
     base = build_model(
@@ -169,17 +175,20 @@ def build_trainee(
         classifier=config.method == "rm",
     )
     weights = TensorFolder(model_folder(source, revision=config.revision))
-    on_disk, new_head = _match(weights, base)
-    if config.new_tokens:
-        grow_vocabulary(base, len(load_tokenizer()))
+    if source == str(resume):
+        _grow(base, config, load_tokenizer)  # its files have the rows of new tokens
+    on_disk, new_head = match_files(weights, base)
+    _grow(base, config, load_tokenizer)
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     model = apply_tuner(base, config, adapter)
-    sources = [(weights, _in_wrapped_names(on_disk, plain_names, model))]
+    sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
     if adapter is not None:
         saved = TensorFolder(adapter / ADAPTER)
         sources.append((saved, saved.match(catalog_adapter(model), "base_model.model")))
-    new_rows = _new_rows(on_disk, weights, model) | _new_scores(model, base, new_head)
-    fresh = FreshValues(config.seed, new_rows)
+    elif resume is not None and source != str(resume):
+        saved = TensorFolder(resume)
+        sources.append((saved, saved.match(trained_entries(base), base.base_model_prefix)))
+    fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, base, new_head))
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout)
     to_master_precision(model, precision.masters)
@@ -200,6 +209,11 @@ def build_trainee(
     return trainee
 
 
+def _grow(base: PreTrainedModel, config: RunConfig, load_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
+    if config.new_tokens:
+        grow_vocabulary(base, len(load_tokenizer()))
+
+
 def _fuse(config: RunConfig, base: PreTrainedModel, device: torch.device, layout: Layout) -> str:
     """Exchange what `--kernels` says. Returns whose kernels are used."""
     divided = config.compile or layout.tp > 1
@@ -215,22 +229,6 @@ def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokeni
     text = model_config.get_text_config()
     if text.pad_token_id is None:
         text.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
-def _match(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, str | None]:
-    """(what the files hold of the model, the name of a score head that they lack)."""
-    catalog = catalog_model(base)
-    score = f"{SCORE_HEAD}.weight"
-    lacking = score if dissect(base).gives_scores and score not in weights.entries else None
-    return weights.match([entry for entry in catalog if entry.name != lacking], base.base_model_prefix), lacking
-
-
-def _new_scores(model: nn.Module, base: PreTrainedModel, name: str | None) -> dict[str, torch.Tensor]:
-    """A new score head begins at zero, so that every answer has the same score."""
-    if name is None:
-        return {}
-    zero = torch.zeros(base.config.get_text_config().hidden_size)
-    return {other: zero for other, _ in stored_tensors(model) if SCORE_HEAD in other.split(".")}
 
 
 def _on_meta(
@@ -306,49 +304,6 @@ def _unit_sizes(base: PreTrainedModel) -> list[int]:
     """Parameters of each decoder layer, and of the rest."""
     layers = [sum(p.numel() for p in layer.parameters()) for layer in dissect(base).layers]
     return [*layers, count_parameters(base)[1] - sum(layers)]
-
-
-def _in_wrapped_names(catalog: Catalog, plain: dict[int, str], model: nn.Module) -> Catalog:
-    """The catalog with each owner's name as adapters left it; modules trained whole start as copies of their base."""
-    wrapped: dict[str, list[str]] = {}
-    for name, tensor in stored_tensors(model):
-        if id(tensor) in plain:
-            wrapped.setdefault(plain[id(tensor)], []).append(name)
-    names = {name for name, _ in stored_tensors(model)}
-    for copies in wrapped.values():
-        copies += [c for name in copies if (c := _trained_copy(name)) in names and c != name]
-    return [
-        Entry(entry.name, entry.shape, owner, entry.box, entry.dims)
-        for entry in catalog
-        for owner in wrapped[entry.owner]
-    ]
-
-
-def _trained_copy(name: str) -> str:
-    return name.replace(".original_module.", ".modules_to_save.default.")
-
-
-def _new_rows(catalog: Catalog, folder: TensorFolder, model: nn.Module) -> dict[str, torch.Tensor]:
-    """For embedding and head with more rows than the files hold: the mean of the old rows."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
-    means: dict[str, torch.Tensor] = {}
-    for name, shape in shapes.items():
-        plain = name.removeprefix("base_model.model.")
-        plain = plain.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
-        entry = next((entry for entry in catalog if entry.owner == plain), None)
-        if entry is not None and len(shape) == 2 and entry.shape[0] < shape[0] and entry.shape[1:] == shape[1:]:
-            means[name] = folder.read(entry.name).float().mean(0)
-    return means
-
-
-def _weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | None]:
-    """(where the model's weights are, the adapter to go on from)."""
-    adapter = None if config.adapter is None else Path(config.adapter).expanduser()
-    if adapter is not None and not (adapter / ADAPTER_CONFIG).is_file():
-        raise UserError(f"no {ADAPTER_CONFIG} in the adapter folder", where=str(adapter), fix="check --adapter")
-    if resume is None:
-        return config.model, adapter
-    return (config.model, resume) if config.tuner == "lora" else (str(resume), None)
 
 
 def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:

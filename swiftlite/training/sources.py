@@ -1,0 +1,87 @@
+"""Where a model's values come from: its own files, an adapter's, a checkpoint's, and what no file holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from swiftlite.checkpoint.catalog import Catalog, Entry, catalog_model, stored_tensors
+from swiftlite.checkpoint.weights import TensorFolder
+from swiftlite.errors import UserError
+from swiftlite.models.anatomy import SCORE_HEAD, dissect
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from swiftlite.config.schema import RunConfig
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def find_weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | None]:
+    """(where the model's weights are, the adapter to go on from). A checkpoint has all of them where all are trained;
+    frozen ones may have been rounded to its type."""
+    adapter = None if config.adapter is None else Path(config.adapter).expanduser()
+    if adapter is not None and not (adapter / ADAPTER_CONFIG).is_file():
+        raise UserError(f"no {ADAPTER_CONFIG} in the adapter folder", where=str(adapter), fix="check --adapter")
+    if config.tuner == "lora" and resume is not None:
+        adapter = resume
+    return (str(resume) if config.tuner == "full" and resume is not None else config.model), adapter
+
+
+def match_files(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, str | None]:
+    """(what the files hold of the model, the name of a score head that they lack)."""
+    catalog = catalog_model(base)
+    score = f"{SCORE_HEAD}.weight"
+    lacking = score if dissect(base).gives_scores and score not in weights.entries else None
+    return weights.match([entry for entry in catalog if entry.name != lacking], base.base_model_prefix), lacking
+
+
+def in_wrapped_names(catalog: Catalog, plain: dict[int, str], model: nn.Module) -> Catalog:
+    """The catalog with each owner's name as adapters left it; modules trained whole start as copies of their base."""
+    wrapped: dict[str, list[str]] = {}
+    for name, tensor in stored_tensors(model):
+        if id(tensor) in plain:
+            wrapped.setdefault(plain[id(tensor)], []).append(name)
+    names = {name for name, _ in stored_tensors(model)}
+    for copies in wrapped.values():
+        copies += [c for name in copies if (c := _trained_copy(name)) in names and c != name]
+    return [
+        Entry(entry.name, entry.shape, owner, entry.box, entry.dims)
+        for entry in catalog
+        for owner in wrapped[entry.owner]
+    ]
+
+
+def _trained_copy(name: str) -> str:
+    return name.replace(".original_module.", ".modules_to_save.default.")
+
+
+def trained_entries(base: PreTrainedModel) -> Catalog:
+    """What files hold of the parameters that are trained."""
+    trained = {name for name, parameter in base.named_parameters() if parameter.requires_grad}
+    return [entry for entry in catalog_model(base) if entry.owner in trained]
+
+
+def new_rows(catalog: Catalog, folder: TensorFolder, model: nn.Module) -> dict[str, torch.Tensor]:
+    """For embedding and head with more rows than the files hold: the mean of the old rows."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
+    means: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        plain = name.removeprefix("base_model.model.")
+        plain = plain.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
+        entry = next((entry for entry in catalog if entry.owner == plain), None)
+        if entry is not None and len(shape) == 2 and entry.shape[0] < shape[0] and entry.shape[1:] == shape[1:]:
+            means[name] = folder.read(entry.name).float().mean(0)
+    return means
+
+
+def new_scores(model: nn.Module, base: PreTrainedModel, name: str | None) -> dict[str, torch.Tensor]:
+    """A new score head begins at zero, so that every answer has the same score."""
+    if name is None:
+        return {}
+    zero = torch.zeros(base.config.get_text_config().hidden_size)
+    return {other: zero for other, _ in stored_tensors(model) if SCORE_HEAD in other.split(".")}
