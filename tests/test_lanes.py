@@ -13,9 +13,10 @@ from test_parity import metrics, settings, train_alone
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data.order import Sequence
+from swiftlite.models.products import rounded
 from swiftlite.models.toys import toy_judged, toy_pairs
 from swiftlite.training import divide, lanes, share
-from swiftlite.training.balance import spread
+from swiftlite.training.balance import fill, spread
 from swiftlite.training.lanes import Lanes, cut_step
 from swiftlite.training.share import balance
 
@@ -202,3 +203,26 @@ def test_data_ranks_share_the_cost_not_the_tokens():
     ranks = [share.share_step([long, short, short, long], rank, 2, 1, None, cost) for rank in range(2)]
     documents_of = [[len(batch.cu_seqlens) - 1 for batch in mine.micro_batches] for mine in ranks]
     assert documents_of == [[1, 20], [1, 20]]  # what meets in a collective is alike
+
+
+def test_rows_of_round_lengths_leave_little_to_fill_up():
+    lengths = np.random.default_rng(0).lognormal(np.log(118), 0.7, 50).astype(int).tolist() + [700]
+    packs = [documents(*lengths[start : start + 5]) for start in range(0, len(lengths), 5)]
+    plain, filled = balance(packs, 512, 2, cost), balance(packs, 512, 2, cost, rounded)
+    tokens = sum(lengths)
+    padded = [sum(rounded(sum(len(d.input_ids) for d in pack)) for pack in each) for each in (plain, filled)]
+    assert padded[1] / tokens < 1.03 < padded[0] / tokens
+    assert sorted(len(d.input_ids) for pack in filled for d in pack) == sorted(lengths)
+    busiest, other = sorted(sum(map(cost, lane)) for lane in spread(filled, 2, cost))
+    assert other < 1.05 * busiest and sorted(filled, key=cost, reverse=True) == filled
+    assert balance(packs, 512, 2, cost, rounded) == filled
+
+
+def test_few_documents_are_not_put_into_one_row():
+    assert [len(pack) for pack in balance([documents(40, 60)], 512, 2, cost, rounded)] == [1, 1]
+
+
+def test_lists_are_filled_as_far_as_can_be():
+    assert fill([6, 5, 4, 3, 9], lambda _first: 10, int) == [[9], [6, 4], [5, 3]]
+    assert fill([12, 1, 1], lambda first: max(10, first), int) == [[12], [1, 1]]
+    assert fill([], lambda _first: 10, int) == []

@@ -25,3 +25,27 @@ def spread(
         if most is None or len(lists[place]) < most:
             heapq.heappush(open_lists, (spent + costs[number], place))
     return lists
+
+
+def fill(items: Sequence[Item], room: Callable[[int], int], size: Callable[[Item], int]) -> list[list[Item]]:
+    """The items in lists that leave as little room as they can: the largest item that is left, and of the others those
+    whose sizes together come nearest to what it leaves.
+
+    room: of a list, for the size of its first item. Sums of sizes are bits of a whole number, one for each sum that can
+    be had, so that thousands of choices are a few operations (https://en.wikipedia.org/wiki/Subset_sum_problem).
+    """
+    left = sorted(items, key=size, reverse=True)
+    lists = []
+    while left:
+        first = left.pop(0)
+        spare = room(size(first)) - size(first)
+        sums = [1]  # with none of the items, with the first of them or not, and so on
+        for item in left:
+            sums.append((sums[-1] | sums[-1] << size(item)) & ((2 << spare) - 1))
+        wanted, chosen = sums.pop().bit_length() - 1, [first]
+        for place in range(len(left) - 1, -1, -1):
+            if not sums[place] >> wanted & 1:  # it cannot be had without this item
+                wanted -= size(left[place])
+                chosen.append(left.pop(place))
+        lists.append(chosen)
+    return lists

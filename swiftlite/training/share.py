@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from swiftlite.data.batches import MicroBatch, collate, empty_micro_batch
 from swiftlite.data.order import Pack, Sequence
 from swiftlite.parallel.mesh import Mesh
-from swiftlite.training.balance import spread
+from swiftlite.training.balance import fill, spread
 from swiftlite.training.flops import FlopCounter
 
 # A CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split of a step
@@ -69,7 +69,8 @@ class Sharing:
     def _share(self, packs: list[Pack]) -> StepShare:
         layout, size = self.mesh.layout, self.micro_batch_size
         if self.cut_tokens is not None:
-            return share_step(balance(packs, self.cut_tokens, self.lanes, self._cost), 0, 1, 1, None, self._cost)
+            cut = balance(packs, self.cut_tokens, self.lanes, self._cost, self.rounded)
+            return share_step(cut, 0, 1, 1, None, self._cost)
         if layout.pp > 1:  # a short last step still has work for all stages
             size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
         limit = CPU_FORWARD_TOKENS if self.mesh.device.type == "cpu" and self.in_pieces else None
@@ -100,14 +101,36 @@ def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit:
     )
 
 
-def balance(packs: list[Pack], tokens: int, multiple: int, cost: Cost) -> list[Pack]:
-    """The documents in packs of about `tokens` that cost about the same, a multiple of so many packs; the dearest pack
-    first.
+def balance(packs: list[Pack], tokens: int, lanes: int, cost: Cost, rounded: Rounded | None = None) -> list[Pack]:
+    """The documents in packs of about `tokens`, which as many lanes can share out evenly; the dearest pack first.
+
+    All cost about the same, or where rows are filled up to `rounded` lengths, whatever keeps the busiest lane shortest:
+    packs that leave little to fill up, or those.
     """
     documents = [[document] for pack in packs for document in pack]
-    count = multiple * max(1, round(sum(map(_tokens, documents)) / (tokens * multiple)))
+    count = lanes * max(1, round(sum(map(_tokens, documents)) / (tokens * lanes)))
     parts = spread(documents, min(count, len(documents)), cost)
-    return sorted(([document for (document,) in part] for part in parts), key=cost, reverse=True)
+    if rounded is not None:
+        ways = [parts, *_filled(documents, tokens, rounded)]
+        parts = min(ways, key=lambda way: _longest(way, lanes, cost, rounded))
+    return sorted(map(_joined, parts), key=cost, reverse=True)
+
+
+def _filled(documents: list[Pack], tokens: int, rounded: Rounded) -> list[list[list[Pack]]]:
+    """Ways to put documents into rows of round lengths, from somewhat more than half of `tokens` to all."""
+    lengths = sorted({rounded(tokens * eighths // 8) for eighths in (5, 6, 7, 8)})
+    return [fill(documents, lambda first, most=most: max(most, rounded(first)), _tokens) for most in lengths]
+
+
+def _longest(parts: list[list[Pack]], lanes: int, cost: Cost, rounded: Rounded) -> float:
+    """What the busiest of some lanes has to do, filled-up tokens as dear as the others of their row."""
+    packs = [_joined(part) for part in parts]
+    costs = [cost(pack) * rounded(_tokens(pack)) / _tokens(pack) for pack in packs]
+    return max(map(sum, spread(costs, lanes, float)))
+
+
+def _joined(packs: list[Pack]) -> Pack:
+    return [document for pack in packs for document in pack]
 
 
 def _by_rank(packs: list[Pack], ranks: int, cost: Cost) -> list[list[Pack]]:
