@@ -225,6 +225,13 @@ def test_a_foreign_or_truncated_file_is_named(tmp_path, name):
         read(whole)
 
 
+def test_a_csv_header_that_names_a_column_twice_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("instruction,output,output\na,b,c\n")
+    with pytest.raises(UserError, match="'output' twice"):
+        list(read_rows(as_data_file(path)))
+
+
 def test_a_csv_row_with_another_number_of_cells(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("instruction,output\na,b\nonly\nc,d\n")
