@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 
+# Switches of other tools that are values here; the nearest name would mislead.
+ELSEWHERE = {
+    "bf16": "precision: bf16",
+    "fp16": "precision: fp16",
+    "fsdp": "parallel: fsdp",
+    "deepspeed": "parallel: fsdp",
+    "use_peft": "tuner: lora",
+}
+
+
 @dataclass(frozen=True)
 class Flag:
     """One setting as the command line and recipes see it. kind: bool, int, float, str, list or map."""
