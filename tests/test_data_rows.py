@@ -194,6 +194,12 @@ def test_rows_of_other_methods_are_refused_by_name():
         detect_format({"messages": []}, "pretrain")
 
 
+def test_pretraining_takes_the_text_that_stands_beside_its_parts():
+    row = {"instruction": "a", "output": "b", "text": "a b"}
+    assert form(row, "pretrain") == Text("a b")
+    assert isinstance(form(row, "sft"), Chat)
+
+
 def test_columns():
     columns = {"instruction": "question", "output": "reply"}
     row = rename_columns({"question": "Hi", "reply": "Hello", "output": "old"}, columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,11 @@ def check_anything_left(entries: list[Entry]) -> None:
         if not read:
             raise UserError("the data set holds no row", where=where, fix="check that it is the right file")
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped_rows([entry]).items())
+        with entry.rejected.open(encoding="utf-8") as file:
+            first = file.readline()
+        detail = f"; of the first: {json.loads(first)['detail']}" if first else ""  # over-long rows are in no list
         raise UserError(
-            f"no row is left to train on: {read:,} read, all dropped ({reasons})",
+            f"no row is left to train on: {read:,} read, all dropped ({reasons}){detail}",
             where=where,
             fix="mend the rows (swiftlite inspect shows them); for over_long and no_trained_token raise --max-length",
         )

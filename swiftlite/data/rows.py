@@ -45,7 +45,7 @@ class Format:
 
 def detect_format(row: Mapping[str, Any], method: str) -> Format | None:
     """The format of a row by its keys, None where none fits. Raises UserError where it is no format of the method."""
-    for known in FORMATS:
+    for known in (TEXT, *FORMATS) if method == "pretrain" else FORMATS:  # texts often stand beside their parts
         if all(key in row for key in known.keys) and (not known.methods or method in known.methods):
             _check_method(known, method)
             return known
@@ -144,6 +144,7 @@ CHATS = (
     Format("question and answer", ("question", "answer"), _read_exchange("question", "answer"), BEFORE),
 )
 MESSAGES, *OTHER_CHATS = CHATS
+TEXT = Format("text", ("text",), _read_text)
 FORMATS = (
     Format("preference", ("chosen", "rejected"), read_preference, PROMPT_KEYS, PREFERENCES),
     _with_answer(MESSAGES, "rejected_response", read_against, PREFERENCES),
@@ -157,5 +158,5 @@ FORMATS = (
     *CHATS[:3],
     Format("prompt and completion", ("prompt", "completion"), answer_to, BEFORE),
     *CHATS[3:],
-    Format("text", ("text",), _read_text),
+    TEXT,
 )  # fmt: skip
