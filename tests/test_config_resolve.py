@@ -97,6 +97,7 @@ def test_names_of_other_tools(alias, name):
         ("quantization", "null", "none"),
         ("sharding", None, None),
         ("report_to", "none", []),
+        ("report_to", ["none"], []),
         ("trainable_layers", "-2", -2),
     ],
 )

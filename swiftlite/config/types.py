@@ -121,6 +121,8 @@ def _to_list(value: Any) -> Any:
         return []
     if isinstance(value, str):
         return [] if value.strip().lower() in NULL_WORDS else split_list(value)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        return [] if value[0].strip().lower() in NULL_WORDS else value  # `[none]`, as transformers saves it
     return value
 
 

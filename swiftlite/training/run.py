@@ -21,7 +21,7 @@ from swiftlite.checkpoint.folder import (
 )
 from swiftlite.checkpoint.saver import Saver
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
-from swiftlite.checkpoint.space import Space, check_space
+from swiftlite.checkpoint.space import Space, check_place, check_space
 from swiftlite.checkpoint.state import (
     as_saved,
     damaged_state,
@@ -113,6 +113,7 @@ def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[st
 
 
 def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
+    check_place(output)
     used = output.exists() and any(not entry.name.startswith(".") for entry in output.iterdir())
     if config.resume == "never":
         if used:
