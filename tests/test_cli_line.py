@@ -73,6 +73,8 @@ def test_a_flag_given_twice_is_noted():
         (["--no-pakcing"], "unknown flag", "--no-packing"),
         (["--no-seed"], "unknown flag", "--help"),
         (["-x"], "unknown flag -x", "--help"),
+        (["-r", "a", "--config=b"], "two recipes are named, a and b", "flags"),
+        (["--save_strategy", "steps"], "unknown flag --save_strategy", "`--save-steps 500`"),
         (["--bf16", "true"], "unknown flag --bf16", "`--precision bf16`"),
         (["--seed"], "needs a value", "--seed VALUE"),
         (["--seed", "--lr", "1"], "--seed needs a value", "--seed VALUE"),

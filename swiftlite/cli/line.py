@@ -62,7 +62,7 @@ class _Reader:
             if option in ("--help", "-h"):
                 self._line.help = True
             elif option in RECIPE:
-                self._line.recipe = self._value(option, value if equals else None)
+                self._recipe(option, value if equals else None)
             elif word.startswith("-") and not NEGATIVE_NUMBER.match(word) and word != "-":
                 self._flag(option, value if equals else None)
             else:
@@ -72,6 +72,15 @@ class _Reader:
                     fix="put a flag in front of it, or quote a value that holds blanks",
                 )
         return self._line
+
+    def _recipe(self, option: str, value: str | None) -> None:
+        before, self._line.recipe = self._line.recipe, self._value(option, value)
+        if before not in (None, self._line.recipe):
+            raise UserError(
+                f"two recipes are named, {before} and {self._line.recipe}",
+                where=self._where(),
+                fix="name one of them, and give the rest as flags",
+            )
 
     def _flag(self, option: str, value: str | None) -> None:
         flag, negated = self._find(option)
@@ -110,7 +119,7 @@ class _Reader:
         near = nearest(name, [*known_names(), *negated, *self._own, "recipe"])
         hint = f"did you mean `--{near.replace('_', '-')}`? " if near else ""
         if instead := ELSEWHERE.get(name):
-            hint = f"write `--{instead.replace(':', '')}`. "
+            hint = f"write `--{instead.replace(':', '').replace('_', '-')}`. "
         return UserError(
             f"unknown flag {option}", where=self._where(), fix=f"{hint}`swiftlite {self._command} --help` shows all"
         )

@@ -22,6 +22,10 @@ ELSEWHERE = {
     "fsdp": "parallel: fsdp",
     "deepspeed": "parallel: fsdp",
     "use_peft": "tuner: lora",
+    "save_strategy": "save_steps: 500",
+    "eval_strategy": "eval_steps: 500",
+    "evaluation_strategy": "eval_steps: 500",
+    "logging_strategy": "log_steps: 1",
 }
 
 
