@@ -9,6 +9,7 @@ import pytest
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data import build
+from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import prepare_data
 from swiftlite.errors import UserError
 
@@ -227,6 +228,18 @@ def test_a_bad_row_stops_with_its_true_line_or_is_skipped_and_counted(
     (row,) = prepared.rejected
     assert (row["file"], row["line"], row["reason"]) == (str(path), 152, reason)
     assert 152 not in lines(prepared.train)
+
+
+def test_what_is_lost_is_told_in_words(prepare, write_rows, chat_rows):
+    assert losses_in_words(prepare(write_rows("a.jsonl", chat_rows)).audit) is None
+    tools = {"tools": [{"name": "add"}]}  # which the toy's template does not write
+    path = write_rows("b.jsonl", [*chat_rows, BAD, chat_rows[0] | tools])
+    prepared = prepare(path, on_bad_row="skip", max_length=24, eval_dataset=[str(path)])
+    rows = prepared.audit["rows"]
+    assert rows["read"] == 34 and rows["tools_left_out"] == 1 and rows["truncated"] > 0
+    words = losses_in_words(prepared.audit)
+    assert words.startswith("of 34 rows ") and "no_assistant_turn 1" in words and "; of 34 evaluation rows" in words
+    assert f"{rows['truncated']} truncated, 1 tools left out" in words
 
 
 def test_nothing_left_shows_the_counts(prepare, write_rows):

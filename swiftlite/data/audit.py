@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs", "fill")
 IN_BALANCE = (1.0, 4 / 3)
 ROUNDING = 0.005  # of weights that are told in three digits
-OUTCOMES = ("read", "used", "truncated", "split", "split_by_template")
+OUTCOMES = ("read", "used", "truncated", "split", "split_by_template", "tools_left_out")
+ALWAYS_TOLD = 5  # of them; the others where there are any
 
 
 def build_audit(
@@ -26,7 +27,8 @@ def build_audit(
     `rows` counts rows of the files; tokens, packs and fill describe the first epoch, after weights and the held-out
     part; of methods that compare answers also `pairs`, or `desirable` and `undesirable` answers. A row of which nothing
     is kept is under `dropped` with its reason; one that is kept in part is under `truncated`, `split` (several
-    sequences by length) or `split_by_template` (several because the chat template writes history differently).
+    sequences by length) or `split_by_template` (several because the chat template writes history differently);
+    `tools_left_out`: the template does not write the tools of so many rows.
     `held_out` rows went to the evaluation set.
     """
     parts = plan.describe_parts()
@@ -84,7 +86,20 @@ def _rows(entries: list[Entry]) -> dict[str, Any]:
         "truncated": counts["truncated"],
         "split": counts["split"],
         "split_by_template": counts["split_by_template"],
+        **{name: counts[name] for name in OUTCOMES[ALWAYS_TOLD:] if counts[name]},
     }
+
+
+def losses_in_words(audit: dict[str, Any]) -> str | None:
+    """What of the rows is not trained as it was written, for whoever starts a run; None where everything is."""
+    told = []
+    for name, section in (("", audit), ("evaluation ", audit.get("eval", {"rows": {}}))):
+        rows = section["rows"]
+        dropped = ", ".join(f"{reason} {count:,}" for reason, count in rows.get("dropped", {}).items())
+        parts = [f"{sum(rows['dropped'].values()):,} dropped ({dropped})"] if dropped else []
+        parts += [f"{rows[key]:,} {key.replace('_', ' ')}" for key in OUTCOMES[2:] if rows.get(key)]
+        told += [f"of {rows['read']:,} {name}rows {', '.join(parts)}"] if parts else []
+    return "; ".join(told) or None
 
 
 def dropped_rows(entries: list[Entry]) -> dict[str, int]:
