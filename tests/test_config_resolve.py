@@ -98,6 +98,8 @@ def test_names_of_other_tools(alias, name):
         ("sharding", None, None),
         ("report_to", "none", []),
         ("report_to", ["none"], []),
+        ("columns", '{"query": "q", "response": "a"}', {"query": "q", "response": "a"}),
+        ("columns", "query=q,response=a", {"query": "q", "response": "a"}),
         ("trainable_layers", "-2", -2),
     ],
 )

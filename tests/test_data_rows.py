@@ -207,3 +207,6 @@ def test_columns():
     assert isinstance(form(row), Chat)
     with pytest.raises(UserError, match="'instructon'"):
         check_columns({"instructon": "question"})
+    with pytest.raises(UserError, match="'ask'") as turned:  # as ms-swift maps them
+        check_columns({"ask": "query"})
+    assert "query=ask" in turned.value.fix

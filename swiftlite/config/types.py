@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from swiftlite.untrusted import existing
+from swiftlite.untrusted import existing, parse_json
 
 MOST_COMMAS = 8  # that are looked for in one path
 NULL_WORDS = ("none", "null", "~", "")
@@ -133,6 +133,11 @@ def _to_targets(value: Any) -> Any:
 
 
 def _to_columns(value: Any) -> Any:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise PydanticCustomError("columns", "it is no JSON: {reason}", {"reason": str(error)}) from error
     if value is None or isinstance(value, Mapping):
         return value or {}
     pairs = _to_list(value)

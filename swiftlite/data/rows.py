@@ -86,12 +86,13 @@ def rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str,
 def check_columns(columns: Mapping[str, str]) -> None:
     """Raises UserError for a format key that does not exist."""
     known = sorted({key for known in FORMATS for key in (*known.keys, *known.optional)})
-    for key in columns:
+    for key, column in columns.items():
         if key not in known:
+            turned = f"did you mean {column}={key}? " if column in known else ""
             raise UserError(
                 f"no row format has the key {key!r}",
                 where="--columns",
-                fix=f"give KEY=COLUMN; keys: {', '.join(known)}",
+                fix=f"{turned}give KEY=COLUMN; keys: {', '.join(known)}",
             )
 
 
