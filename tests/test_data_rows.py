@@ -88,6 +88,15 @@ def test_tools_and_tool_calls():
     assert chat.trained == [False, True, False, True]
 
 
+@pytest.mark.parametrize("calls", [None, []])
+def test_an_answer_without_calls_is_no_call(calls):
+    answer = {"role": "assistant", "content": "2", "tool_calls": calls, "name": None}
+    assert form({"messages": [{"role": "user", "content": "1 + 1"}, answer]}).messages[1] == {
+        "role": "assistant",
+        "content": "2",
+    }
+
+
 def test_sharegpt_function_calls():
     chat = form(
         {

@@ -189,7 +189,8 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
     if role in ("system", "user") and given.get(content_key) is None:
         raise BadRow("missing_key", f"{name} has no {content_key}; found {names_of(given)}")
     message = {"role": role, "content": _content(given.get(content_key), name)}
-    message |= {key: value for key, value in given.items() if key not in OWN_KEYS}
+    # Templates ask whether a key is there: "tool_calls": [] would be a call without a function.
+    message |= {key: value for key, value in given.items() if key not in OWN_KEYS and value not in (None, [])}
     if role == "function_call":
         calls = _json_value(message["content"], name)
         message |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
