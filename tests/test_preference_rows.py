@@ -74,6 +74,10 @@ def test_a_question_and_a_system_message_stand_before_both_answers():
         pair = form(prompt | both)
         assert turns(pair.chosen) == [("system", "Be kind", False), ASK, ("assistant", "Sure, I do", True)]
         assert turns(pair.rejected)[:2] == [("system", "Be kind", False), ASK]
+    whole = {"messages": [user("Hi"), assistant("Sure, I do")], "system": "Be kind"}
+    for rejected in ([assistant("Sure, you do")], [user("Hi"), assistant("Sure, you do")]):
+        pair = form(whole | {"rejected_messages": rejected})
+        assert turns(pair.rejected) == [("system", "Be kind", False), ASK, ("assistant", "Sure, you do", True)]
     earlier = form({"prompt": "Hi", "history": [["a", "b"]], "chosen": "Hello", "rejected": "Go"})
     assert turns(earlier.chosen) == [("user", "a", False), ("assistant", "b", False), ASK, GOOD]
 

@@ -56,10 +56,10 @@ def read_against(row: Mapping[str, Any], whole: Chat) -> Pair:
 
 def read_rejected_messages(row: Mapping[str, Any]) -> Pair:
     """`messages`, and the conversation with the refused answer: the whole of it, or that answer. Raises BadRow."""
-    chosen, rejected = _turns(read_messages(row)), _turns(read_messages(row, "rejected_messages"))
-    if rejected[0][0]["role"] == "assistant" != chosen[0][0]["role"]:
+    chosen, rejected = _turns(read_messages(row)), turns_of(row["rejected_messages"], "rejected_messages", "assistant")
+    if rejected and rejected[0][0]["role"] == "assistant" != chosen[0][0]["role"]:
         return _pair(row, chosen[:-1], chosen[-1:], rejected)
-    return _pair(row, None, chosen, rejected)
+    return _pair(row, None, chosen, _turns(read_messages(row, "rejected_messages")))
 
 
 def read_judged(row: Mapping[str, Any]) -> Judged:
