@@ -147,6 +147,8 @@ PROMPT = {"prompt": [user("Hi")]}
         (PROMPT | {"chosen": 5, "rejected": "b"}, "wrong_type"),
         (PROMPT | {"chosen": "a", "rejected": "b", "margin": "much"}, "wrong_type"),
         (PROMPT | {"chosen": "a", "rejected": "b", "margin": True}, "wrong_type"),
+        ({"messages": [user("a"), assistant("b"), user("c")], "rejected_response": "d"}, "no_assistant_turn"),
+        ({"messages": [user("a"), assistant("b"), user("c")], "label": True}, "no_assistant_turn"),
         ({"prompt": "a", "completion": "b", "label": 2}, "label_not_boolean"),
         ({"prompt": "a", "completion": "b", "label": 1.5}, "label_not_boolean"),
         ({"prompt": "a", "completion": "b", "label": None}, "label_not_boolean"),

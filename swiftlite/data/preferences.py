@@ -16,9 +16,11 @@ from swiftlite.data.messages import (
     QUESTIONS,
     Turns,
     answer_to,
+    array,
     behind,
     chat_of,
     json_type,
+    messages_of,
     opening,
     question_of,
     read_messages,
@@ -50,8 +52,8 @@ def _prompt(row: Mapping[str, Any]) -> object:
 
 def read_against(row: Mapping[str, Any], whole: Chat) -> Pair:
     """whole: a conversation that ends with the chosen answer; the row has the refused one. Raises BadRow."""
-    turns = _turns(whole)
-    return _pair(row, turns[:-1], turns[-1:], turns_of(row["rejected_response"], "rejected_response", "assistant"))
+    context, chosen = _last_answer(row, whole)
+    return _pair(row, context, chosen, turns_of(row["rejected_response"], "rejected_response", "assistant"))
 
 
 def read_rejected_messages(row: Mapping[str, Any]) -> Pair:
@@ -69,8 +71,17 @@ def read_judged(row: Mapping[str, Any]) -> Judged:
 
 def judge(row: Mapping[str, Any], whole: Chat) -> Judged:
     """whole: a conversation whose last answer the row's `label` judges. Raises BadRow."""
+    context, answer = _last_answer(row, whole)
+    return Judged(chat_of(context, answer, "last answer", whole.tools), _label(row))
+
+
+def _last_answer(row: Mapping[str, Any], whole: Chat) -> tuple[Turns, Turns]:
+    """(what comes before the answer that ends the row's conversation, that answer). Raises BadRow where none does."""
     turns = _turns(whole)
-    return Judged(chat_of(turns[:-1], turns[-1:], "last answer", whole.tools), _label(row))
+    key = next((key for key in ("messages", "conversations") if key in row), None)
+    if key is not None and messages_of(array(row[key], key), key)[-1][0] != turns[-1][0]:
+        raise BadRow("no_assistant_turn", f"{key} do not end with an answer")
+    return turns[:-1], turns[-1:]
 
 
 def _label(row: Mapping[str, Any]) -> bool:
