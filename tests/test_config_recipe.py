@@ -126,6 +126,8 @@ def test_short_names_and_paths(tmp_path, monkeypatch):
     assert dataset_name("alpaca-en@train#500*2") == "tatsu-lab/alpaca@train#500*2"
     assert dataset_name("gsm8k#5") == "openai/gsm8k:main#5"
     assert dataset_name("gsm8k:socratic@test") == "openai/gsm8k:socratic@test"
+    for slip in ("rows.jsonl*2#3", "rows.jsonl#3#4"):  # stay whole, and are no file then
+        assert dataset_name(slip) == slip
     (tmp_path / "qwen-7b").mkdir()
     (tmp_path / "alpaca-en").mkdir()
     assert model_name("qwen-7b") == "qwen-7b"

@@ -125,6 +125,13 @@ def test_a_bad_suffix_is_named(tmp_path, suffix):
     assert "SUBSET" in failure.value.fix
 
 
+@pytest.mark.parametrize("suffix", ["*2#3", "#3#4", "#3@train:a"])
+def test_suffixes_in_another_order_are_told(tmp_path, suffix):
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(UserError, match="twice, or in another order"):
+        parse_spec(str(tmp_path / "a.jsonl") + suffix)
+
+
 def test_folders_are_read_in_order_and_by_split(tmp_path):
     for name in ("train-00001.jsonl", "train-00000.jsonl", "test/a.jsonl", ".hidden.jsonl", "README.md", "state.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

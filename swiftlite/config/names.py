@@ -50,9 +50,10 @@ def dataset_name(spec: str, base: Path | None = None) -> str:
     if given is None:
         return spec
     path = placed(given["name"], base)
-    known = SPEC.fullmatch(path or short_names("datasets").get(_plain(given["name"]), given["name"]))
-    if path is not None or known is None:
+    listed = short_names("datasets").get(_plain(given["name"])) if path is None else None
+    if listed is None:
         return (path or given["name"]) + spec[len(given["name"]) :]
+    known = SPEC.fullmatch(listed)
     subset, split = (given[part] or known[part] or "" for part in ("subset", "split"))
     return known["name"] + subset + split + (given["count"] or "") + (given["weight"] or "")
 
