@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
@@ -19,6 +20,11 @@ def is_installed(name: str) -> bool:
     found = importlib.util.find_spec(name)
     # A folder of that name in the working directory (wandb leaves one) is found as a package without a file.
     return found is not None and found.origin is not None
+
+
+def quiet_bitsandbytes() -> None:
+    """peft imports it: it tells of kernels that nobody uses."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def require_package(name: str, flag: str, extra: str | None = None) -> None:

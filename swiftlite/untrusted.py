@@ -43,7 +43,7 @@ def existing(name: str) -> Path | None:
     """The file or folder of that name, with `~` resolved; None where there is none, or can be none."""
     try:
         path = Path(name).expanduser()
-        return path if path.exists() else None
+        return path if name and path.exists() else None
     except (OSError, ValueError, RuntimeError):  # too long for a path, a NUL, an unknown ~user: no path then
         return None
 

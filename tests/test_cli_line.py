@@ -52,6 +52,8 @@ def test_a_comma_in_the_name_of_a_file_does_not_split(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a,b.jsonl").write_text("")
     assert values("--dataset a,b.jsonl") == {"dataset": ["a,b.jsonl"]}
+    assert values("--dataset a,b.jsonl#3*2") == {"dataset": ["a,b.jsonl#3*2"]}
+    assert values("--dataset c#1,a,b.jsonl@x,d") == {"dataset": ["c#1", "a,b.jsonl@x", "d"]}
 
 
 def test_the_recipe_may_stand_anywhere():
@@ -71,6 +73,9 @@ def test_a_flag_given_twice_is_noted():
         (["--no-pakcing"], "unknown flag", "--no-packing"),
         (["--no-seed"], "unknown flag", "--help"),
         (["-x"], "unknown flag -x", "--help"),
+        (["-r", "a", "--config=b"], "two recipes are named, a and b", "flags"),
+        (["--save_strategy", "steps"], "unknown flag --save_strategy", "`--save-steps 500`"),
+        (["--bf16", "true"], "unknown flag --bf16", "`--precision bf16`"),
         (["--seed"], "needs a value", "--seed VALUE"),
         (["--seed", "--lr", "1"], "--seed needs a value", "--seed VALUE"),
         (["--dataset"], "needs a value", "--dataset VALUE"),
@@ -168,6 +173,8 @@ def test_the_plan_shows_ranks_and_arithmetic(run):
     assert "tp: ranks 0 1 2 3 | 4 5 6 7" in text and "pp: ranks 0 8 | 1 9" in text
     assert "2 a forward pass x 2 accumulated x 2 data ranks" in text
     assert "1f1b, 2 micro-batches over 2 stages; about 33% idle" in text
+    long = "runs/" + "long-" * 30
+    assert long in run("sft", *DRY, "-o", long)[1]  # whole, for whoever reads it from a pipe
 
 
 def test_help_shows_choices_defaults_and_other_names(run):

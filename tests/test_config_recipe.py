@@ -6,10 +6,11 @@ import pytest
 import yaml
 
 from swiftlite.config.json_schema import recipe_schema
-from swiftlite.config.names import dataset_name, model_name
+from swiftlite.config.names import dataset_name, dataset_names, model_name
 from swiftlite.config.recipe import find_recipe, load_recipe, recipes_folder, shipped_recipes
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import dump_config, save_config
+from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 
 
@@ -51,6 +52,7 @@ def test_scalars_keep_their_meaning(recipe):
         ("seed: {a: 1}", 4, "nested"),
         ("seed: [1, 2]", 4, "one value"),
         ("dataset2: x", 4, "dataset"),
+        ("bf16: true", 4, "precision: bf16"),
         ("seed: !!python/object/apply:os.system ['true']", 4, "tag"),
         ("target_modules: [[a]]", 4, "plain values"),
         ("seed: 'open", 5, "YAML"),
@@ -124,10 +126,24 @@ def test_short_names_and_paths(tmp_path, monkeypatch):
     assert dataset_name("alpaca-en@train#500*2") == "tatsu-lab/alpaca@train#500*2"
     assert dataset_name("gsm8k#5") == "openai/gsm8k:main#5"
     assert dataset_name("gsm8k:socratic@test") == "openai/gsm8k:socratic@test"
+    for slip in ("rows.jsonl*2#3", "rows.jsonl#3#4"):  # stay whole, and are no file then
+        assert dataset_name(slip) == slip
     (tmp_path / "qwen-7b").mkdir()
     (tmp_path / "alpaca-en").mkdir()
     assert model_name("qwen-7b") == "qwen-7b"
     assert dataset_name("alpaca-en#5") == "alpaca-en#5"
+
+
+def test_blanks_part_data_sets_but_no_path(tmp_path, monkeypatch):
+    folder, work = tmp_path / "recipes", tmp_path / "work"
+    folder.mkdir(), work.mkdir()
+    monkeypatch.chdir(work)
+    for path in (work / "a.jsonl", work / "b c.jsonl", folder / "d e.jsonl"):
+        path.write_text("")
+    assert dataset_names("a.jsonl org/rows@test  gsm8k#5") == ["a.jsonl", "org/rows@test", "openai/gsm8k:main#5"]
+    assert dataset_names("b c.jsonl#5") == ["b c.jsonl#5"]
+    assert dataset_names("d e.jsonl*2", folder) == [f"{folder / 'd e.jsonl'}*2"]
+    assert dataset_names("b d.jsonl") == ["b d.jsonl"]  # a slip in a path stays whole
 
 
 def test_paths_are_tried_beside_the_recipe_last(tmp_path, monkeypatch):
@@ -172,6 +188,21 @@ def test_the_saved_config_runs_in_another_layout(tmp_path):
     save_config(resolve_config("sft", model="m/x", dataset="d/x"), path)
     again = resolve(None, {}, load_recipe(str(path)), env={"NPROC_PER_NODE": "4"}).config
     assert (again.global_batch_size, again.micro_batch_size, again.gradient_accumulation_steps) == (8, 1, 2)
+
+
+def test_a_saved_config_runs_again_beside_its_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.yaml").write_text(BASE + "output_dir: out\n")
+    saved = load_recipe("out/config.yaml")
+    first = resolve(None, {}, saved, env={})
+    assert first.config.output_dir == "out-2" and "out-2" in first.notes[0]
+    (tmp_path / "out-2").mkdir()
+    assert resolve(None, {}, saved, env={}).config.output_dir == "out-3"
+    goes_on = {"resume": Given("auto", "--resume", "flag")}
+    assert resolve(None, goes_on, saved, env={}).config.output_dir == "out"
+    named = {"output_dir": Given("out", "-o", "flag")}
+    assert resolve(None, named, saved, env={}).config.output_dir == "out"
 
 
 def test_json_schema_knows_every_key():

@@ -9,6 +9,7 @@ import pytest
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data import build
+from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import prepare_data
 from swiftlite.errors import UserError
 
@@ -229,9 +230,23 @@ def test_a_bad_row_stops_with_its_true_line_or_is_skipped_and_counted(
     assert 152 not in lines(prepared.train)
 
 
+def test_what_is_lost_is_told_in_words(prepare, write_rows, chat_rows):
+    assert losses_in_words(prepare(write_rows("a.jsonl", chat_rows)).audit) is None
+    tools = {"tools": [{"name": "add"}]}  # which the toy's template does not write
+    path = write_rows("b.jsonl", [*chat_rows, BAD, chat_rows[0] | tools])
+    prepared = prepare(path, on_bad_row="skip", max_length=24, eval_dataset=[str(path)])
+    rows = prepared.audit["rows"]
+    assert rows["read"] == 34 and rows["tools_left_out"] == 1 and rows["truncated"] > 0
+    words = losses_in_words(prepared.audit)
+    assert words.startswith("of 34 rows ") and "no_assistant_turn 1" in words and "; of 34 evaluation rows" in words
+    assert f"{rows['truncated']} truncated, 1 tools left out" in words
+
+
 def test_nothing_left_shows_the_counts(prepare, write_rows):
     path = write_rows("a.jsonl", [BAD] * 3 + [{"messages": [{"role": "assistant", "content": ""}]}])
-    with pytest.raises(UserError, match="4 read, all dropped .no_assistant_turn 3, empty 1.") as failure:
+    with pytest.raises(
+        UserError, match="4 read, all dropped .no_assistant_turn 3, empty 1.; of the first: the conv"
+    ) as failure:
         prepare(path, on_bad_row="skip")
     assert failure.value.where == str(path)
     with pytest.raises(UserError, match="no row format has these keys: foo"):
@@ -245,9 +260,18 @@ def test_an_empty_file(prepare, tmp_path, name):
         prepare(tmp_path / name)
 
 
+def test_a_mapped_column_may_be_missing_in_some_rows_but_not_in_all(prepare, write_rows):
+    rows = [{"question": "a", "answer": "b"}, {"question": "a", "answer": "b", "rules": "Be kind"}]
+    assert prepare(write_rows("a.jsonl", rows), columns={"system": "rules"}).audit["rows"]["used"] == 2
+    with pytest.raises(UserError, match="no column rules; it has question, answer"):
+        prepare(write_rows("b.jsonl", rows[:1]), columns={"system": "rules"})
+    with pytest.raises(UserError, match="no column reply; it has question, answer"):  # and no format without it
+        prepare(write_rows("c.jsonl", rows[:1]), columns={"query": "question", "response": "reply"})
+
+
 def test_what_the_config_gets_wrong(prepare, write_rows, chat_rows):
     path = write_rows("a.jsonl", chat_rows)
-    with pytest.raises(UserError, match="none of the columns dialog"):
+    with pytest.raises(UserError, match="no column dialog"):
         prepare(path, columns={"messages": "dialog"})
     with pytest.raises(UserError, match="named twice"):
         prepare(path, path)

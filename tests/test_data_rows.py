@@ -47,6 +47,12 @@ WITH_HISTORY = [("user", "a", False), ("assistant", "b", True), *PLAIN]
         ({"question": "Hi", "answer": "Hello", "system": "Be kind"}, WITH_SYSTEM),
         ({"prompt": [{"role": "user", "content": "Hi"}], "completion": "Hello"}, PLAIN),
         ({"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello"}]}, PLAIN),
+        ({"prompt": "Hi", "completion": "Hello", "system": "Be kind"}, WITH_SYSTEM),
+        ({"prompt": "Hi", "completion": "Hello", "history": [["a", "b"]]},
+         [*WITH_HISTORY[:1], ("assistant", "b", False), *PLAIN]),
+        ({"prompt": [{"role": "user", "content": "Hi"}], "completion": "Hello", "system": "Be kind"}, WITH_SYSTEM),
+        ({"prompt": [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}],
+          "completion": "Hello", "system": "Be rude"}, WITH_SYSTEM),
         ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
           "completion": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
          [("user", "a", False), ("assistant", "b", False), *PLAIN]),
@@ -58,6 +64,7 @@ def test_chat_formats(row, expected):
 
 def test_plain_formats():
     assert form({"prompt": "2 + 2 =", "completion": " 4"}) == Completion("2 + 2 =", " 4")
+    assert form({"prompt": "a", "completion": "b", "system": "", "history": []}) == Completion("a", "b")
     assert form({"text": "Once"}, "pretrain") == Text("Once")
     assert form({"text": "Once"}) == Text("Once")
 
@@ -81,6 +88,15 @@ def test_tools_and_tool_calls():
     assert chat.trained == [False, True, False, True]
 
 
+@pytest.mark.parametrize("calls", [None, []])
+def test_an_answer_without_calls_is_no_call(calls):
+    answer = {"role": "assistant", "content": "2", "tool_calls": calls, "name": None}
+    assert form({"messages": [{"role": "user", "content": "1 + 1"}, answer]}).messages[1] == {
+        "role": "assistant",
+        "content": "2",
+    }
+
+
 def test_sharegpt_function_calls():
     chat = form(
         {
@@ -96,7 +112,17 @@ def test_sharegpt_function_calls():
     assert turns(chat)[2:] == [("tool", "2", False), ("assistant", "It is 2.", True)]
 
 
-@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}, {"train": 0}])
+def test_calls_at_once_in_turns_of_their_own_are_one_message():
+    call = {"role": "tool_call", "content": json.dumps(CALL)}
+    result = {"role": "tool_response", "content": "2"}
+    answer = {"role": "assistant", "content": "Both are 2."}
+    chat = form({"messages": [{"role": "user", "content": "Twice"}, call, call, result, result, call, answer]})
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "tool", *["assistant"] * 2]
+    assert chat.messages[1]["tool_calls"] == [WRAPPED, WRAPPED]
+    assert chat.messages[4]["tool_calls"] == [WRAPPED]
+
+
+@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}, {"train": 0}, {"loss": False}])
 def test_a_message_can_be_left_out(mark):
     messages = [
         {"role": "user", "content": "a"},
@@ -106,7 +132,7 @@ def test_a_message_can_be_left_out(mark):
     ]
     chat = form({"messages": messages})
     assert chat.trained == [False, False, False, True]
-    assert all("train" not in m and "weight" not in m for m in chat.messages)
+    assert all(set(m) == {"role", "content"} for m in chat.messages)
 
 
 def message_row(*messages):
@@ -131,6 +157,8 @@ ASK, ANSWER = ("user", "a"), ("assistant", "b")
         (message_row(ASK, ("assistant", 5)), "wrong_type"),
         (message_row(ASK, ("critic", "b")), "unknown_role"),
         (message_row(ASK, {"content": "b"}), "missing_key"),
+        (message_row({"role": "user", "text": "a"}, ANSWER), "missing_key"),
+        (message_row(("system", None), ASK, ANSWER), "missing_key"),
         (message_row({"role": "user", "content": [{"type": "image"}]}, ANSWER), "wrong_type"),
         (message_row(ASK, {"role": "assistant", "content": "b", "train": False}), "nothing_to_train"),
         (message_row(ASK, {"role": "assistant", "content": "b", "train": "no"}), "wrong_type"),
@@ -175,6 +203,12 @@ def test_rows_of_other_methods_are_refused_by_name():
         detect_format({"messages": []}, "pretrain")
 
 
+def test_pretraining_takes_the_text_that_stands_beside_its_parts():
+    row = {"instruction": "a", "output": "b", "text": "a b"}
+    assert form(row, "pretrain") == Text("a b")
+    assert isinstance(form(row, "sft"), Chat)
+
+
 def test_columns():
     columns = {"instruction": "question", "output": "reply"}
     row = rename_columns({"question": "Hi", "reply": "Hello", "output": "old"}, columns)
@@ -182,3 +216,6 @@ def test_columns():
     assert isinstance(form(row), Chat)
     with pytest.raises(UserError, match="'instructon'"):
         check_columns({"instructon": "question"})
+    with pytest.raises(UserError, match="'ask'") as turned:  # as ms-swift maps them
+        check_columns({"ask": "query"})
+    assert "query=ask" in turned.value.fix

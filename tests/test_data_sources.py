@@ -125,6 +125,13 @@ def test_a_bad_suffix_is_named(tmp_path, suffix):
     assert "SUBSET" in failure.value.fix
 
 
+@pytest.mark.parametrize("suffix", ["*2#3", "#3#4", "#3@train:a"])
+def test_suffixes_in_another_order_are_told(tmp_path, suffix):
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(UserError, match="twice, or in another order"):
+        parse_spec(str(tmp_path / "a.jsonl") + suffix)
+
+
 def test_folders_are_read_in_order_and_by_split(tmp_path):
     for name in ("train-00001.jsonl", "train-00000.jsonl", "test/a.jsonl", ".hidden.jsonl", "README.md", "state.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -223,6 +230,13 @@ def test_a_foreign_or_truncated_file_is_named(tmp_path, name):
     whole.write_bytes(gzip.compress(b'{"text": "a"}\n' * 10_000)[:-20])
     with pytest.raises(UserError, match="cannot read"):
         read(whole)
+
+
+def test_a_csv_header_that_names_a_column_twice_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("instruction,output,output\na,b,c\n")
+    with pytest.raises(UserError, match="'output' twice"):
+        list(read_rows(as_data_file(path)))
 
 
 def test_a_csv_row_with_another_number_of_cells(tmp_path):

@@ -41,6 +41,12 @@ WHOLE = {"chosen": [user("Hi"), assistant("Hello")], "rejected": [user("Hi"), as
          "rejected": {"from": "gpt", "value": "Go"}},
         {"messages": [user("Hi"), assistant("Hello")], "rejected_response": "Go"},
         {"messages": [user("Hi"), assistant("Hello")], "rejected_messages": [user("Hi"), assistant("Go")]},
+        {"messages": [user("Hi"), assistant("Hello")], "rejected_messages": [assistant("Go")]},
+        {"question": "Hi", "chosen": "Hello", "rejected": "Go"},
+        {"instruction": "Hi", "input": "", "chosen": "Hello", "rejected": "Go"},
+        {"query": "Hi", "response": "Hello", "rejected_response": "Go"},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+         "rejected_response": "Go"},
     ],
 )  # fmt: skip
 def test_every_spelling_of_a_pair(row):
@@ -60,6 +66,20 @@ def test_only_the_answer_of_a_long_conversation_is_trained():
         pair = form(row)
         assert pair.chosen.trained == pair.rejected.trained == [False, False, False, True]
         assert pair.chosen.messages[:3] == pair.rejected.messages[:3] == context
+
+
+def test_a_question_and_a_system_message_stand_before_both_answers():
+    both = {"chosen": "Sure, I do", "rejected": "Sure, you do", "system": "Be kind"}
+    for prompt in ({"question": "Hi"}, {"prompt": "Hi"}, {"prompt": [user("Hi")]}):
+        pair = form(prompt | both)
+        assert turns(pair.chosen) == [("system", "Be kind", False), ASK, ("assistant", "Sure, I do", True)]
+        assert turns(pair.rejected)[:2] == [("system", "Be kind", False), ASK]
+    whole = {"messages": [user("Hi"), assistant("Sure, I do")], "system": "Be kind"}
+    for rejected in ([assistant("Sure, you do")], [user("Hi"), assistant("Sure, you do")]):
+        pair = form(whole | {"rejected_messages": rejected})
+        assert turns(pair.rejected) == [("system", "Be kind", False), ASK, ("assistant", "Sure, you do", True)]
+    earlier = form({"prompt": "Hi", "history": [["a", "b"]], "chosen": "Hello", "rejected": "Go"})
+    assert turns(earlier.chosen) == [("user", "a", False), ("assistant", "b", False), ASK, GOOD]
 
 
 def test_texts():
@@ -83,7 +103,20 @@ def test_judged_rows():
     assert isinstance(judged.answer, Chat)
     assert turns(judged.answer) == [ASK, BAD]
     assert not judged.desirable
-    assert form({"prompt": "a", "completion": " b", "label": "True"}, "kto") == Judged(Completion("a", " b"), True)
+    for label, desirable in (("True", True), (1, True), (0, False), ("0", False)):
+        row = {"prompt": "a", "completion": " b", "label": label}
+        assert form(row, "kto") == Judged(Completion("a", " b"), desirable)
+    with_system = form({"prompt": "Hi", "completion": "Hello", "label": True, "system": "Be kind"}, "kto")
+    assert turns(with_system.answer) == [("system", "Be kind", False), ASK, GOOD]
+
+
+def test_a_label_judges_the_last_answer_of_a_conversation():
+    messages = [user("a"), assistant("b"), user("Hi"), assistant("Hello")]
+    judged = form({"messages": messages, "label": False}, "kto")
+    assert not judged.desirable
+    assert turns(judged.answer) == [("user", "a", False), ("assistant", "b", False), ASK, GOOD]
+    assert turns(form({"query": "Hi", "response": "Hello", "label": True}, "kto").answer) == [ASK, GOOD]
+    assert isinstance(form({"messages": messages, "label": "greeting"}, "sft"), Chat)
 
 
 PROMPT = {"prompt": [user("Hi")]}
@@ -114,8 +147,10 @@ PROMPT = {"prompt": [user("Hi")]}
         (PROMPT | {"chosen": 5, "rejected": "b"}, "wrong_type"),
         (PROMPT | {"chosen": "a", "rejected": "b", "margin": "much"}, "wrong_type"),
         (PROMPT | {"chosen": "a", "rejected": "b", "margin": True}, "wrong_type"),
+        ({"messages": [user("a"), assistant("b"), user("c")], "rejected_response": "d"}, "no_assistant_turn"),
+        ({"messages": [user("a"), assistant("b"), user("c")], "label": True}, "no_assistant_turn"),
         ({"prompt": "a", "completion": "b", "label": 2}, "label_not_boolean"),
-        ({"prompt": "a", "completion": "b", "label": 1}, "label_not_boolean"),
+        ({"prompt": "a", "completion": "b", "label": 1.5}, "label_not_boolean"),
         ({"prompt": "a", "completion": "b", "label": None}, "label_not_boolean"),
         ({"prompt": "a", "completion": "b", "label": "yes"}, "label_not_boolean"),
         ({"prompt": "a", "completion": "", "label": True}, "empty"),

@@ -143,6 +143,16 @@ def test_saved_config_runs_again_and_gives_the_same_run(base, tmp_path):
     assert [row["loss"] for row in metrics(tmp_path / "again")] == [row["loss"] for row in metrics(tmp_path / "out")]
 
 
+def test_an_output_folder_that_cannot_be_is_told_before_anything_loads(base, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    for place in ("file", "file/run"):
+        with pytest.raises(UserError, match="is a file"):
+            train(base, output_dir=str(tmp_path / place))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UserError, match="cannot be written"):
+        train(base)
+
+
 def test_an_existing_output_folder_is_never_overwritten(base, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from transformers import GenerationConfig
 
 from swiftlite.data.encode import overlaps
 from swiftlite.data.forms import BadRow
@@ -9,6 +10,7 @@ from swiftlite.data.rows import detect_format, read_row
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_tokenizer
+from swiftlite.serving.generate import stop_tokens
 
 CHATML_MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -252,6 +254,19 @@ def test_a_template_without_end_token_asks_for_eos(make_tokenizer):
     parts = ChatRenderer(make_tokenizer(NO_END), "2025-03-09").render(chat(TWO_TURNS))
     assert [part.add_eos for part in parts] == [True]
     assert not any(part.add_eos for part in ChatRenderer(make_tokenizer(QWEN3), "2025-03-09").render(chat(TWO_TURNS)))
+
+
+def test_an_end_of_turn_among_new_tokens_is_one(make_tokenizer):
+    template = toy_tokenizer().chat_template.replace("<|im_end|>", "<|turn_end|>")
+    tokenizer = make_tokenizer(template)
+    tokenizer.add_tokens(["<|turn_end|>"])
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["I am small.<|turn_end|>", "Now I answer.<|turn_end|>"]]
+    assert not ChatRenderer(tokenizer, "2025-03-09").render(chat(TWO_TURNS))[0].add_eos
+    in_plain_text = make_tokenizer(template.replace("turn_end", "turn_ends"))
+    part = ChatRenderer(in_plain_text, "2025-03-09").render(chat(TWO_TURNS))[0]
+    assert trained_texts(in_plain_text, chat(TWO_TURNS))[0][0] == "I am small.<|turn_ends|>"
+    assert part.add_eos and part.text.endswith("Now I answer.<|turn_ends|>")
+    assert stop_tokens(GenerationConfig(), tokenizer)[-1] == tokenizer.convert_tokens_to_ids("<|turn_end|>")
 
 
 @pytest.mark.parametrize("template", [None, QWEN3, CHATML_MARKED], ids=["chatml", "qwen3", "marked"])

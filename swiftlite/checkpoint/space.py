@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,15 @@ class Space:
             f"{self.checkpoint / GIB:.2f} GiB a checkpoint, {self.keep} kept and one being written, "
             f"{self.result / GIB:.2f} GiB for model/"
         )
+
+
+def check_place(output: Path) -> None:
+    """Raise UserError where no folder of this name can be made or written."""
+    place = next(parent for parent in (output, *output.absolute().parents) if parent.exists())
+    if not place.is_dir():
+        raise UserError("the output folder is a file", where=str(place), fix="choose another --output-dir")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError("the folder cannot be written", where=str(place), fix="choose another --output-dir")
 
 
 def check_space(needed: Mapping[Path, float], what: str, *, details: str = "", fix: str) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from swiftlite.config.flags import Flag, all_flags, find_flag, known_names, nearest
+from swiftlite.config.flags import ELSEWHERE, Flag, all_flags, find_flag, known_names, nearest
 from swiftlite.errors import UserError
 
 TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -62,7 +62,7 @@ class _Reader:
             if option in ("--help", "-h"):
                 self._line.help = True
             elif option in RECIPE:
-                self._line.recipe = self._value(option, value if equals else None)
+                self._recipe(option, value if equals else None)
             elif word.startswith("-") and not NEGATIVE_NUMBER.match(word) and word != "-":
                 self._flag(option, value if equals else None)
             else:
@@ -72,6 +72,15 @@ class _Reader:
                     fix="put a flag in front of it, or quote a value that holds blanks",
                 )
         return self._line
+
+    def _recipe(self, option: str, value: str | None) -> None:
+        before, self._line.recipe = self._line.recipe, self._value(option, value)
+        if before not in (None, self._line.recipe):
+            raise UserError(
+                f"two recipes are named, {before} and {self._line.recipe}",
+                where=self._where(),
+                fix="name one of them, and give the rest as flags",
+            )
 
     def _flag(self, option: str, value: str | None) -> None:
         flag, negated = self._find(option)
@@ -109,6 +118,8 @@ class _Reader:
         negated = [f"no_{flag.name}" for flag in all_flags().values() if flag.kind == "bool"]
         near = nearest(name, [*known_names(), *negated, *self._own, "recipe"])
         hint = f"did you mean `--{near.replace('_', '-')}`? " if near else ""
+        if instead := ELSEWHERE.get(name):
+            hint = f"write `--{instead.replace(':', '').replace('_', '-')}`. "
         return UserError(
             f"unknown flag {option}", where=self._where(), fix=f"{hint}`swiftlite {self._command} --help` shows all"
         )

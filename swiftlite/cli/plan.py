@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SHOWN_GROUPS = 4
 SHOWN_RANKS = 8
+WIDTH = 500  # where no terminal sets one: a path that is cut in two lines cannot be found or copied
 
 
 def show_plan(resolved: Resolved) -> None:
@@ -30,6 +31,8 @@ def show_plan(resolved: Resolved) -> None:
 
         preference_of(resolved.config)
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDTH
     console.print(_configuration(resolved))
     console.print(_plan(resolved))
     for note in resolved.notes:

@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 
+# Switches of other tools that are values here; the nearest name would mislead.
+ELSEWHERE = {
+    "bf16": "precision: bf16",
+    "fp16": "precision: fp16",
+    "fsdp": "parallel: fsdp",
+    "deepspeed": "parallel: fsdp",
+    "use_peft": "tuner: lora",
+    "save_strategy": "save_steps: 500",
+    "eval_strategy": "eval_steps: 500",
+    "evaluation_strategy": "eval_steps: 500",
+    "logging_strategy": "log_steps: 1",
+}
+
+
 @dataclass(frozen=True)
 class Flag:
     """One setting as the command line and recipes see it. kind: bool, int, float, str, list or map."""

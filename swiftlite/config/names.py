@@ -21,6 +21,7 @@ NAMES = (  # the settings that name files and folders
 LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
 # NAME[:SUBSET][@SPLIT][#COUNT][*WEIGHT]
 SPEC = re.compile(r"(?P<name>.+?)(?P<subset>:[^:@#*/\\]+)?(?P<split>@[^@#*]+)?(?P<count>#\d+)?(?P<weight>\*[\d.]+)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?![\w./-])")
 
 
 @cache
@@ -49,11 +50,26 @@ def dataset_name(spec: str, base: Path | None = None) -> str:
     if given is None:
         return spec
     path = placed(given["name"], base)
-    known = SPEC.fullmatch(path or short_names("datasets").get(_plain(given["name"]), given["name"]))
-    if path is not None or known is None:
+    listed = short_names("datasets").get(_plain(given["name"])) if path is None else None
+    if listed is None:
         return (path or given["name"]) + spec[len(given["name"]) :]
+    known = SPEC.fullmatch(listed)
     subset, split = (given[part] or known[part] or "" for part in ("subset", "split"))
     return known["name"] + subset + split + (given["count"] or "") + (given["weight"] or "")
+
+
+def dataset_names(text: str, base: Path | None = None) -> list[str]:
+    """The same for a value with several names in it, parted by blanks. A path may have blanks of its own."""
+    words = text.split()
+    if _is_known(text, base) or not all(_is_known(word, base) or HUB_ID.match(word) for word in words):
+        words = [text]
+    return [dataset_name(word, base) for word in words]
+
+
+def _is_known(spec: str, base: Path | None) -> bool:
+    given = SPEC.fullmatch(spec)
+    name = given["name"] if given else spec
+    return placed(spec, base) is not None or placed(name, base) is not None or _plain(name) in short_names("datasets")
 
 
 def check_text(text: str, where: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.config.flags import find_flag, known_names, nearest
+from swiftlite.config.flags import ELSEWHERE, find_flag, known_names, nearest
 from swiftlite.errors import UserError
 from swiftlite.untrusted import existing
 
@@ -139,6 +139,8 @@ def _entries(path: Path, root: Node) -> Iterator[tuple[str, Entry]]:
         if item is None:
             near = nearest(key.replace("-", "_"), known_names())
             fix = f"did you mean `{near}`?" if near else "`swiftlite recipes schema` lists the keys"
+            if instead := ELSEWHERE.get(key):
+                fix = f"write `{instead}`"
             raise UserError(f"unknown key `{key}` in the recipe", where=where, fix=fix)
         if item.name in seen:
             raise UserError(

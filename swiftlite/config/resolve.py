@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from swiftlite.config.batch import ACCUMULATION, GLOBAL, MICRO, Batch, solve_bat
 from swiftlite.config.checks import check_together, unused
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, plan_layout, under_torchrun
-from swiftlite.config.names import check_names, dataset_name, model_name, placed
+from swiftlite.config.names import check_names, dataset_names, model_name, placed
 from swiftlite.config.recipe import Recipe, load_recipe
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.validate import Given, build_config
@@ -73,9 +74,11 @@ def resolve(
     _require(typed)
     check_names(typed, {name: item.where for name, item in given.items()})
     base = recipe.path.resolve().parent if recipe else None
+    typed, notes = _another_folder(typed, given, base)
     named = typed.model_copy(update=_names(typed, base))
     layout = plan_layout(named, env)
-    batch, notes = _batch(named, given, layout)
+    batch, gave_way = _batch(named, given, layout)
+    notes += gave_way
     config = named.model_copy(update=_defaults(named, batch, now))
     positions = _positions(config.model)
     if "max_length" not in given and positions is not None and positions < config.max_length:
@@ -124,12 +127,25 @@ def _require(config: RunConfig) -> None:
         raise UserError("no data set is named", fix="add --dataset with a file, a folder, a hub id or a short name")
 
 
+def _another_folder(config: RunConfig, given: Mapping[str, Given], base: Path | None) -> tuple[RunConfig, list[str]]:
+    """A saved config.yaml runs again beside the run that it lies in, not over it, unless it goes on. With a note."""
+    said = given.get("output_dir")
+    if config.resume != "never" or config.output_dir is None or said is None or said.by != "recipe":
+        return config, []
+    folder = Path(config.output_dir).expanduser()
+    if folder.resolve() != base:
+        return config, []
+    number = next(number for number in itertools.count(2) if not Path(f"{folder}-{number}").exists())
+    note = f"--output-dir is {folder}-{number}: {folder} holds the run of the recipe"
+    return config.model_copy(update={"output_dir": f"{folder}-{number}"}), [note]
+
+
 def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
     """Short names and paths beside the recipe become hub ids and paths."""
     named: dict[str, Any] = {
         "model": model_name(config.model, base),
-        "dataset": [dataset_name(spec, base) for spec in config.dataset],
-        "eval_dataset": [dataset_name(spec, base) for spec in config.eval_dataset],
+        "dataset": [name for spec in config.dataset for name in dataset_names(spec, base)],
+        "eval_dataset": [name for spec in config.eval_dataset for name in dataset_names(spec, base)],
     }
     for name, value in (
         ("tokenizer", config.tokenizer),

@@ -26,7 +26,7 @@ def dump_config(config: RunConfig) -> str:
 
     lines = [
         f"# Written by swiftlite {__version__}: every setting of this run.",
-        "# `swiftlite train --recipe THIS_FILE` runs it again; give it another --output-dir, or --resume auto.",
+        "# `swiftlite train --recipe THIS_FILE` runs it again, in a folder beside this; --resume auto goes on.",
     ]
     panel = None
     values = config.model_dump()

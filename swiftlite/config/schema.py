@@ -30,6 +30,7 @@ from swiftlite.config.types import (
     Count,
     Fraction,
     Integer,
+    Limit,
     Names,
     NotNegative,
     NullWord,
@@ -40,6 +41,7 @@ from swiftlite.config.types import (
     Positive,
     Size,
     Spelling,
+    Targets,
     ToList,
     Whole,
 )
@@ -200,7 +202,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     lora_rank: Count = flag(16, TUNER, "Rank of the LoRA matrices.", "lora_r")
     lora_alpha: Count = flag(32, TUNER, "LoRA scale: the update is multiplied by alpha / rank.")
     lora_dropout: BelowOne = flag(0.0, TUNER, "Dropout in front of the LoRA matrices.")
-    target_modules: Names = flag(
+    target_modules: Targets = flag(
         ["all-linear"],
         TUNER,
         "Layers that get LoRA: `all-linear`, or names.",
@@ -232,7 +234,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     )
 
     epochs: Positive = flag(1.0, OPTIMIZATION, "Passes over the rows.", "num_train_epochs", "num_epochs")
-    max_steps: OptionalCount = flag(
+    max_steps: Limit = flag(
         None,
         OPTIMIZATION,
         "Optimizer steps; wins over `--epochs`, repeating rows if need be.",

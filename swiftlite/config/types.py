@@ -13,21 +13,30 @@ from typing import Annotated, Any, get_args
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from swiftlite.untrusted import existing
+from swiftlite.untrusted import existing, parse_json
 
+MOST_COMMAS = 8  # that are looked for in one path
 NULL_WORDS = ("none", "null", "~", "")
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 def _switch(on: str) -> dict[str, str]:
     """The words for on and off, where a choice is between `on` and none."""
-    return dict.fromkeys(("true", "yes", "on"), on) | dict.fromkeys(("false", "no", "off"), "none")
+    return dict.fromkeys(("true", "yes", "on"), on) | dict.fromkeys(("false", "no", "off", "null"), "none")
 
 
 # What other tools call a choice of ours.
 SWITCH, OFFLOAD, KERNELS, FP8 = _switch("full"), _switch("cpu"), _switch("liger"), _switch("rowwise")
 FOUR_BITS = _switch("nf4") | {"4": "nf4", "4bit": "nf4"}
-RESUME = {"never": "never", "auto": "auto", "true": "auto", "false": "never", "no": "never", "none": "never"}
+RESUME = {
+    "never": "never",
+    "auto": "auto",
+    "true": "auto",
+    "false": "never",
+    "no": "never",
+    "none": "never",
+    "null": "never",
+}
 DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"}
 SHARDING = {"full_shard": "full", "shard_grad_op": "grad_op", "no_shard": "none", "hybrid_shard": "hybrid"}
 OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
@@ -43,7 +52,10 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Spelling:
-    """Makes a `Literal` take any case, `-` for `_`, and the `others` that other tools use: {their word: ours}."""
+    """Makes a `Literal` take any case, `-` for `_`, and the `others` that other tools use: {their word: ours}.
+
+    A null is the word `null` where the others have it, and stays one elsewhere.
+    """
 
     others: Mapping[str, str] = field(default_factory=dict)
 
@@ -52,6 +64,8 @@ class Spelling:
         table |= {_plain(theirs): ours for theirs, ours in self.others.items()}
 
         def respell(value: Any) -> Any:
+            if value is None:
+                return table.get("null")
             if isinstance(value, int):
                 value = str(value)
             return table.get(_plain(value), value) if isinstance(value, str) else value
@@ -72,7 +86,7 @@ def _plain(word: str) -> str:
 
 
 def split_list(text: str) -> list[str]:
-    """`a,b` -> [a, b]. A comma inside brackets or braces, or in the name of an existing file, does not split.
+    """`a,b` -> [a, b]. A comma inside brackets or braces, or in the path of an existing file, does not split.
 
     >>> split_list("q_proj, v_proj")
     ['q_proj', 'v_proj']
@@ -86,7 +100,20 @@ def split_list(text: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += letter
-    return [part.strip() for part in parts if part.strip()]
+    names = []
+    while parts:
+        several = range(min(len(parts), MOST_COMMAS), 1, -1)
+        count = next((count for count in several if _begins_with_a_path(parts[:count])), 1)
+        names.append(",".join(parts[:count]).strip())
+        del parts[:count]
+    return [name for name in names if name]
+
+
+def _begins_with_a_path(parts: list[str]) -> bool:
+    """Whether `a,b#5` is the path `a,b` with something behind it."""
+    text, last = ",".join(parts), len(parts[-1])
+    ends = [len(text), *(place for place in range(len(text) - last, len(text)) if text[place] in ":@#*")]
+    return any(existing(text[:end].strip()) for end in ends)
 
 
 def _to_list(value: Any) -> Any:
@@ -94,10 +121,23 @@ def _to_list(value: Any) -> Any:
         return []
     if isinstance(value, str):
         return [] if value.strip().lower() in NULL_WORDS else split_list(value)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        return [] if value[0].strip().lower() in NULL_WORDS else value  # `[none]`, as transformers saves it
     return value
 
 
+def _to_targets(value: Any) -> Any:
+    """LLaMA-Factory says `all` for every linear layer."""
+    names = _to_list(value)
+    return ["all-linear" if name == "all" else name for name in names] if isinstance(names, list) else names
+
+
 def _to_columns(value: Any) -> Any:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise PydanticCustomError("columns", "it is no JSON: {reason}", {"reason": str(error)}) from error
     if value is None or isinstance(value, Mapping):
         return value or {}
     pairs = _to_list(value)
@@ -114,6 +154,11 @@ def _to_columns(value: Any) -> Any:
 
 def _null_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in NULL_WORDS else value
+
+
+def _minus_one(value: Any) -> Any:
+    """transformers' own "no limit"."""
+    return None if str(value).strip() == "-1" else value
 
 
 def _no_bool(value: Any) -> Any:
@@ -152,6 +197,7 @@ def seconds_of(text: str) -> int:
 Number = BeforeValidator(_no_bool)
 NullWord = BeforeValidator(_null_word)
 Names = Annotated[list[str], BeforeValidator(_to_list)]
+Targets = Annotated[list[str], BeforeValidator(_to_targets)]
 Columns = Annotated[dict[str, str], BeforeValidator(_to_columns)]
 Size = Annotated[str, BeforeValidator(_size)]
 Duration = Annotated[str, BeforeValidator(_duration)]
@@ -160,6 +206,7 @@ ToList = BeforeValidator(_to_list)
 Count = Annotated[int, Field(ge=1), Number]
 OptionalCount = Annotated[Count | None, NullWord]
 Whole = Annotated[int, Field(ge=0), Number]
+Limit = Annotated[OptionalCount, BeforeValidator(_minus_one)]
 OptionalWhole = Annotated[Whole | None, NullWord]
 Integer = Annotated[int, Number]
 Positive = Annotated[float, Field(gt=0), Number]

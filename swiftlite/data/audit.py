@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs", "fill")
 IN_BALANCE = (1.0, 4 / 3)
 ROUNDING = 0.005  # of weights that are told in three digits
-OUTCOMES = ("read", "used", "truncated", "split", "split_by_template")
+OUTCOMES = ("read", "used", "truncated", "split", "split_by_template", "tools_left_out")
+ALWAYS_TOLD = 5  # of them; the others where there are any
 
 
 def build_audit(
@@ -25,7 +27,8 @@ def build_audit(
     `rows` counts rows of the files; tokens, packs and fill describe the first epoch, after weights and the held-out
     part; of methods that compare answers also `pairs`, or `desirable` and `undesirable` answers. A row of which nothing
     is kept is under `dropped` with its reason; one that is kept in part is under `truncated`, `split` (several
-    sequences by length) or `split_by_template` (several because the chat template writes history differently).
+    sequences by length) or `split_by_template` (several because the chat template writes history differently);
+    `tools_left_out`: the template does not write the tools of so many rows.
     `held_out` rows went to the evaluation set.
     """
     parts = plan.describe_parts()
@@ -83,7 +86,20 @@ def _rows(entries: list[Entry]) -> dict[str, Any]:
         "truncated": counts["truncated"],
         "split": counts["split"],
         "split_by_template": counts["split_by_template"],
+        **{name: counts[name] for name in OUTCOMES[ALWAYS_TOLD:] if counts[name]},
     }
+
+
+def losses_in_words(audit: dict[str, Any]) -> str | None:
+    """What of the rows is not trained as it was written, for whoever starts a run; None where everything is."""
+    told = []
+    for name, section in (("", audit), ("evaluation ", audit.get("eval", {"rows": {}}))):
+        rows = section["rows"]
+        dropped = ", ".join(f"{reason} {count:,}" for reason, count in rows.get("dropped", {}).items())
+        parts = [f"{sum(rows['dropped'].values()):,} dropped ({dropped})"] if dropped else []
+        parts += [f"{rows[key]:,} {key.replace('_', ' ')}" for key in OUTCOMES[2:] if rows.get(key)]
+        told += [f"of {rows['read']:,} {name}rows {', '.join(parts)}"] if parts else []
+    return "; ".join(told) or None
 
 
 def dropped_rows(entries: list[Entry]) -> dict[str, int]:
@@ -103,8 +119,11 @@ def check_anything_left(entries: list[Entry]) -> None:
         if not read:
             raise UserError("the data set holds no row", where=where, fix="check that it is the right file")
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped_rows([entry]).items())
+        with entry.rejected.open(encoding="utf-8") as file:
+            first = file.readline()
+        detail = f"; of the first: {json.loads(first)['detail']}" if first else ""  # over-long rows are in no list
         raise UserError(
-            f"no row is left to train on: {read:,} read, all dropped ({reasons})",
+            f"no row is left to train on: {read:,} read, all dropped ({reasons}){detail}",
             where=where,
             fix="mend the rows (swiftlite inspect shows them); for over_long and no_trained_token raise --max-length",
         )

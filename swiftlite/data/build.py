@@ -110,31 +110,35 @@ def _choice(source: Source, sample_by: str, seed: int) -> np.ndarray | None:
 
 def format_of(file: DataFile, options: TokenOptions, sample_by: str) -> str | None:
     """The name of the format of the first row whose keys are known, None where no row's are."""
-    columns_seen = False
+    known, first, seen = None, None, not options.columns
     for line, payload in read_rows(file, sample_by):
         try:
             row = parse_payload(payload)
         except BadRow:
             continue
-        columns_seen = columns_seen or _check_columns_exist(file, line, row, options.columns)
+        first = first or (line, row)
+        seen = seen or any(column in row for column in options.columns.values())
         try:
-            known = detect_format(rename_columns(row, options.columns), options.method)
+            known = known or detect_format(rename_columns(row, options.columns), options.method)
         except UserError as error:
             raise UserError(error.what, where=file.where(line), fix=error.fix) from error
-        if known is not None:
+        if known is not None and seen:
             return known.name
+    if first is not None:
+        _check_columns(file, *first, options.columns, needed=len(options.columns) if known is None else 1)
     return None
 
 
-def _check_columns_exist(file: DataFile, line: int, row: dict[str, Any], columns: dict[str, str]) -> bool:
-    """A mapping of which the file has no column at all is a slip, not a property of the row."""
-    if columns and not any(column in row for column in columns.values()):
+def _check_columns(file: DataFile, line: int, row: dict[str, Any], columns: dict[str, str], *, needed: int) -> None:
+    """A mapping of which the file has no column at all is a slip, not a property of the row; where no format is known,
+    already one that is missing."""
+    missing = [column for column in columns.values() if column not in row]
+    if len(columns) - len(missing) < needed:
         raise UserError(
-            f"the file has none of the columns {', '.join(columns.values())}; it has {names_of(row)}",
+            f"the file has no column {', '.join(missing)}; it has {names_of(row)}",
             where=file.where(line),
             fix="correct --columns KEY=COLUMN",
         )
-    return True
 
 
 def _processes(workers: int | None) -> int:

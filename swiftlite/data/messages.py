@@ -15,14 +15,20 @@ ROLES = {
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
     "tool": "tool",
+    "tool_response": "tool",
     "observation": "tool",
     "function": "tool",
     "function_call": "function_call",
+    "tool_call": "function_call",
 }
 MOST_MESSAGES = 4096  # a conversation is rendered once for each answer, so the work grows with their square
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-OWN_KEYS = ("role", "from", "content", "value", "train", "weight")  # of a message, read by us in their own spelling
+TRAIN_KEYS = ("train", "weight", "loss")
+QUESTIONS = ("query", "question", "instruction")  # keys of a row that ask in a chat
+OWN_KEYS = ("role", "from", "content", "value", *TRAIN_KEYS)  # of a message, read by us in their own spelling
 Turns = list[tuple[dict[str, Any], bool]]  # messages, each with whether it is an answer to learn
 
 
@@ -80,16 +86,52 @@ def read_messages(row: Mapping[str, Any], key: str = "messages") -> Chat:
     return chat(pairs, tools_of(row))
 
 
-def answer_to(prompt: object, completion: object, name: str, tools: list[dict[str, Any]] | None) -> Chat | Completion:
-    """Two strings are plain text; as soon as one side is a message list it is a chat that trains the completion.
+def question_of(row: Mapping[str, Any], key: str) -> str:
+    """The text of a question; of an instruction with its `input` below it. Raises BadRow."""
+    question = string(row[key], key)
+    extra = optional_text(row, "input") if key == "instruction" else None
+    return "\n".join(filter(None, (question, extra)))
 
-    name: what the row calls the completion. Raises BadRow.
+
+def exchange(question: object, answer: object) -> Turns:
+    """A question and the answer to learn. Raises BadRow."""
+    if not string(answer, "the answer").strip():
+        raise BadRow("empty", "an answer is empty")
+    asked = {"role": "user", "content": string(question, "the question")}
+    return [(asked, False), ({"role": "assistant", "content": answer}, True)]
+
+
+def opening(row: Mapping[str, Any]) -> Turns:
+    """What a row's `system` and `history` put before its question. Raises BadRow."""
+    turns: Turns = []
+    if (system := optional_text(row, "system")) is not None:
+        turns.append(({"role": "system", "content": system}, False))
+    history = row.get("history")
+    for turn in [] if history in (None, "") else array(history, "history"):
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise BadRow("wrong_type", "history must be a list of [question, answer] pairs")
+        turns += exchange(*turn)
+    return turns
+
+
+def behind(before: Turns, context: Turns) -> Turns:
+    """The context behind the row's `opening`. Its own system message is the one that counts, and stays in front."""
+    if not context or context[0][0]["role"] != "system":
+        return before + context
+    return [context[0], *(turn for turn in before if turn[0]["role"] != "system"), *context[1:]]
+
+
+def answer_to(row: Mapping[str, Any]) -> Chat | Completion:
+    """`prompt` and `completion`: two strings are plain text. As soon as one of them is a message list, or the row has
+    `system` or `history`, it is a chat that trains the completion. Raises BadRow.
     """
-    if isinstance(prompt, str) and isinstance(completion, str):
-        if not string(completion, name):
-            raise BadRow("empty", f"{name} is empty")
+    prompt, completion, before = row["prompt"], row["completion"], opening(row)
+    if isinstance(prompt, str) and isinstance(completion, str) and not before:
+        if not string(completion, "completion"):
+            raise BadRow("empty", "completion is empty")
         return Completion(string(prompt, "prompt"), completion)
-    return chat_of(turns_of(prompt, "prompt", "user"), turns_of(completion, name, "assistant"), name, tools)
+    context = behind(before, turns_of(prompt, "prompt", "user"))
+    return chat_of(context, turns_of(completion, "completion", "assistant"), "completion", tools_of(row))
 
 
 def turns_of(value: object, name: str, role: str) -> Turns:
@@ -121,7 +163,18 @@ def messages_of(given: list[Any], name: str) -> Turns:
     """The messages in the one spelling that templates take. name: of the list. Raises BadRow."""
     if len(given) > MOST_MESSAGES:
         raise BadRow("too_many_messages", f"{name} has {len(given):,} messages, at most {MOST_MESSAGES:,} are read")
-    return [_message(json_object(message, f"{name}[{i}]"), f"{name}[{i}]") for i, message in enumerate(given)]
+    turns: Turns = []
+    for i, message in enumerate(given):
+        turn = _message(json_object(message, f"{name}[{i}]"), f"{name}[{i}]")
+        if i and _is_call(message) and _is_call(given[i - 1]):  # calls at once stand in turns of their own
+            turns[-1][0]["tool_calls"] += turn[0]["tool_calls"]
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _is_call(given: dict[str, Any]) -> bool:
+    return ROLES.get(given.get("role", given.get("from"))) == "function_call"
 
 
 def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
@@ -133,8 +186,11 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
     role = ROLES.get(given_role)
     if role is None:
         raise BadRow("unknown_role", f"{name} has the role {given_role!r:.40}; known: {', '.join(ROLES)}")
+    if role in ("system", "user") and given.get(content_key) is None:
+        raise BadRow("missing_key", f"{name} has no {content_key}; found {names_of(given)}")
     message = {"role": role, "content": _content(given.get(content_key), name)}
-    message |= {key: value for key, value in given.items() if key not in OWN_KEYS}
+    # Templates ask whether a key is there: "tool_calls": [] would be a call without a function.
+    message |= {key: value for key, value in given.items() if key not in OWN_KEYS and value not in (None, [])}
     if role == "function_call":
         calls = _json_value(message["content"], name)
         message |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
@@ -151,12 +207,12 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
 
 
 def _is_trained(given: dict[str, Any], name: str) -> bool:
-    """`"train": false`, or `"weight": 0` as in OpenAI's fine-tuning files, leaves an answer out."""
-    for key in ("train", "weight"):
+    """`"train": false` leaves an answer out, as do OpenAI's `"weight": 0` and ms-swift's `"loss": false`."""
+    for key in TRAIN_KEYS:
         value = given.get(key)
         if value is not None and (value not in (0, 1) or isinstance(value, str)):
-            raise BadRow("wrong_type", f"{name}.{key} must be {'true or false' if key == 'train' else '0 or 1'}")
-    return given.get("train") not in (False, 0) and given.get("weight") != 0
+            raise BadRow("wrong_type", f"{name}.{key} must be {'0 or 1' if key == 'weight' else 'true or false'}")
+    return all(given.get(key) in (None, 1) for key in TRAIN_KEYS)
 
 
 def _content(value: object, name: str) -> str:

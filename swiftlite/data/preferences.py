@@ -12,44 +12,91 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair
-from swiftlite.data.messages import Turns, answer_to, chat_of, json_type, read_messages, string, tools_of, turns_of
+from swiftlite.data.messages import (
+    QUESTIONS,
+    Turns,
+    answer_to,
+    array,
+    behind,
+    chat_of,
+    json_type,
+    messages_of,
+    opening,
+    question_of,
+    read_messages,
+    string,
+    tools_of,
+    turns_of,
+)
 
-LABELS = {"true": True, "false": False}
+LABELS = {"true": True, "false": False, "1": True, "0": False}  # csv cells are text, columns of integers are common
 
 
 def read_preference(row: Mapping[str, Any]) -> Pair:
     """`chosen` and `rejected` as text, message or messages, with `prompt` or without. Raises BadRow."""
-    prompt, chosen, rejected = row.get("prompt", row.get("conversations")), row["chosen"], row["rejected"]
-    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
+    prompt, chosen, rejected, before = _prompt(row), row["chosen"], row["rejected"], opening(row)
+    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None) and not before:
         return _pair_of_texts(prompt, string(chosen, "chosen"), string(rejected, "rejected"), _margin(row))
     context = None if prompt is None else turns_of(prompt, "prompt", "user") or None
     answers = [turns_of(value, name, "assistant") for name, value in (("chosen", chosen), ("rejected", rejected))]
-    return _pair(row, context, *answers)
+    return _pair(row, context, *answers, before=before)
 
 
-def read_rejected_response(row: Mapping[str, Any]) -> Pair:
-    """`messages` that end with the chosen answer, and the text of the refused one. Raises BadRow."""
-    whole = _turns(read_messages(row))
-    return _pair(row, whole[:-1], whole[-1:], turns_of(row["rejected_response"], "rejected_response", "assistant"))
+def _prompt(row: Mapping[str, Any]) -> object:
+    """What both answers answer; a question or an instruction is asked in a chat, as it is without comparison."""
+    if (said := row.get("prompt", row.get("conversations"))) is not None:
+        return said
+    key = next((key for key in QUESTIONS if row.get(key) is not None), None)
+    return None if key is None else [{"role": "user", "content": question_of(row, key)}]
+
+
+def read_against(row: Mapping[str, Any], whole: Chat) -> Pair:
+    """whole: a conversation that ends with the chosen answer; the row has the refused one. Raises BadRow."""
+    context, chosen = _last_answer(row, whole)
+    return _pair(row, context, chosen, turns_of(row["rejected_response"], "rejected_response", "assistant"))
 
 
 def read_rejected_messages(row: Mapping[str, Any]) -> Pair:
-    """`messages`, and the whole of the conversation with the refused answer. Raises BadRow."""
-    rejected = read_messages(row, "rejected_messages")
-    return _pair(row, None, _turns(read_messages(row)), _turns(rejected))
+    """`messages`, and the conversation with the refused answer: the whole of it, or that answer. Raises BadRow."""
+    chosen, rejected = _turns(read_messages(row)), turns_of(row["rejected_messages"], "rejected_messages", "assistant")
+    if rejected and rejected[0][0]["role"] == "assistant" != chosen[0][0]["role"]:
+        return _pair(row, chosen[:-1], chosen[-1:], rejected)
+    return _pair(row, None, chosen, _turns(read_messages(row, "rejected_messages")))
 
 
 def read_judged(row: Mapping[str, Any]) -> Judged:
     """`prompt`, `completion` and `label`. Raises BadRow."""
+    return Judged(answer_to(row), _label(row))
+
+
+def judge(row: Mapping[str, Any], whole: Chat) -> Judged:
+    """whole: a conversation whose last answer the row's `label` judges. Raises BadRow."""
+    context, answer = _last_answer(row, whole)
+    return Judged(chat_of(context, answer, "last answer", whole.tools), _label(row))
+
+
+def _last_answer(row: Mapping[str, Any], whole: Chat) -> tuple[Turns, Turns]:
+    """(what comes before the answer that ends the row's conversation, that answer). Raises BadRow where none does."""
+    turns = _turns(whole)
+    key = next((key for key in ("messages", "conversations") if key in row), None)
+    if key is not None and messages_of(array(row[key], key), key)[-1][0] != turns[-1][0]:
+        raise BadRow("no_assistant_turn", f"{key} do not end with an answer")
+    return turns[:-1], turns[-1:]
+
+
+def _label(row: Mapping[str, Any]) -> bool:
     label = row["label"]
-    desirable = LABELS.get(label.strip().lower()) if isinstance(label, str) else label  # csv cells are text
-    if not isinstance(desirable, bool):
+    desirable = LABELS.get(str(label).strip().lower()) if isinstance(label, bool | int | str) else None
+    if desirable is None:
         raise BadRow("label_not_boolean", f"label must be true or false, it is {label!r:.40}")
-    return Judged(answer_to(row["prompt"], row["completion"], "completion", tools_of(row)), desirable)
+    return desirable
 
 
-def _pair(row: Mapping[str, Any], context: Turns | None, chosen: Turns, rejected: Turns) -> Pair:
-    """context: the messages before both answers; None where the answers are whole conversations."""
+def _pair(
+    row: Mapping[str, Any], context: Turns | None, chosen: Turns, rejected: Turns, before: Turns | None = None
+) -> Pair:
+    """context: the messages before both answers; None where the answers are whole conversations. before: what the row
+    says besides, before all of them."""
     for name, turns in (("chosen", chosen), ("rejected", rejected)):
         if not turns:
             raise BadRow("empty", f"the {name} answer is empty")
@@ -58,7 +105,7 @@ def _pair(row: Mapping[str, Any], context: Turns | None, chosen: Turns, rejected
         if context is not None and context[-1][0] not in [message for message, _ in chosen[:shared]]:
             raise BadRow("different_prompts", "chosen and rejected do not begin with the prompt")
         context, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    tools = tools_of(row)
+    tools, context = tools_of(row), behind(before or [], context)
     pair = Pair(
         chat_of(context, chosen, "chosen answer", tools), chat_of(context, rejected, "rejected answer", tools),
         _margin(row),

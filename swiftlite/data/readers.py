@@ -207,7 +207,7 @@ def _read_csv(file: DataFile) -> Iterator[tuple[int, Payload]]:
             for cells in reader:
                 taken[0] = 0
                 if header is None and cells:
-                    header = cells
+                    header = _unequal(cells, file, line)
                 elif cells and len(cells) != len(header):
                     yield line, BadRow("wrong_columns", f"{len(cells)} cells, but {len(header)} columns in the header")
                 elif cells:
@@ -218,6 +218,16 @@ def _read_csv(file: DataFile) -> Iterator[tuple[int, Payload]]:
         except UnicodeDecodeError as error:
             bad = (number for number, line in _lines(file) if isinstance(text_line(line), BadRow))
             raise UserError("the text is not UTF-8", where=file.where(next(bad, 1)), fix=SAVE_AS_UTF8) from error
+
+
+def _unequal(header: list[str], file: DataFile, line: int) -> list[str]:
+    """The header. Raises UserError for one whose names would hide a column."""
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(
+            f"the header names the column {twice!r} twice", where=file.where(line), fix="rename or remove one of them"
+        )
+    return header
 
 
 def _csv_lines(file: DataFile, text: io.TextIOWrapper, taken: list[int]) -> Iterator[str]:

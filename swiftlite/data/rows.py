@@ -12,8 +12,18 @@ from typing import Any
 
 from swiftlite.config.methods import PAIRED, PREFERENCE
 from swiftlite.data.forms import BadRow, Chat, Row, Text
-from swiftlite.data.messages import answer_to, array, chat, optional_text, read_messages, string, tools_of
-from swiftlite.data.preferences import read_judged, read_preference, read_rejected_messages, read_rejected_response
+from swiftlite.data.messages import (
+    QUESTIONS,
+    answer_to,
+    chat,
+    exchange,
+    opening,
+    question_of,
+    read_messages,
+    string,
+    tools_of,
+)
+from swiftlite.data.preferences import judge, read_against, read_judged, read_preference, read_rejected_messages
 from swiftlite.errors import UserError
 from swiftlite.untrusted import names_of
 
@@ -22,21 +32,24 @@ ANSWERS, PREFERENCES, UNPAIRED = "answers", "preference", "unpaired preference"
 
 @dataclass(frozen=True)
 class Format:
-    """One row format. keys: what a row must have; read: turns such a row into its form; kind: what its rows hold."""
+    """One row format. keys: what a row must have; read: turns such a row into its form; kind: what its rows hold;
+    methods: those that tell it from another format with fewer keys, none for all."""
 
     name: str
     keys: tuple[str, ...]
     read: Callable[[Mapping[str, Any]], Row]
     optional: tuple[str, ...] = field(default=())
     kind: str = ANSWERS
+    methods: tuple[str, ...] = ()
 
 
 def detect_format(row: Mapping[str, Any], method: str) -> Format | None:
     """The format of a row by its keys, None where none fits. Raises UserError where it is no format of the method."""
-    found = next((known for known in FORMATS if all(key in row for key in known.keys)), None)
-    if found is not None:
-        _check_method(found, method)
-    return found
+    for known in (TEXT, *FORMATS) if method == "pretrain" else FORMATS:  # texts often stand beside their parts
+        if all(key in row for key in known.keys) and (not known.methods or method in known.methods):
+            _check_method(known, method)
+            return known
+    return None
 
 
 def _check_method(found: Format, method: str) -> None:
@@ -73,12 +86,13 @@ def rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str,
 def check_columns(columns: Mapping[str, str]) -> None:
     """Raises UserError for a format key that does not exist."""
     known = sorted({key for known in FORMATS for key in (*known.keys, *known.optional)})
-    for key in columns:
+    for key, column in columns.items():
         if key not in known:
+            turned = f"did you mean {column}={key}? " if column in known else ""
             raise UserError(
                 f"no row format has the key {key!r}",
                 where="--columns",
-                fix=f"give KEY=COLUMN; keys: {', '.join(known)}",
+                fix=f"{turned}give KEY=COLUMN; keys: {', '.join(known)}",
             )
 
 
@@ -93,40 +107,14 @@ def read_row(row: Mapping[str, Any], known: Format) -> Row:
 # ---- instruction, question and prompt formats -----------------------------------------------------------------------
 
 
-def _dialogue(row: Mapping[str, Any], question: str, answer: str) -> Chat:
+def _read_exchange(question: str, answer: str) -> Callable[[Mapping[str, Any]], Chat]:
     """[system], the pairs of `history`, then question and answer. Answers of the history are trained like the last."""
-    pairs: list[tuple[dict[str, Any], bool]] = []
-    if (system := optional_text(row, "system")) is not None:
-        pairs.append(({"role": "system", "content": system}, False))
-    history = row.get("history")
-    turns = [] if history in (None, "") else array(history, "history")
-    for turn in turns:
-        if not isinstance(turn, list) or len(turn) != 2:
-            raise BadRow("wrong_type", "history must be a list of [question, answer] pairs")
-    for asked, answered in [*turns, (question, answer)]:
-        if not string(answered, "the answer").strip():
-            raise BadRow("empty", "an answer is empty")
-        pairs.append(({"role": "user", "content": string(asked, "the question")}, False))
-        pairs.append(({"role": "assistant", "content": answered}, True))
-    return chat(pairs, tools_of(row))
 
-
-def _read_alpaca(row: Mapping[str, Any]) -> Chat:
-    question = string(row["instruction"], "instruction")
-    if (extra := optional_text(row, "input")) is not None:
-        question = f"{question}\n{extra}" if question else extra
-    return _dialogue(row, question, string(row["output"], "output"))
-
-
-def _read_pair(question: str, answer: str) -> Callable[[Mapping[str, Any]], Chat]:
     def read(row: Mapping[str, Any]) -> Chat:
-        return _dialogue(row, string(row[question], question), string(row[answer], answer))
+        last = exchange(question_of(row, question), string(row[answer], answer))
+        return chat([*opening(row), *last], tools_of(row))
 
     return read
-
-
-def _read_completion(row: Mapping[str, Any]) -> Row:
-    return answer_to(row["prompt"], row["completion"], "completion", tools_of(row))
 
 
 def _read_text(row: Mapping[str, Any]) -> Text:
@@ -136,18 +124,40 @@ def _read_text(row: Mapping[str, Any]) -> Text:
     return Text(text)
 
 
-PROMPT_KEYS = ("prompt", "conversations", "tools", "margin")
-MESSAGE_KEYS = ("system", "tools", "margin")
+def _with_answer(known: Format, key: str, read: Callable[..., Row], kind: str, *methods: str) -> Format:
+    """A format of conversations with one more key, which tells how good the last answer is."""
+
+    def read_both(row: Mapping[str, Any]) -> Row:
+        return read(row, known.read(row))
+
+    optional = (*known.optional, *(("margin",) if kind == PREFERENCES else ()))
+    return Format(f"{known.name} with {key}", (*known.keys, key), read_both, optional, kind, methods)
+
+
+BEFORE = ("system", "history", "tools")
+PROMPT_KEYS = ("prompt", "conversations", *QUESTIONS, "input", *BEFORE, "margin")
+MESSAGE_KEYS = ("system", "tools")
+CHATS = (
+    Format("messages", ("messages",), read_messages, MESSAGE_KEYS),
+    Format("ShareGPT", ("conversations",), lambda row: read_messages(row, "conversations"), MESSAGE_KEYS),
+    Format("Alpaca", ("instruction", "output"), _read_exchange("instruction", "output"), ("input", *BEFORE)),
+    Format("query and response", ("query", "response"), _read_exchange("query", "response"), BEFORE),
+    Format("question and answer", ("question", "answer"), _read_exchange("question", "answer"), BEFORE),
+)
+MESSAGES, *OTHER_CHATS = CHATS
+TEXT = Format("text", ("text",), _read_text)
 FORMATS = (
     Format("preference", ("chosen", "rejected"), read_preference, PROMPT_KEYS, PREFERENCES),
-    Format("rejected_response", ("messages", "rejected_response"), read_rejected_response, MESSAGE_KEYS, PREFERENCES),
-    Format("rejected_messages", ("messages", "rejected_messages"), read_rejected_messages, MESSAGE_KEYS, PREFERENCES),
-    Format(UNPAIRED, ("prompt", "completion", "label"), read_judged, ("tools",), UNPAIRED),
-    Format("messages", ("messages",), read_messages, ("system", "tools")),
-    Format("ShareGPT", ("conversations",), lambda row: read_messages(row, "conversations"), ("system", "tools")),
-    Format("Alpaca", ("instruction", "output"), _read_alpaca, ("input", "system", "history")),
-    Format("prompt and completion", ("prompt", "completion"), _read_completion, ("tools",)),
-    Format("query and response", ("query", "response"), _read_pair("query", "response"), ("system", "history")),
-    Format("question and answer", ("question", "answer"), _read_pair("question", "answer"), ("system", "history")),
-    Format("text", ("text",), _read_text),
-)
+    _with_answer(MESSAGES, "rejected_response", read_against, PREFERENCES),
+    Format(
+        "rejected_messages", ("messages", "rejected_messages"), read_rejected_messages, (*MESSAGE_KEYS, "margin"),
+        PREFERENCES,
+    ),
+    *(_with_answer(known, "rejected_response", read_against, PREFERENCES, *PREFERENCE) for known in OTHER_CHATS),
+    Format(UNPAIRED, ("prompt", "completion", "label"), read_judged, BEFORE, UNPAIRED),
+    *(_with_answer(known, "label", judge, UNPAIRED, "kto") for known in CHATS),
+    *CHATS[:3],
+    Format("prompt and completion", ("prompt", "completion"), answer_to, BEFORE),
+    *CHATS[3:],
+    TEXT,
+)  # fmt: skip

@@ -91,7 +91,14 @@ def parse_spec(text: str) -> DatasetSpec:
         if match and match.start() > 0:
             value = _suffix_value(field, match.group(1), text)
             spec = replace(spec, name=spec.name[: match.start()], **{field: value})
-    return replace(spec, path=existing(spec.name))
+    path = existing(spec.name)
+    if path is None and any(existing(spec.name[: mark.start()]) for mark in re.finditer(r"[*#@:]", spec.name)):
+        raise UserError(
+            "what follows the path is given twice, or in another order",
+            where=f"--dataset {text}",
+            fix=f"give {GRAMMAR}",
+        )
+    return replace(spec, path=path)
 
 
 def _suffix_value(field: str, value: str, text: str) -> str | int | float:

@@ -26,6 +26,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 OPENING = 64  # characters; a generation prompt that goes on behind its header (`<think>`) is far shorter
 _PROBE = [{"role": "user", "content": "x"}]
+_ANSWER = "ANSWER"
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,13 @@ class ChatRenderer:
         """
         self._tokenizer = tokenizer
         self._date = datetime.date.fromisoformat(template_date)
-        self._special = tuple(sorted(_special_tokens(tokenizer), key=len, reverse=True))
         self._templates = {with_tools: self._prepare(with_tools) for with_tools in (False, True)}
+        self._end = self._behind_an_answer()
+        added = {
+            str(token) for token in tokenizer.added_tokens_decoder.values()
+        }  # those of --new-tokens are not special
+        special = _special_tokens(tokenizer) | {token for token in added if self._end.startswith(token)}
+        self._special = tuple(sorted(special, key=len, reverse=True))
 
     def render(self, chat: Chat) -> list[Rendered]:
         """One text, or several where the template rewrites history. Raises BadRow."""
@@ -70,10 +76,7 @@ class ChatRenderer:
                 groups[-1].append(turn)
             else:
                 groups.append([turn])
-        return [
-            Rendered(group[-1].text, [span for turn in group for span in turn.spans], add_eos=not group[-1].closed)
-            for group in groups
-        ]
+        return [_joined(group) for group in groups]
 
     # ---- one answer ---------------------------------------------------------------------------------------------
 
@@ -88,6 +91,8 @@ class ChatRenderer:
             message = chat.messages[index]
             own = len(ends) if message.get("tool_calls") else len(self._closing_tokens(message["content"]))
             spans = [*spans[:-1], (start, start + ends[min(own, len(ends) - 1)])]
+        elif self._end and text[:end].rstrip().endswith(self._end):  # an end in plain text
+            spans = [*spans[:-1], (start, len(text[:end].rstrip()))]
         self._check_content(chat, index, text[: spans[0][0]], "".join(text[s:e] for s, e in spans))
         return _Turn(text, spans, closed=bool(ends))
 
@@ -183,6 +188,14 @@ class ChatRenderer:
             )
         return pinned
 
+    def _behind_an_answer(self) -> str:
+        """What the template writes behind an answer, without white space around it."""
+        try:
+            text = self._render(Chat([*_PROBE, {"role": "assistant", "content": _ANSWER}], [False, True]), 2)
+        except BadRow:  # a template that refuses this may take the rows
+            return ""
+        return text.rpartition(_ANSWER)[2].strip()
+
     def _render(self, chat: Chat, count: int, *, generation: bool = False) -> str:
         """The first `count` messages as text. Raises BadRow with the template's own message."""
         try:
@@ -211,6 +224,12 @@ class ChatRenderer:
         except Exception as error:
             raise _template_failure(error) from error
         return texts[0], marks[0]
+
+
+def _joined(turns: list[_Turn]) -> Rendered:
+    """The sequence of some answers; an end-of-text stands right behind the last of them."""
+    last, spans = turns[-1], [span for turn in turns for span in turn.spans]
+    return Rendered(last.text if last.closed else last.text[: spans[-1][1]], spans, add_eos=not last.closed)
 
 
 def _template_failure(error: Exception) -> Exception:

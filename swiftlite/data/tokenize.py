@@ -108,6 +108,8 @@ class RowTokenizer:
                 sound.append((raw, row, self._texts(row)))
             except BadRow as bad:
                 _reject(batch, raw, self._files, bad)
+            else:
+                batch.counts["tools_left_out"] += _leaves_out_tools(*sound[-1][1:])
         encoded = iter(self._encode([text for _, _, texts in sound for text in texts]))
         for raw, row, texts in sound:
             sequences = [next(encoded) for _ in texts]
@@ -245,6 +247,14 @@ class RowTokenizer:
             flags = trained[start : start + limit].copy()
             flags[0] = False
             yield ids[start : start + limit], flags
+
+
+def _leaves_out_tools(row: Row, texts: list[_Text]) -> bool:
+    """Whether the row has tools that the chat template does not write, as those of many models do not."""
+    chat = row.chosen if isinstance(row, Pair) else row.answer if isinstance(row, Judged) else row
+    tools = [tool["function"] for tool in chat.tools or ()] if isinstance(chat, Chat) else []
+    names = [str(tool["name"]) for tool in tools if isinstance(tool, dict) and "name" in tool]
+    return not all(name in texts[0].text for name in names)
 
 
 def runs_of(flags: np.ndarray) -> np.ndarray:

@@ -183,7 +183,7 @@ def stop_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes behind an answer, if it writes one."""
+    """The added token that the chat template writes behind an answer, if it writes one."""
     if tokenizer.chat_template is None:
         return None
     mark = "MARK"
@@ -194,8 +194,4 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except Exception:  # foreign code; a template that refuses this refuses the conversation too, and says so then
         return None
     ids = tokenizer(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids + _added_special(tokenizer) else None
-
-
-def _added_special(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return ids[0] if ids and (ids[0] in tokenizer.all_special_ids or ids[0] in tokenizer.added_tokens_decoder) else None

@@ -10,6 +10,7 @@ import torch
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.errors import UserError
+from swiftlite.imports import quiet_bitsandbytes
 from swiftlite.models.anatomy import SCORE_HEAD
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
 from swiftlite.models.load import auto_class, hub_errors, load_config, quiet
@@ -121,6 +122,7 @@ def answer_dtype(precision: str, device: torch.device, config: PretrainedConfig)
 
 
 def _add_adapter(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
+    quiet_bitsandbytes()
     with quick_imports():
         import peft
 

@@ -21,7 +21,7 @@ from swiftlite.checkpoint.folder import (
 )
 from swiftlite.checkpoint.saver import Saver
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
-from swiftlite.checkpoint.space import Space, check_space
+from swiftlite.checkpoint.space import Space, check_place, check_space
 from swiftlite.checkpoint.state import (
     as_saved,
     damaged_state,
@@ -33,7 +33,7 @@ from swiftlite.checkpoint.state import (
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.save import save_config
-from swiftlite.data.audit import imbalance_warning
+from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.heap import give_back
@@ -81,6 +81,8 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
             reporter.message("note: --optimizer paged_adamw has no effect on a CPU: moments are in the host's memory")
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(config, load, update)
+        if losses := losses_in_words(prepared.audit):
+            reporter.message(f"note: {losses}")
         if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
             reporter.message(f"warning: {warning}")
         with reporter.phase("loading the model"):
@@ -113,6 +115,7 @@ def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[st
 
 
 def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
+    check_place(output)
     used = output.exists() and any(not entry.name.startswith(".") for entry in output.iterdir())
     if config.resume == "never":
         if used:
@@ -372,6 +375,8 @@ class Session:
             write_together(self._mesh, model, self._create_model, self._write_model, manifest=False)
         if self._leads:
             self._write_audit()
+            if self._config.streaming and (losses := losses_in_words(self._prepared.audit)):
+                self._reporter.message(f"note: {losses}")
         give_back()  # the plots need memory too, and in pieces of other sizes
         self._reporter.finish(model)
 
