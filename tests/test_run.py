@@ -113,6 +113,36 @@ def test_resume_passes_over_a_damaged_checkpoint_and_says_so(base, tmp_path, cap
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_damaged_checkpoint_that_was_passed_over_is_written_again(base, tmp_path):
+    train(base, keep_checkpoints=9)
+    out = tmp_path / "out"
+    shutil.rmtree(out / "model")
+    (list_checkpoints(out)[0] / "model.safetensors").write_bytes(b"x")
+    train(base, keep_checkpoints=9, resume="auto")
+    assert check_folder(list_checkpoints(out)[0], deep=True) == []
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_a_run_that_is_made_longer_has_the_result_of_its_last_step(base, tmp_path, tuner, capsys):
+    train(base, tuner=tuner)
+    train(base, tuner=tuner, max_steps=7, resume="auto")
+    file = "adapter_model.safetensors" if tuner == "lora" else "model.safetensors"
+    newest = list_checkpoints(tmp_path / "out")[0]
+    assert newest.name == "step-00000007" and "removed model/" in capsys.readouterr().out
+    assert same_weights(newest / file, tmp_path / "out" / "model" / file)
+
+
+def test_a_run_that_has_ended_is_left_as_it_is(base, tmp_path, capsys):
+    train(base)
+    added = tmp_path / "out" / "model" / "mine.gguf"
+    added.write_text("mine")
+    train(base, resume="auto")
+    assert added.exists() and "nothing is left to train" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    with pytest.raises(UserError, match="no checkpoint"):
+        train(base, resume="auto")
+
+
 def test_a_named_checkpoint_is_resumed_elsewhere_but_never_over_newer_ones(base, tmp_path):
     train(base)
     older = list_checkpoints(tmp_path / "out")[1]
@@ -264,6 +294,24 @@ def test_early_stop_keeps_the_best_checkpoint(base, tmp_path):
     best = min(rows, key=lambda row: row["eval_loss"])["step"]
     assert len(rows) == best + 2 < 40
     assert f"step-{best:08d}" in {folder.name for folder in list_checkpoints(tmp_path / "out")}
+
+
+def test_an_early_stop_leaves_a_checkpoint_and_is_an_end(base, tmp_path, capsys):
+    values = base | {"eval_fraction": 0.2, "learning_rate": 0.5, "max_steps": 40, "eval_steps": 1, "save_steps": 30}
+    train(values, early_stopping_patience=2)
+    out = tmp_path / "out"
+    rows = metrics(out)
+    assert list_checkpoints(out)[0].name == f"step-{len(rows):08d}"
+    train(values, early_stopping_patience=2, resume="auto")
+    assert metrics(out) == rows and "nothing is left to train" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_the_best_of_those_that_were_saved(base, tmp_path):
+    values = base | {"eval_fraction": 0.2, "learning_rate": 0.5, "max_steps": 8, "eval_steps": 1, "save_steps": 4}
+    train(values, keep_checkpoints=1)
+    losses = {row["step"]: row["eval_loss"] for row in metrics(tmp_path / "out") if row["step"] % 4 == 0}
+    best = (tmp_path / "out" / "checkpoints" / "best").resolve()
+    assert best.name == f"step-{min(losses, key=losses.get):08d}" and best.is_dir()
 
 
 def poisoned(tmp_path, tiny_model):
