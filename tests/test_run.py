@@ -162,8 +162,35 @@ def test_a_named_checkpoint_is_resumed_elsewhere_but_never_over_newer_ones(base,
 def test_resume_refuses_other_data(base, write_rows, chat_rows):
     train(base)
     write_rows("rows.jsonl", chat_rows[:-1])
-    with pytest.raises(UserError, match="data set .* changed"):
+    with pytest.raises(UserError, match="data set .* changed .*the rows"):
         train(base, resume="auto")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lora_rank": 8}, "--lora-rank 16 -> 8"),
+        ({"dora": True, "lora_alpha": 5}, "--lora-alpha 32 -> 5, --dora off -> on"),
+        ({"target_modules": ["q_proj"]}, "--target-modules all-linear -> q_proj"),
+        ({"tuner": "full"}, "--tuner lora -> full"),
+        ({"seed": 7}, "data set .*--seed 42 -> 7"),
+        ({"global_batch_size": 8}, "data set .*--global-batch-size 4 -> 8"),
+    ],
+)
+def test_resume_names_the_settings_that_cannot_change(base, tmp_path, changed, said):
+    values = base | {"tuner": "lora", "max_steps": 2}
+    train(values)
+    before = (tmp_path / "out" / "config.yaml").read_text()
+    with pytest.raises(UserError, match=said):
+        train(values | changed, resume="auto")
+    assert (tmp_path / "out" / "config.yaml").read_text() == before
+
+
+def test_resume_tells_of_settings_that_may_change(base, tmp_path, capsys):
+    train(base)
+    train(base, resume="auto", learning_rate=0.125, max_steps=7, workers=1)
+    assert "last started: --max-steps 6 -> 7, --learning-rate 0.001 -> 0.125\n" in capsys.readouterr().out
+    assert metrics(tmp_path / "out")[-1]["learning_rate"] == 0.125
 
 
 def test_saved_config_runs_again_and_gives_the_same_run(base, tmp_path):

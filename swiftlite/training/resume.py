@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints, newest_checkpoint
+from swiftlite.config.changes import FIXED, changed_settings
 from swiftlite.errors import UserError
 from swiftlite.parallel.world import World
 
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
 def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to go on from, or None for a fresh run. Raises UserError where neither is possible.
 
-    say: is told which newer checkpoints were passed over, and why. Rank 0 reads and hashes them for all.
+    say: is told which newer checkpoints were passed over, and why, and which settings have changed. Rank 0 reads and
+    hashes them for all.
     """
     found = _find_resume(config, output, say) if world.rank == 0 else None
+    if found is not None:
+        _compare_settings(config, found, say)
     text = world.same("resume", str(found or ""))
     return Path(text) if text else None
 
@@ -71,3 +75,23 @@ def _named_checkpoint(folder: Path, output: Path, used: bool) -> Path:
             fix="give another --output-dir, which leaves them as they are",
         )
     return folder
+
+
+def run_settings(checkpoint: Path) -> Path:
+    """The `config.yaml` of the run that a checkpoint is of."""
+    return checkpoint.resolve().parent.parent / "config.yaml"
+
+
+def _compare_settings(config: RunConfig, checkpoint: Path, say: Callable[[str], None]) -> None:
+    """Tell what has changed. Raises UserError where the checkpoint has it from its run."""
+    settings = run_settings(checkpoint)
+    changed = changed_settings(settings, config)
+    fixed = [words for name, words in changed.items() if name in FIXED]
+    if fixed:
+        raise UserError(
+            f"a run cannot go on with other settings of what is trained: {', '.join(fixed)}",
+            where=str(checkpoint),
+            fix=f"resume with those of {settings}, or start a new run",
+        )
+    if changed:
+        say(f"changed since the run last started: {', '.join(changed.values())}")

@@ -31,6 +31,7 @@ from swiftlite.checkpoint.state import (
     write_trainer_state,
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
+from swiftlite.config.changes import changed_settings
 from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning
 from swiftlite.data.prepare import PreparedData, prepare_data
@@ -48,7 +49,7 @@ from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
-from swiftlite.training.resume import find_resume
+from swiftlite.training.resume import find_resume, run_settings
 from swiftlite.training.setup import Trainee, build_trainee, check_model
 from swiftlite.training.setup_method import MethodParts, build_method
 from swiftlite.training.stopping import Stopped, stop_requests
@@ -150,8 +151,10 @@ class Session:
             return
         state = read_trainer_state(checkpoint)
         if state["data"] != self._prepared.fingerprint:
+            changed = ", ".join(changed_settings(run_settings(checkpoint), self._config).values())
             raise UserError(
-                "the data set or the way it is packed has changed since the checkpoint",
+                "the data set or the way it is packed has changed since the checkpoint"
+                + (f": {changed}" if changed else ", though no setting has: the rows, or the tokenizer, are others"),
                 where=str(checkpoint),
                 fix="resume with the same data and data flags, or start a new run from its model with --model",
             )
