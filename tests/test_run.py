@@ -13,6 +13,7 @@ from test_parity import metrics, settings, train_alone
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError, UserError
+from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.training import run as run_module
 
 NEW_TOKENS = [f"<fox {number}>" for number in range(200)]  # more than the toys' vocabulary has rows to spare
@@ -244,6 +245,19 @@ def test_training_goes_on_from_an_adapter(base, tmp_path, dora):
     train(base | tokenizer, model=str(merged), output_dir=str(tmp_path / "same"))
     first = {name: metrics(tmp_path / name)[0]["loss"] for name in ("out", "more", "same")}
     assert first["more"] == pytest.approx(first["same"], rel=1e-6) and first["more"] < first["out"]
+
+
+def test_training_does_not_go_on_from_an_adapter_of_a_deeper_model(base, tmp_path):
+    train(base, tuner="lora", max_steps=1)
+    shallow = write_toy(tmp_path / "shallow", toy_config("llama", 1))
+    with pytest.raises(UserError, match="layers that the model lacks"):
+        train(
+            base,
+            model=str(shallow),
+            adapter=str(tmp_path / "out" / "model"),
+            tuner="lora",
+            output_dir=str(tmp_path / "more"),
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])

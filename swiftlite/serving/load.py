@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swiftlite.checkpoint.safetensors_files import inspect_model_folder
+from swiftlite.checkpoint.catalog import check_adapter
+from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file, inspect_model_folder
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
@@ -121,16 +123,19 @@ def answer_dtype(precision: str, device: torch.device, config: PretrainedConfig)
 
 
 def _add_adapter(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it: it tells of kernels that nobody uses
     with quick_imports():
         import peft
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return peft.PeftModel.from_pretrained(model, str(adapter))
+            wrapped = peft.PeftModel.from_pretrained(model, str(adapter))
     except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
         raise UserError(
             f"the adapter cannot be put on the model: {str(error).splitlines()[0]}",
             where=str(adapter),
             fix="give the base model that the adapter was trained on with --model",
         ) from error
+    check_adapter(wrapped, inspect_file(adapter / ADAPTER), adapter)
+    return wrapped
