@@ -211,6 +211,12 @@ def test_an_existing_output_folder_is_never_overwritten(base, tmp_path):
     assert (tmp_path / "out" / "precious").read_text() == "x"
 
 
+def test_an_output_folder_that_is_a_file_is_named(base, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="is a file"):
+        train(base, output_dir=str(tmp_path / "file"))
+
+
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True}, {"modules_to_save": ["lm_head"]}])
 def test_lora_writes_an_adapter_that_peft_loads(base, tmp_path, options):
     from peft import PeftModel

@@ -29,6 +29,8 @@ def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[st
 
 
 def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
+    if output.exists() and not output.is_dir():
+        raise UserError("the output folder is a file", where=str(output), fix="choose another --output-dir")
     used = output.exists() and any(not entry.name.startswith(".") for entry in output.iterdir())
     if config.resume == "never":
         if used:
