@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from swiftlite.errors import UserError
+from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.serving import infer as infer_module
 from swiftlite.serving.generate import Answer, Answerer, Sampling, stop_tokens
 from swiftlite.serving.infer import InferOptions, run_infer
@@ -313,8 +316,6 @@ def test_sources_that_lead_nowhere(tmp_path, tiny_model, adapter):
 
 
 def test_a_truncated_weight_file_is_refused(tiny_model, tmp_path):
-    import shutil
-
     folder = tmp_path / "cut"
     shutil.copytree(tiny_model("llama"), folder)
     weights = folder / "model.safetensors"
@@ -326,6 +327,32 @@ def test_a_truncated_weight_file_is_refused(tiny_model, tmp_path):
 def test_an_adapter_of_another_model_is_refused(tiny_model, adapter):
     with pytest.raises(UserError, match="adapter"):
         load_for_answers(find_source(str(tiny_model("gpt2")), str(adapter)), precision="fp32")
+
+
+@pytest.mark.parametrize(("layers", "says"), [(1, "layers that the model lacks: model.layers.1"), (3, "lacks tensors")])
+def test_an_adapter_of_a_model_of_other_depth_is_refused(tmp_path, adapter, layers, says):
+    base = write_toy(tmp_path / "other", toy_config("llama", layers))
+    copy = shutil.copytree(adapter, tmp_path / "adapter")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["target_modules"] = sorted({name.rsplit(".", 1)[-1] for name in settings["target_modules"]})
+    (copy / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=says):
+        load_for_answers(find_source(str(base), str(copy)), precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("config.json", {"architectures": ["LlamaForSequenceClassification"]}),
+        ("adapter_config.json", {"task_type": "SEQ_CLS", "base_model_name_or_path": "BASE"}),
+    ],
+)
+def test_a_reward_model_is_asked_for_no_answers(tmp_path, tiny_model, file, settings):
+    text = json.dumps(settings).replace("BASE", str(tiny_model("llama")))
+    (tmp_path / file).write_text(text)
+    save_file({"score.weight": torch.zeros(1, 4)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="reward model"):
+        run_infer(InferOptions(model=str(tmp_path), prompts=["Hello"]))
 
 
 def test_precision(tiny_model):

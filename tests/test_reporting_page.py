@@ -119,9 +119,13 @@ def test_the_page_s_curves_show_values_under_the_pointer(run):
     text = " ".join(Tags(write_report_page(run(**{"rewards/margin": 0.25, "rewards/accuracy": 0.5})).read_text()).text)
     assert "step 10: loss 2.7500, smoothed" in text and "eval loss 2.5000" in text
     assert "step 7: smoothed" not in text  # a step without a loss has no point
-    for title in ("Loss per trained token", "Learning rate", "Seconds per step", "Rewards", "Accuracy"):
+    for title in ("Loss per pair or answer", "Learning rate", "Seconds per step", "Rewards", "Accuracy"):
         assert title in text
     assert "FLOPs" not in text  # never known in this run
+
+
+def test_the_loss_of_tokens_is_named_so(run):
+    assert "Loss per trained token" in write_report_page(run()).read_text()
 
 
 def test_a_page_of_nothing_is_still_a_page(tmp_path):

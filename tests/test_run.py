@@ -13,6 +13,7 @@ from test_parity import metrics, settings, train_alone
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError, UserError
+from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.training import run as run_module
 
 NEW_TOKENS = [f"<fox {number}>" for number in range(200)]  # more than the toys' vocabulary has rows to spare
@@ -113,6 +114,36 @@ def test_resume_passes_over_a_damaged_checkpoint_and_says_so(base, tmp_path, cap
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_damaged_checkpoint_that_was_passed_over_is_written_again(base, tmp_path):
+    train(base, keep_checkpoints=9)
+    out = tmp_path / "out"
+    shutil.rmtree(out / "model")
+    (list_checkpoints(out)[0] / "model.safetensors").write_bytes(b"x")
+    train(base, keep_checkpoints=9, resume="auto")
+    assert check_folder(list_checkpoints(out)[0], deep=True) == []
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_a_run_that_is_made_longer_has_the_result_of_its_last_step(base, tmp_path, tuner, capsys):
+    train(base, tuner=tuner)
+    train(base, tuner=tuner, max_steps=7, resume="auto")
+    file = "adapter_model.safetensors" if tuner == "lora" else "model.safetensors"
+    newest = list_checkpoints(tmp_path / "out")[0]
+    assert newest.name == "step-00000007" and "removed model/" in capsys.readouterr().out
+    assert same_weights(newest / file, tmp_path / "out" / "model" / file)
+
+
+def test_a_run_that_has_ended_is_left_as_it_is(base, tmp_path, capsys):
+    train(base)
+    added = tmp_path / "out" / "model" / "mine.gguf"
+    added.write_text("mine")
+    train(base, resume="auto")
+    assert added.exists() and "nothing is left to train" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    with pytest.raises(UserError, match="no checkpoint"):
+        train(base, resume="auto")
+
+
 def test_a_named_checkpoint_is_resumed_elsewhere_but_never_over_newer_ones(base, tmp_path):
     train(base)
     older = list_checkpoints(tmp_path / "out")[1]
@@ -132,8 +163,35 @@ def test_a_named_checkpoint_is_resumed_elsewhere_but_never_over_newer_ones(base,
 def test_resume_refuses_other_data(base, write_rows, chat_rows):
     train(base)
     write_rows("rows.jsonl", chat_rows[:-1])
-    with pytest.raises(UserError, match="data set .* changed"):
+    with pytest.raises(UserError, match="data set .* changed .*the rows"):
         train(base, resume="auto")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lora_rank": 8}, "--lora-rank 16 -> 8"),
+        ({"dora": True, "lora_alpha": 5}, "--lora-alpha 32 -> 5, --dora off -> on"),
+        ({"target_modules": ["q_proj"]}, "--target-modules all-linear -> q_proj"),
+        ({"tuner": "full"}, "--tuner lora -> full"),
+        ({"seed": 7}, "data set .*--seed 42 -> 7"),
+        ({"global_batch_size": 8}, "data set .*--global-batch-size 4 -> 8"),
+    ],
+)
+def test_resume_names_the_settings_that_cannot_change(base, tmp_path, changed, said):
+    values = base | {"tuner": "lora", "max_steps": 2}
+    train(values)
+    before = (tmp_path / "out" / "config.yaml").read_text()
+    with pytest.raises(UserError, match=said):
+        train(values | changed, resume="auto")
+    assert (tmp_path / "out" / "config.yaml").read_text() == before
+
+
+def test_resume_tells_of_settings_that_may_change(base, tmp_path, capsys):
+    train(base)
+    train(base, resume="auto", learning_rate=0.125, max_steps=7, workers=1)
+    assert "last started: --max-steps 6 -> 7, --learning-rate 0.001 -> 0.125\n" in capsys.readouterr().out
+    assert metrics(tmp_path / "out")[-1]["learning_rate"] == 0.125
 
 
 def test_saved_config_runs_again_and_gives_the_same_run(base, tmp_path):
@@ -197,6 +255,19 @@ def test_training_goes_on_from_an_adapter(base, tmp_path, dora):
     train(base | tokenizer, model=str(merged), output_dir=str(tmp_path / "same"))
     first = {name: metrics(tmp_path / name)[0]["loss"] for name in ("out", "more", "same")}
     assert first["more"] == pytest.approx(first["same"], rel=1e-6) and first["more"] < first["out"]
+
+
+def test_training_does_not_go_on_from_an_adapter_of_a_deeper_model(base, tmp_path):
+    train(base, tuner="lora", max_steps=1)
+    shallow = write_toy(tmp_path / "shallow", toy_config("llama", 1))
+    with pytest.raises(UserError, match="layers that the model lacks"):
+        train(
+            base,
+            model=str(shallow),
+            adapter=str(tmp_path / "out" / "model"),
+            tuner="lora",
+            output_dir=str(tmp_path / "more"),
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
@@ -274,6 +345,24 @@ def test_early_stop_keeps_the_best_checkpoint(base, tmp_path):
     best = min(rows, key=lambda row: row["eval_loss"])["step"]
     assert len(rows) == best + 2 < 40
     assert f"step-{best:08d}" in {folder.name for folder in list_checkpoints(tmp_path / "out")}
+
+
+def test_an_early_stop_leaves_a_checkpoint_and_is_an_end(base, tmp_path, capsys):
+    values = base | {"eval_fraction": 0.2, "learning_rate": 0.5, "max_steps": 40, "eval_steps": 1, "save_steps": 30}
+    train(values, early_stopping_patience=2)
+    out = tmp_path / "out"
+    rows = metrics(out)
+    assert list_checkpoints(out)[0].name == f"step-{len(rows):08d}"
+    train(values, early_stopping_patience=2, resume="auto")
+    assert metrics(out) == rows and "nothing is left to train" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_the_best_of_those_that_were_saved(base, tmp_path):
+    values = base | {"eval_fraction": 0.2, "learning_rate": 0.5, "max_steps": 8, "eval_steps": 1, "save_steps": 4}
+    train(values, keep_checkpoints=1)
+    losses = {row["step"]: row["eval_loss"] for row in metrics(tmp_path / "out") if row["step"] % 4 == 0}
+    best = (tmp_path / "out" / "checkpoints" / "best").resolve()
+    assert best.name == f"step-{min(losses, key=losses.get):08d}" and best.is_dir()
 
 
 def poisoned(tmp_path, tiny_model):

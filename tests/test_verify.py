@@ -156,13 +156,13 @@ def with_tie_counted_twice() -> None:
 
 def with_a_first_rank_that_refuses() -> None:
     from swiftlite.errors import UserError
-    from swiftlite.training import run
+    from swiftlite.training import resume
 
     def refuse(config, *_arguments):
         if "reference" not in config.output_dir:
             raise UserError("this rank alone does not want to")
 
-    run._find_resume = refuse
+    resume._find_resume = refuse
 
 
 def with_oneDNN() -> None:

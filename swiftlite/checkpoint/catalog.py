@@ -9,7 +9,9 @@ a view that tells which box of which parameter it came from. Reading and saving 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,13 +58,38 @@ def catalog_model(model: PreTrainedModel) -> Catalog:
 
 def catalog_adapter(model: nn.Module) -> Catalog:
     """The tensors of a peft model's adapter as peft writes them, a tied one by each of its names."""
+    state, on_disk = _adapter_on_disk(model)
+    return _entries(state, on_disk, type(model).__name__)
+
+
+def check_adapter(model: nn.Module, names: Iterable[str], where: Path) -> None:
+    """Raise UserError where an adapter's file has matrices for layers that `model`, a peft model, lacks, or none for
+    some that it has: peft passes over both. names: of the tensors in the file.
+    """
+    wanted, stored = ({_plain(name) for name in of if ".lora_" in name} for of in (_adapter_on_disk(model)[1], names))
+    for lost, problem in ((stored - wanted, "is for layers that the model lacks"), (wanted - stored, "lacks tensors")):
+        if lost:
+            raise UserError(
+                f"the adapter does not fit the model: it {problem}: {min(lost)}"
+                + (f" and {len(lost) - 1} more" if len(lost) > 1 else ""),
+                where=str(where),
+                fix="give the base model that the adapter was trained on",
+            )
+
+
+def _adapter_on_disk(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(stand-ins of a peft model's tensors by their names in memory, what peft makes of them for its file)."""
     from peft import get_peft_model_state_dict
 
     state = {name: _stand_in(tensor) for name, tensor in stored_tensors(model)}
     tied = {name: state[first] for name, first in _tied_names(model).items()}
     with _KeepViews():
         on_disk = get_peft_model_state_dict(model, state_dict=state | tied, save_embedding_layers=False)
-    return _entries(state, on_disk, type(model).__name__)
+    return state, on_disk
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.")
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

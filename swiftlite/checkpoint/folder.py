@@ -257,17 +257,23 @@ def point_at(output: Path, targets: Mapping[str, Path | None]) -> None:
 def retain(output: Path, keep: int, *, protect: Collection[Path] = ()) -> None:
     """Delete what is older than the newest `keep` complete checkpoints (at least one), but for the protected.
 
-    A damaged folder does not count as one of the `keep`. A folder leaves under a hidden name before its files go, so
-    that a kill never leaves half of one behind. Raises RunError where a folder cannot be moved.
+    A damaged folder does not count as one of the `keep`. Raises RunError where a folder cannot be moved.
     """
     complete = 0
     for folder in list_checkpoints(output):
         if complete >= max(1, keep) and folder not in protect:
-            doomed = _hidden(folder, DOOMED)
-            with disk_errors(folder, GO_ON):
-                shutil.rmtree(doomed, ignore_errors=True)
-                with suppress(FileNotFoundError):
-                    folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            discard(folder)
         elif not check_folder(folder):
             complete += 1
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, if it is there. It leaves under a hidden name before its files go, so that a kill never leaves
+    half of it behind. Raises RunError where it cannot be moved.
+    """
+    doomed = _hidden(folder, DOOMED)
+    with disk_errors(folder, GO_ON):
+        shutil.rmtree(doomed, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

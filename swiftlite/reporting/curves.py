@@ -65,3 +65,8 @@ def preference_groups(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     for key in sorted({key for row in rows for key in row if "/" in key}):
         groups.setdefault("accuracy" if key.endswith("/accuracy") else key.split("/")[0], []).append(key)
     return groups
+
+
+def loss_words(rows: list[dict[str, Any]]) -> str:
+    """What the loss is the mean over: preference methods and reward models count pairs, or single answers."""
+    return "loss per pair or answer" if preference_groups(rows) else "loss per trained token"

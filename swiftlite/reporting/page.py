@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from swiftlite.reporting.charts import Line, chart
-from swiftlite.reporting.curves import preference_groups, series, smoothed
+from swiftlite.reporting.curves import loss_words, preference_groups, series, smoothed
 from swiftlite.reporting.files import read_json, read_run_state, write_whole
 from swiftlite.reporting.metrics import read_metrics
 from swiftlite.reporting.words import duration, short
@@ -98,7 +98,7 @@ def _charts(rows: Rows) -> list[str]:
         Line("smoothed", "main", (steps, smoothed(losses))),
         Line("eval loss", "eval", series(rows, "eval_loss")),
     ]
-    charts = [chart("Loss per trained token", lines, large=True)]
+    charts = [chart(loss_words(rows).capitalize(), lines, large=True)]
     charts += [chart(title, [Line(title, "main", series(rows, key))]) for key, title in SINGLE_CHARTS.items()]
     seconds = [
         Line("whole step", "main", series(rows, "step_seconds")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.reporting.curves import preference_groups, series, smoothed
+from swiftlite.reporting.curves import loss_words, preference_groups, series, smoothed
 from swiftlite.reporting.files import write_whole
 from swiftlite.reporting.metrics import read_metrics
 
@@ -50,7 +50,7 @@ def _loss(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
     if eval_losses:
         axes.plot(eval_steps, eval_losses, "o-", color=ORANGE, markersize=4, linewidth=1, label="eval loss")
     axes.set_title(title, fontsize=11, loc="left", parse_math=False)
-    axes.set_ylabel("loss per trained token")
+    axes.set_ylabel(loss_words(rows))
     axes.legend(frameon=False)
     _plain(axes)
 

@@ -48,6 +48,12 @@ def run_infer(options: InferOptions) -> None:
     """
     _check(options)
     source = find_source(options.model, options.adapter)
+    if source.is_classifier():
+        raise UserError(
+            "this is a reward model: it gives scores, no answers",
+            where=str(source.adapter or source.base),
+            fix="name a model that sft, pretrain, dpo or kto trained",
+        )
     questions = None
     if options.input is not None:
         questions = read_questions(options.input, options.system)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swiftlite.checkpoint.safetensors_files import inspect_model_folder
+from swiftlite.checkpoint.catalog import check_adapter
+from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file, inspect_model_folder
 from swiftlite.errors import UserError
 from swiftlite.imports import quiet_bitsandbytes
 from swiftlite.models.anatomy import SCORE_HEAD
@@ -129,10 +130,12 @@ def _add_adapter(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return peft.PeftModel.from_pretrained(model, str(adapter))
+            wrapped = peft.PeftModel.from_pretrained(model, str(adapter))
     except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
         raise UserError(
             f"the adapter cannot be put on the model: {str(error).splitlines()[0]}",
             where=str(adapter),
             fix="give the base model that the adapter was trained on with --model",
         ) from error
+    check_adapter(wrapped, inspect_file(adapter / ADAPTER), adapter)
+    return wrapped

@@ -50,12 +50,15 @@ class Listener(Protocol):
 
 @dataclass
 class Progress:
-    """What the loop knows beside tensors; saved with every checkpoint."""
+    """What the loop knows beside tensors; saved with every checkpoint. best_loss: of all evaluations; best_step: of the
+    saved ones with an evaluation the best, whose loss is best_step_loss.
+    """
 
     step: int = 0
     epoch: float = 0.0
     best_loss: float | None = None
     best_step: int | None = None
+    best_step_loss: float | None = None
     evaluations_without_gain: int = 0
     skipped_steps: list[int] = field(default_factory=list)
     recent_losses: list[float] = field(default_factory=list)
@@ -116,6 +119,8 @@ class Loop:
         total, config = self._parts.plan.total_steps, self._parts.config
         for module in self._parts.modules:
             module.train()
+        if self._has_ended():
+            return
         if config.warm_check and not self._parts.ample_memory:
             self._warm_up()
             self._alive()
@@ -133,17 +138,33 @@ class Loop:
             if last or batch.step % config.log_steps == 0 or "eval_loss" in row:
                 self._listener.log(row)
             reason = None if last else reason  # it has ended by itself
-            calm = last or not self._spikes.count  # weights that may be spoilt do not push good ones out
-            if reason or (calm and self._due(config.save_steps, batch.step, last)):
-                self._save(last=last or bool(reason))
+            stops = self._out_of_patience()
+            ends = last or bool(reason) or stops
+            calm = ends or not self._spikes.count  # weights that may be spoilt do not push good ones out
+            if calm and self._due(config.save_steps, batch.step, ends):
+                self._note_best(row.get("eval_loss"))
+                self._save(last=ends)
                 self._alive()
             clock = time.perf_counter()  # evaluation and saving are no part of a step
             if reason:
                 raise Stopped(reason)
-            if self._should_stop_early():
+            if stops:
                 patience = config.early_stopping_patience
                 self._listener.message(f"stopped at step {batch.step}: no better eval loss for {patience} evaluations")
                 return
+
+    def _has_ended(self) -> bool:
+        """Whether the checkpoint is the last of its run, which is said."""
+        step, total = self.progress.step, self._parts.plan.total_steps
+        patience = self._parts.config.early_stopping_patience
+        if step >= total:
+            why = f"the checkpoint is of step {step:,}, the run has {total:,}"
+        elif self._out_of_patience():
+            why = f"the run stopped at step {step:,} by --early-stopping-patience {patience}"
+        else:
+            return False
+        self._listener.message(f"nothing is left to train: {why}")
+        return True
 
     def _warm_up(self) -> None:
         """Memory is taken as in the heaviest step to come; nothing is learnt. Raises OutOfMemory."""
@@ -288,12 +309,18 @@ class Loop:
         loss = total / max(1, count)
         progress = self.progress
         if progress.best_loss is None or loss < progress.best_loss:
-            progress.best_loss, progress.best_step, progress.evaluations_without_gain = loss, progress.step, 0
+            progress.best_loss, progress.evaluations_without_gain = loss, 0
         else:
             progress.evaluations_without_gain += 1
         return {"eval_loss": loss} | {f"eval_{name}": value for name, value in method.metrics(sums, count).items()}
 
-    def _should_stop_early(self) -> bool:
+    def _note_best(self, eval_loss: float | None) -> None:
+        """Before a checkpoint of this step is saved."""
+        progress = self.progress
+        if eval_loss is not None and (progress.best_step_loss is None or eval_loss < progress.best_step_loss):
+            progress.best_step, progress.best_step_loss = progress.step, eval_loss
+
+    def _out_of_patience(self) -> bool:
         patience = self._parts.config.early_stopping_patience
         return patience is not None and self.progress.evaluations_without_gain >= patience
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.checkpoint.export import create_model_files
 from swiftlite.checkpoint.folder import (
-    check_folder,
+    discard,
     list_checkpoints,
-    newest_checkpoint,
     point_at,
     retain,
     step_folder,
 )
 from swiftlite.checkpoint.saver import Saver
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
-from swiftlite.checkpoint.space import Space, check_place, check_space
+from swiftlite.checkpoint.space import Space, check_space
 from swiftlite.checkpoint.state import (
     as_saved,
     damaged_state,
@@ -32,6 +31,7 @@ from swiftlite.checkpoint.state import (
     write_trainer_state,
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
+from swiftlite.config.changes import changed_settings
 from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
@@ -49,6 +49,7 @@ from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
+from swiftlite.training.resume import find_resume, run_settings
 from swiftlite.training.setup import Trainee, build_trainee, check_model
 from swiftlite.training.setup_method import MethodParts, build_method
 from swiftlite.training.stopping import Stopped, stop_requests
@@ -104,60 +105,6 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
             raise SystemExit(stopped.exit_code) from None
 
 
-def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from, or None for a fresh run. Raises UserError where neither is possible.
-
-    say: is told which newer checkpoints were passed over, and why. Rank 0 reads and hashes them for all.
-    """
-    found = _find_resume(config, output, say) if world.rank == 0 else None
-    text = world.same("resume", str(found or ""))
-    return Path(text) if text else None
-
-
-def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
-    check_place(output)
-    used = output.exists() and any(not entry.name.startswith(".") for entry in output.iterdir())
-    if config.resume == "never":
-        if used:
-            raise UserError(
-                "the output folder exists and is not empty",
-                where=str(output),
-                fix="choose another --output-dir, or go on with --resume auto",
-            )
-        return None
-    if config.resume != "auto":
-        return _named_checkpoint(Path(config.resume).expanduser(), output, used)
-    if used and not (output / "config.yaml").is_file():
-        raise UserError(
-            "the output folder holds something else than a run", where=str(output), fix="choose another --output-dir"
-        )
-    newest, passed_over = newest_checkpoint(output)
-    for reason in passed_over:
-        say(f"passed over {reason}")
-    return newest
-
-
-def _named_checkpoint(folder: Path, output: Path, used: bool) -> Path:
-    problems = check_folder(folder, deep=True) if folder.is_dir() else ["it is not a folder"]
-    if problems:
-        beside = list_checkpoints(folder.parent.parent) or list_checkpoints(folder)
-        others = [other for other in beside if other != folder]
-        such = f", such as {others[0]}" if others else ""
-        raise UserError(
-            f"the checkpoint cannot be used: {'; '.join(problems[:3])}",
-            where=str(folder),
-            fix=f"name a complete checkpoint folder{such}, or use --resume auto",
-        )
-    existing = [other.resolve() for other in list_checkpoints(output)]
-    if used and (not existing or folder.resolve() != existing[0]):
-        raise UserError(
-            "the output folder holds another run, or newer checkpoints than the one to resume from",
-            where=str(output),
-            fix="give another --output-dir, which leaves them as they are",
-        )
-    return folder
-
-
 def saved_progress(state: dict[str, Any], checkpoint: Path, method: dict[str, Any]) -> Progress:
     """The counters of `trainer_state.json`. method: the state of a fresh method. Raises UserError for other ones."""
     progress = as_saved(Progress, state["progress"], checkpoint)
@@ -191,6 +138,7 @@ class Session:
         self._mesh = trainee.mesh
         self._optimizer = build_optimizer(trainee.trained(), config)
         self._progress = Progress()
+        self._saved: Path | None = None  # the checkpoint that holds the present weights, or the last one written
         on_gpu = trainee.mesh.device.type == "cuda"
         background = config.async_save == "on" or (config.async_save == "auto" and on_gpu)
         self._saver = Saver(trainee.mesh, background=background)
@@ -205,14 +153,17 @@ class Session:
             return
         state = read_trainer_state(checkpoint)
         if state["data"] != self._prepared.fingerprint:
+            changed = ", ".join(changed_settings(run_settings(checkpoint), self._config).values())
             raise UserError(
-                "the data set or the way it is packed has changed since the checkpoint",
+                "the data set or the way it is packed has changed since the checkpoint"
+                + (f": {changed}" if changed else ", though no setting has: the rows, or the tokenizer, are others"),
                 where=str(checkpoint),
                 fix="resume with the same data and data flags, or start a new run from its model with --model",
             )
         trainee = self._trainee
         load_resume_state(checkpoint, trainee.trained_shapes, trainee.trained(), self._optimizer)
         self._progress = saved_progress(state, checkpoint, self._method.state)
+        self._saved = checkpoint
         self._method.state = self._progress.method
 
     def train(self, began: float) -> None:
@@ -307,8 +258,10 @@ class Session:
             self._reporter.message(f"warning: {error.what}; training goes on (--on-save-failure continue)")
 
     def _save(self, final: Path, *, now: bool) -> None:
-        if self._mesh.any(final.exists()):
+        if self._saved is not None and self._saved.resolve() == final.resolve() and self._mesh.any(final.exists()):
             return
+        in_turn(self._mesh, (lambda: self._make_way(final)) if self._leads else nothing)
+        self._saved = final
         config, trainee, progress = self._config, self._trainee, self._progress
         state = {"progress": asdict(progress), "data": self._prepared.fingerprint, "seed": config.seed}
         uncounted = trainee.uncounted()
@@ -331,6 +284,14 @@ class Session:
 
         model = trainee.files.plan, to_write(self._mesh, trainee.tensors())
         self._saver.write(final, create, [model, (plan, to_write(self._mesh, tensors.items()))], done, now=now)
+
+    def _make_way(self, final: Path) -> None:
+        """A checkpoint of a step that this run went past without it was damaged; a result is one of fewer steps."""
+        discard(final)
+        model = self._output / "model"
+        if model.exists():
+            self._reporter.message("removed model/, the result of fewer steps; it is written again at the end")
+            discard(model)
 
     def _create_model(self, folder: Path) -> None:
         trainee = self._trainee

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from swiftlite.checkpoint.catalog import catalog_adapter, stored_tensors
+from swiftlite.checkpoint.catalog import catalog_adapter, check_adapter, stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
@@ -184,6 +184,7 @@ def build_trainee(
     sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
     if adapter is not None:
         saved = TensorFolder(adapter / ADAPTER)
+        check_adapter(model, saved.entries, adapter)
         sources.append((saved, saved.match(catalog_adapter(model), "base_model.model")))
     elif resume is not None and source != str(resume):
         saved = TensorFolder(resume)

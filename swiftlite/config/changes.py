@@ -1,0 +1,61 @@
+"""What differs between the settings that a run was last started with and those it is to go on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from swiftlite.config.checks import LORA_SHAPE
+from swiftlite.config.flags import all_flags
+from swiftlite.config.recipe import load_recipe
+from swiftlite.config.save import DERIVED, NOT_SAVED
+from swiftlite.config.schema import RunConfig
+from swiftlite.config.validate import Given, build_config
+from swiftlite.errors import UserError
+
+# A checkpoint has these from its run: what a resumed run is told of them has no effect, or does not fit.
+FIXED = (
+    "method", "tuner", "adapter", *LORA_SHAPE, "modules_to_save", "new_tokens", "trainable_layers", "trainable_modules",
+)  # fmt: skip
+PATHS = ("model", "tokenizer", "chat_template", "adapter")
+# They say where and how long a run works, and change nothing of what it learns.
+UNTOLD = (
+    *NOT_SAVED, *DERIVED, "resume", "output_dir", "template_date", "workers", "cache_dir", "node_rank", "master_addr",
+    "master_port", "stop_after", "max_restarts", "report_to", "run_name",
+)  # fmt: skip
+
+
+def changed_settings(before: Path, now: RunConfig) -> dict[str, str]:
+    """Name -> `--learning-rate 0.01 -> 0.001` of each setting that is not as in `before`, a `config.yaml`.
+
+    Nothing where there is no such file, or one that is no configuration of this version.
+    """
+    if not before.is_file():
+        return {}
+    try:
+        recipe = load_recipe(str(before))
+        given = {name: Given(entry.value, recipe.where(name), "recipe") for name, entry in recipe.entries.items()}
+        old = build_config(given)
+    except UserError:
+        return {}
+    found = {}
+    for name, flag in all_flags().items():
+        values = getattr(old, name), getattr(now, name)
+        if name in given and name not in UNTOLD and not _same(name, *values):
+            found[name] = f"{flag.option} {_word(values[0])} -> {_word(values[1])}"
+    return found
+
+
+def _same(name: str, one: Any, other: Any) -> bool:
+    if name in PATHS and one and other:
+        return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+    return one == other
+
+
+def _word(value: Any) -> str:
+    """A value as a user writes it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,99 @@
+"""Where a run goes on: the checkpoint it was told of, or the newest that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swiftlite.checkpoint.folder import check_folder, list_checkpoints, newest_checkpoint
+from swiftlite.checkpoint.space import check_place
+from swiftlite.config.changes import FIXED, changed_settings
+from swiftlite.errors import UserError
+from swiftlite.parallel.world import World
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+
+
+def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from, or None for a fresh run. Raises UserError where neither is possible.
+
+    say: is told which newer checkpoints were passed over, and why, and which settings have changed. Rank 0 reads and
+    hashes them for all.
+    """
+    found = _find_resume(config, output, say) if world.rank == 0 else None
+    if found is not None:
+        _compare_settings(config, found, say)
+    text = world.same("resume", str(found or ""))
+    return Path(text) if text else None
+
+
+def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
+    check_place(output)
+    used = output.exists() and any(not entry.name.startswith(".") for entry in output.iterdir())
+    if config.resume == "never":
+        if used:
+            raise UserError(
+                "the output folder exists and is not empty",
+                where=str(output),
+                fix="choose another --output-dir, or go on with --resume auto",
+            )
+        return None
+    if config.resume != "auto":
+        return _named_checkpoint(Path(config.resume).expanduser(), output, used)
+    if used and not (output / "config.yaml").is_file():
+        raise UserError(
+            "the output folder holds something else than a run", where=str(output), fix="choose another --output-dir"
+        )
+    newest, passed_over = newest_checkpoint(output)
+    for reason in passed_over:
+        say(f"passed over {reason}")
+    if newest is None and (output / "model").exists():
+        raise UserError(
+            "the run has a result, but no checkpoint that it could go on from",
+            where=str(output),
+            fix="choose another --output-dir, or move model/ away to train from the start",
+        )
+    return newest
+
+
+def _named_checkpoint(folder: Path, output: Path, used: bool) -> Path:
+    problems = check_folder(folder, deep=True) if folder.is_dir() else ["it is not a folder"]
+    if problems:
+        beside = list_checkpoints(folder.parent.parent) or list_checkpoints(folder)
+        others = [other for other in beside if other != folder]
+        such = f", such as {others[0]}" if others else ""
+        raise UserError(
+            f"the checkpoint cannot be used: {'; '.join(problems[:3])}",
+            where=str(folder),
+            fix=f"name a complete checkpoint folder{such}, or use --resume auto",
+        )
+    existing = [other.resolve() for other in list_checkpoints(output)]
+    if used and (not existing or folder.resolve() != existing[0]):
+        raise UserError(
+            "the output folder holds another run, or newer checkpoints than the one to resume from",
+            where=str(output),
+            fix="give another --output-dir, which leaves them as they are",
+        )
+    return folder
+
+
+def run_settings(checkpoint: Path) -> Path:
+    """The `config.yaml` of the run that a checkpoint is of."""
+    return checkpoint.resolve().parent.parent / "config.yaml"
+
+
+def _compare_settings(config: RunConfig, checkpoint: Path, say: Callable[[str], None]) -> None:
+    """Tell what has changed. Raises UserError where the checkpoint has it from its run."""
+    settings = run_settings(checkpoint)
+    changed = changed_settings(settings, config)
+    fixed = [words for name, words in changed.items() if name in FIXED]
+    if fixed:
+        raise UserError(
+            f"a run cannot go on with other settings of what is trained: {', '.join(fixed)}",
+            where=str(checkpoint),
+            fix=f"resume with those of {settings}, or start a new run",
+        )
+    if changed:
+        say(f"changed since the run last started: {', '.join(changed.values())}")
