@@ -60,9 +60,7 @@ class ChatRenderer:
         self._date = datetime.date.fromisoformat(template_date)
         self._templates = {with_tools: self._prepare(with_tools) for with_tools in (False, True)}
         self._end = self._behind_an_answer()
-        added = {
-            str(token) for token in tokenizer.added_tokens_decoder.values()
-        }  # those of --new-tokens are not special
+        added = map(str, tokenizer.added_tokens_decoder.values())  # of which those of --new-tokens are not special
         special = _special_tokens(tokenizer) | {token for token in added if self._end.startswith(token)}
         self._special = tuple(sorted(special, key=len, reverse=True))
 
