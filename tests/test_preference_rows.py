@@ -103,7 +103,7 @@ def test_judged_rows():
     assert isinstance(judged.answer, Chat)
     assert turns(judged.answer) == [ASK, BAD]
     assert not judged.desirable
-    for label, desirable in (("True", True), (1, True), (0, False), ("0", False)):
+    for label, desirable in (("True", True), (1, True), (0, False), ("0", False), (1.0, True)):
         row = {"prompt": "a", "completion": " b", "label": label}
         assert form(row, "kto") == Judged(Completion("a", " b"), desirable)
     with_system = form({"prompt": "Hi", "completion": "Hello", "label": True, "system": "Be kind"}, "kto")

@@ -22,6 +22,7 @@ from swiftlite.training import loop as loop_module
 from swiftlite.training import setup
 from swiftlite.training.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
 from swiftlite.training.step import DirectStep
+from swiftlite.training.watchdog import watchdog
 
 
 @pytest.fixture
@@ -117,6 +118,12 @@ def test_a_step_that_takes_too_long_leaves_its_stacks(base, tmp_path, monkeypatc
     train(base, output_dir=str(tmp_path / "slow"), max_steps=1)
     stacks = (tmp_path / "slow" / "stacks" / "rank-00000.txt").read_text()
     assert "in slow" in stacks and "in _step" in stacks
+
+
+def test_a_run_that_is_interrupted_leaves_no_empty_stacks(tmp_path):
+    with pytest.raises(KeyboardInterrupt), watchdog(tmp_path / "stacks", 0):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_disk_is_asked_before_the_first_step(base, tmp_path, monkeypatch):

@@ -29,7 +29,8 @@ from swiftlite.data.messages import (
     turns_of,
 )
 
-LABELS = {"true": True, "false": False, "1": True, "0": False}  # csv cells are text, columns of integers are common
+# Cells of csv are text, and columns of numbers are common: of integers, or of floats where a row had none.
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def read_preference(row: Mapping[str, Any]) -> Pair:
@@ -86,7 +87,7 @@ def _last_answer(row: Mapping[str, Any], whole: Chat) -> tuple[Turns, Turns]:
 
 def _label(row: Mapping[str, Any]) -> bool:
     label = row["label"]
-    desirable = LABELS.get(str(label).strip().lower()) if isinstance(label, bool | int | str) else None
+    desirable = LABELS.get(str(label).strip().lower()) if isinstance(label, bool | int | float | str) else None
     if desirable is None:
         raise BadRow("label_not_boolean", f"label must be true or false, it is {label!r:.40}")
     return desirable

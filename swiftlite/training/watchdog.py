@@ -23,17 +23,19 @@ def watchdog(folder: Path, rank: int) -> Iterator[Callable[[], None]]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank:05d}.txt"
-    with path.open("a") as file:
+    try:
+        with path.open("a") as file:
 
-        def progress() -> None:
-            faulthandler.dump_traceback_later(SECONDS, repeat=False, file=file)
+            def progress() -> None:
+                faulthandler.dump_traceback_later(SECONDS, repeat=False, file=file)
 
-        progress()
-        try:
-            yield progress
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-    if not path.stat().st_size:
-        path.unlink()
-        with suppress(OSError):  # others' stacks lie there
-            folder.rmdir()
+            progress()
+            try:
+                yield progress
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+    finally:  # a run that was interrupted has not hung
+        if not path.stat().st_size:
+            path.unlink()
+            with suppress(OSError):  # others' stacks lie there
+                folder.rmdir()
