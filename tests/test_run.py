@@ -299,6 +299,23 @@ def test_new_tokens_get_rows_that_are_trained_and_saved(base, tmp_path, tiny_mod
         assert torch.allclose(new, other.weight.mean(0), atol=0.1)
 
 
+@pytest.mark.parametrize("more", [{"new_tokens": NEW_TOKENS}, {"modules_to_save": ["lm_head"]}])
+def test_a_tied_head_that_is_trained_whole_starts_as_it_was_and_goes_on(base, tmp_path, tiny_model, more):
+    values = base | {"model": str(tiny_model("gpt2")), "tuner": "lora", "keep_checkpoints": 9, "max_steps": 4} | more
+    tokens = {"new_tokens": more.get("new_tokens", [])}
+    train(base | {"model": values["model"], "max_steps": 1} | tokens, output_dir=str(tmp_path / "whole"))
+    train(values)
+    trained, whole = metrics(tmp_path / "out"), metrics(tmp_path / "whole")
+    assert trained[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-6)
+    head = load_file(tmp_path / "out" / "model" / "adapter_model.safetensors")["base_model.model.lm_head.weight"]
+    old = load_file(tiny_model("gpt2") / "model.safetensors")["transformer.wte.weight"]
+    assert not torch.equal(head[: len(old)], old) and torch.allclose(head[: len(old)], old, atol=0.05)
+    older = list_checkpoints(tmp_path / "out")[1]
+    train(values, resume=str(older), output_dir=str(tmp_path / "more"))
+    file = "model/adapter_model.safetensors"
+    assert same_weights(tmp_path / "out" / file, tmp_path / "more" / file)
+
+
 def test_a_gradient_of_zero_is_said(base, tmp_path, tiny_model, capsys):
     shutil.copytree(tiny_model("llama"), tmp_path / "mute")
     weights = load_file(tmp_path / "mute" / "model.safetensors")

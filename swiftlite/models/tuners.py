@@ -106,7 +106,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
             modules_to_save=kept or None,
             use_dora=config.dora,
             use_rslora=config.rslora,
-            ensure_weight_tying=bool(kept) and not classifies and model.config.get_text_config().tie_word_embeddings,
+            ensure_weight_tying=bool(kept) and not classifies and _stays_tied(model),
         )
         try:
             wrapped = peft.get_peft_model(model, settings)
@@ -146,9 +146,20 @@ def _refuse_adapted_head(wrapped: nn.Module) -> None:
 
 def _embedding_names(model: PreTrainedModel) -> list[str]:
     wanted = {id(model.get_input_embeddings())}
-    if not model.config.get_text_config().tie_word_embeddings:
+    if not _stays_tied(model):
         wanted.add(id(model.get_output_embeddings()))
     return [name.rsplit(".", 1)[-1] for name, module in model.named_modules() if id(module) in wanted]
+
+
+def _stays_tied(model: PreTrainedModel) -> bool:
+    """Whether peft keeps embedding and head tied where they are trained whole. It knows embeddings by a few names; of
+    others, such as GPT-2's, embedding and head become two.
+    """
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+    embedding = model.get_input_embeddings()
+    names = [name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module is embedding]
+    return model.config.get_text_config().tie_word_embeddings and names[0] in EMBEDDING_LAYER_NAMES
 
 
 @contextmanager

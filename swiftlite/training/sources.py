@@ -47,8 +47,10 @@ def in_wrapped_names(catalog: Catalog, plain: dict[int, str], model: nn.Module) 
         if id(tensor) in plain:
             wrapped.setdefault(plain[id(tensor)], []).append(name)
     names = {name for name, _ in stored_tensors(model)}
-    for copies in wrapped.values():
-        copies += [c for name in copies if (c := _trained_copy(name)) in names and c != name]
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # of a tied one both ends may have a copy
+        copy = _trained_copy(name)
+        if id(parameter) in plain and copy in names and copy != name:
+            wrapped[plain[id(parameter)]].append(copy)
     return [
         Entry(entry.name, entry.shape, owner, entry.box, entry.dims)
         for entry in catalog
@@ -69,14 +71,22 @@ def trained_entries(base: PreTrainedModel) -> Catalog:
 def new_rows(catalog: Catalog, folder: TensorFolder, model: nn.Module) -> dict[str, torch.Tensor]:
     """For embedding and head with more rows than the files hold: the mean of the old rows."""
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
+    first = {id(parameter): _plain_name(name) for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    tied = {_plain_name(name): first[id(parameter)] for name, parameter in every if ".modules_to_save." not in name}
     means: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
-        plain = name.removeprefix("base_model.model.")
-        plain = plain.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
-        entry = next((entry for entry in catalog if entry.owner == plain), None)
+        plain = _plain_name(name)
+        entry = next((entry for entry in catalog if entry.owner == tied.get(plain, plain)), None)
         if entry is not None and len(shape) == 2 and entry.shape[0] < shape[0] and entry.shape[1:] == shape[1:]:
             means[name] = folder.read(entry.name).float().mean(0)
     return means
+
+
+def _plain_name(name: str) -> str:
+    """A name without what peft puts into it."""
+    plain = name.removeprefix("base_model.model.")
+    return plain.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
 
 
 def new_scores(model: nn.Module, base: PreTrainedModel, name: str | None) -> dict[str, torch.Tensor]:
