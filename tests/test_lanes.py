@@ -202,3 +202,13 @@ def test_data_ranks_share_the_cost_not_the_tokens():
     ranks = [share.share_step([long, short, short, long], rank, 2, 1, None, cost) for rank in range(2)]
     documents_of = [[len(batch.cu_seqlens) - 1 for batch in mine.micro_batches] for mine in ranks]
     assert documents_of == [[1, 20], [1, 20]]  # what meets in a collective is alike
+
+
+def test_micro_batches_of_a_mean_are_alike_on_any_number_of_ranks():
+    packs = [documents(1000), documents(*[50] * 20), documents(300, 20), documents(400, 40)]
+
+    def rows(ranks):
+        found = [share.share_step(packs, rank, ranks, 2, None, cost, alike=True) for rank in range(ranks)]
+        return sorted(batch.input_ids.shape[1] for mine in found for batch in mine.micro_batches)
+
+    assert rows(1) == rows(2) == [760, 2000]
