@@ -12,11 +12,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from swiftlite.errors import UserError
 
-# Layer kinds whose state runs on from one token to the next without attention, so that it would also run on from one
-# packed document into the next.
-RECURRENT_KINDS = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hybrid")
+# Kinds of layers, as configs name them, in which packed documents stay apart. A state that runs on from one token to the
+# next would run on into the next document; chunks, compressed keys and the like would be counted from the row's start.
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
 
-DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate")  # how configs name them
+DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "jitter_noise", "jitter_eps")  # how configs name them
 
 SCORE_HEAD = "score"  # what transformers calls the head of a sequence classifier
 
@@ -126,11 +126,26 @@ def check_trainable_architecture(config: PretrainedConfig) -> None:
     """Refuse by name what packed rows would train wrongly. Raises UserError."""
     if config.is_encoder_decoder:
         raise UserError(f"{config.model_type} is an encoder-decoder model", fix="swiftlite trains decoder-only models")
-    kinds = set(config.get_text_config().to_dict().get("layer_types") or [])
-    recurrent = sorted(kind for kind in kinds if any(mark in kind for mark in RECURRENT_KINDS))
-    if recurrent:
+    values = config.get_text_config().to_dict()
+    strange = sorted(set(values.get("layer_types") or []) - set(ATTENTION_KINDS))
+    if strange:
         raise UserError(
-            f"{config.model_type} has layers of kind {', '.join(recurrent)}, "
-            "whose state would run from one packed document into the next",
-            fix="choose a model whose layers all use attention",
+            f"{config.model_type} has layers of kind {', '.join(strange)}, which do not keep packed documents apart",
+            fix="choose a model whose layers use full or sliding attention",
         )
+    if values.get("layerdrop"):  # ranks would wait for each other's layers
+        raise UserError(
+            f"{config.model_type} leaves out whole layers at random", where="config.json", fix='set "layerdrop" to 0'
+        )
+
+
+def check_trainable_layers(model: PreTrainedModel) -> None:
+    """Refuse by name layers that mix neighbouring tokens without attention, as those of state space models do, whose
+    configs need not say so. model: on `meta` will do. Raises UserError."""
+    for name, module in model.get_decoder().named_modules():
+        if isinstance(module, nn.Conv1d):
+            raise UserError(
+                f"{type(model).__name__} runs a convolution over tokens ({name}), which does not keep packed documents "
+                "apart",
+                fix="choose a model whose layers use full or sliding attention",
+            )
