@@ -7,12 +7,14 @@ from test_attention import LENGTHS, lay_out
 
 from swiftlite.errors import UserError
 from swiftlite.models import attention
-from swiftlite.models.anatomy import check_trainable_architecture, check_trainable_layers
+from swiftlite.models.anatomy import check_trainable_architecture, check_trainable_layers, expert_share
 from swiftlite.models.load import build_model
 from swiftlite.models.rotary import document_lengths, scale_by_document
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
+from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.memory import activation_bytes_per_token
+from swiftlite.training.sources import new_scores
 
 SHAPE = {
     "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -63,6 +65,9 @@ REFUSED = {
     "an error on the way": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "Mpt.* cannot run"),
     "a window that only a mask knows": (
         "PhimoeConfig", EXPERTS | {"sliding_window": 8, "head_dim": 8}, "Phimoe.* sliding window of 8",
+    ),
+    "attention to what comes later": (
+        "Gemma3TextConfig", SLIDING | {"head_dim": 8, "use_bidirectional_attention": True}, "Gemma3Attention",
     ),
     "a router loss that is not there": ("DeepseekV2Config", LATENT | {"output_router_logits": True}, "DeepseekV2"),
 }  # fmt: skip
@@ -146,3 +151,31 @@ def test_memory_of_feed_forwards_that_differ_layer_by_layer():
         return activation_bytes_per_token(config_of("Gemma3nTextConfig", SLIDING | widths), torch.float32, "none")
 
     assert of({"intermediate_size": [32, 64]}) == of({"intermediate_size": [48, 48]})
+
+
+def test_a_tensor_parallel_plan_may_speak_of_experts_that_a_model_lacks():
+    changes = EQUAL["gemma4"][1]
+    check_tensor_parallel(config_of("Gemma4TextConfig", changes), 2)
+    with pytest.raises(UserError, match="width 48 does not divide by 32"):
+        check_tensor_parallel(
+            config_of("Gemma4TextConfig", changes | {"num_attention_heads": 32, "num_key_value_heads": 32}), 32
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+        ("Gemma4TextConfig", SLIDING | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}),
+        ("DeepseekV3Config", {"n_routed_experts": 8, "num_experts_per_tok": 2}),
+    ],
+)
+def test_the_share_of_experts_that_a_token_meets(config, share):
+    assert expert_share(config_of(config, share)) == 0.25
+    assert expert_share(config_of("LlamaConfig", {})) == 1.0
+
+
+def test_a_new_score_head_may_be_narrower_than_hidden_states():
+    changes = {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "num_labels": 1}
+    model = hf.AutoModelForSequenceClassification.from_config(config_of("OPTConfig", changes))
+    assert {name: len(zero) for name, zero in new_scores(model, "score.weight").items()} == {"score.weight": 16}

@@ -12,11 +12,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from swiftlite.errors import UserError
 
-# Kinds of layers, as configs name them, in which packed documents stay apart. A state that runs on from one token to the
-# next would run on into the next document; chunks, compressed keys and the like would be counted from the row's start.
+# Kinds of layers, as configs name them, in which packed documents stay apart. A state that runs on from token to token
+# would run on into the next document; chunks, compressed keys and the like would be counted from the row's start.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
 
 DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "jitter_noise", "jitter_eps")  # how configs name them
+
+# What configs call the number of experts of a mixture, and of those that a token meets.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_OF_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 SCORE_HEAD = "score"  # what transformers calls the head of a sequence classifier
 
@@ -115,6 +119,19 @@ def has_dropout(model: PreTrainedModel) -> bool:
     """Whether a forward pass of the model draws random numbers in training; adapters have their own."""
     values = model.config.get_text_config().to_dict()
     return any(value and isinstance(value, float) for key, value in values.items() if key.endswith(DROPOUTS))
+
+
+def expert_share(config: PretrainedConfig) -> float:
+    """The share of a mixture's experts that a token meets; 1 where there are none, or it cannot be known."""
+    values = config.get_text_config().to_dict()
+    count, chosen = (_first_number(values, names) for names in (EXPERTS, EXPERTS_OF_TOKEN))
+    return chosen / count if count and chosen else 1.0
+
+
+def _first_number(values: dict, names: tuple[str, ...]) -> float | None:
+    """The first of these that a config has; the mean where it says one for each layer."""
+    found = next((values[name] for name in names if values.get(name)), None)
+    return sum(found) / len(found) if isinstance(found, list | tuple) else found
 
 
 def balances_router(config: PretrainedConfig) -> bool:

@@ -113,7 +113,8 @@ def document_attention(
     Returns `[1, tokens, heads, head_dim]`.
     Raises UserError where the model does not hand the borders over or wants another attention than causal.
     """
-    if cu_seq_lens_q is None or attention_mask is not None or is_causal is False or query.shape[0] != 1:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as transformers' own functions do
+    if cu_seq_lens_q is None or attention_mask is not None or not causal or query.shape[0] != 1:
         raise UserError(
             f"{type(module).__name__} calls its attention in a way that cannot keep packed documents apart",
             fix="use a decoder-only model whose attention passes keyword arguments on to transformers' interface",

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from swiftlite.data.batches import MicroBatch
 
-# Of the largest number, for what the numbers' type rounds: 2^-13 of fp32, which shows how little one document may see of
-# another; at most 0.02, of 16-bit types, by which a forgotten scale or soft cap is off by far.
+# Of the largest number, for what the numbers' type rounds: 2^-13 of fp32, so that little of another document shows; at
+# most 0.02, of 16-bit types. A forgotten scale or soft cap is off by far more.
 ROUNDINGS, MOST = 1024, 2e-2
 
 # What a device or another process may raise on the way, which says nothing about an architecture.
@@ -134,7 +134,7 @@ class TokenScorer(nn.Module):
             raise UserError(
                 f"{type(self.base).__name__} cannot run packed documents: {type(error).__name__}: "
                 f"{(str(error).splitlines() or [''])[0]}",
-                fix="use another model, or report the architecture",
+                fix="use another model, or --tensor-parallel-size 1 where that was higher, or report the architecture",
             ) from error
         self._check_windows(windows, longest)
 

@@ -194,7 +194,7 @@ def build_trainee(
     elif resume is not None and source != str(resume):
         saved = TensorFolder(resume)
         sources.append((saved, saved.match(trained_entries(base), base.base_model_prefix)))
-    fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, base, new_head))
+    fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, new_head))
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout)
     to_master_precision(model, precision.masters)
