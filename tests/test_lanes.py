@@ -226,3 +226,13 @@ def test_lists_are_filled_as_far_as_can_be():
     assert fill([6, 5, 4, 3, 9], lambda _first: 10, int) == [[9], [6, 4], [5, 3]]
     assert fill([12, 1, 1], lambda first: max(10, first), int) == [[12], [1, 1]]
     assert fill([], lambda _first: 10, int) == []
+
+
+def test_micro_batches_of_a_mean_are_alike_on_any_number_of_ranks():
+    packs = [documents(1000), documents(*[50] * 20), documents(300, 20), documents(400, 40)]
+
+    def rows(ranks):
+        found = [share.share_step(packs, rank, ranks, 2, None, cost, alike=True) for rank in range(ranks)]
+        return sorted(batch.input_ids.shape[1] for mine in found for batch in mine.micro_batches)
+
+    assert rows(1) == rows(2) == [760, 2000]

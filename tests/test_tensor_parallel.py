@@ -66,6 +66,7 @@ CASES = {
     "glm4-moe tp2 norms without a plan": Case("glm4-moe"),
     "deepseek-v2 tp2 latent": Case("deepseek-v2"),
     "cohere tp2 norms by head": Case("cohere"),
+    "apertus tp2 activations with weights": Case("apertus"),
 }
 
 
@@ -89,6 +90,7 @@ def config_of(family: str):
     }  # fmt: skip
     builders = {
         "phi3": lambda: hf.Phi3Config(**common),
+        "apertus": lambda: hf.ApertusConfig(**common, hidden_act="xielu"),
         "cohere": lambda: hf.CohereConfig(**common, use_qk_norm=True, logit_scale=0.25),
         "glm4-moe": lambda: hf.Glm4MoeConfig(**common, **mixture, head_dim=16, use_qk_norm=True),
         "deepseek-v2": lambda: hf.DeepseekV2Config(**common | mixture | latent),

@@ -12,11 +12,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from swiftlite.errors import UserError
 
-# Layer kinds whose state runs on from one token to the next without attention, so that it would also run on from one
-# packed document into the next.
-RECURRENT_KINDS = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hybrid")
+# Kinds of layers, as configs name them, in which packed documents stay apart. A state that runs on from token to token
+# would run on into the next document; chunks, compressed keys and the like would be counted from the row's start.
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
 
-DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate")  # how configs name them
+DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "jitter_noise", "jitter_eps")  # how configs name them
+
+# What configs call the number of experts of a mixture, and of those that a token meets.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_OF_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 SCORE_HEAD = "score"  # what transformers calls the head of a sequence classifier
 
@@ -117,6 +121,19 @@ def has_dropout(model: PreTrainedModel) -> bool:
     return any(value and isinstance(value, float) for key, value in values.items() if key.endswith(DROPOUTS))
 
 
+def expert_share(config: PretrainedConfig) -> float:
+    """The share of a mixture's experts that a token meets; 1 where there are none, or it cannot be known."""
+    values = config.get_text_config().to_dict()
+    count, chosen = (_first_number(values, names) for names in (EXPERTS, EXPERTS_OF_TOKEN))
+    return chosen / count if count and chosen else 1.0
+
+
+def _first_number(values: dict, names: tuple[str, ...]) -> float | None:
+    """The first of these that a config has; the mean where it says one for each layer."""
+    found = next((values[name] for name in names if values.get(name)), None)
+    return sum(found) / len(found) if isinstance(found, list | tuple) else found
+
+
 def balances_router(config: PretrainedConfig) -> bool:
     """Whether a mixture model's own load-balancing loss is trained beside the tokens."""
     return bool(config.get_text_config().to_dict().get("output_router_logits"))
@@ -126,11 +143,26 @@ def check_trainable_architecture(config: PretrainedConfig) -> None:
     """Refuse by name what packed rows would train wrongly. Raises UserError."""
     if config.is_encoder_decoder:
         raise UserError(f"{config.model_type} is an encoder-decoder model", fix="swiftlite trains decoder-only models")
-    kinds = set(config.get_text_config().to_dict().get("layer_types") or [])
-    recurrent = sorted(kind for kind in kinds if any(mark in kind for mark in RECURRENT_KINDS))
-    if recurrent:
+    values = config.get_text_config().to_dict()
+    strange = sorted(set(values.get("layer_types") or []) - set(ATTENTION_KINDS))
+    if strange:
         raise UserError(
-            f"{config.model_type} has layers of kind {', '.join(recurrent)}, "
-            "whose state would run from one packed document into the next",
-            fix="choose a model whose layers all use attention",
+            f"{config.model_type} has layers of kind {', '.join(strange)}, which do not keep packed documents apart",
+            fix="choose a model whose layers use full or sliding attention",
         )
+    if values.get("layerdrop"):  # ranks would wait for each other's layers
+        raise UserError(
+            f"{config.model_type} leaves out whole layers at random", where="config.json", fix='set "layerdrop" to 0'
+        )
+
+
+def check_trainable_layers(model: PreTrainedModel) -> None:
+    """Refuse by name layers that mix neighbouring tokens without attention, as those of state space models do, whose
+    configs need not say so. model: on `meta` will do. Raises UserError."""
+    for name, module in model.get_decoder().named_modules():
+        if isinstance(module, nn.Conv1d):
+            raise UserError(
+                f"{type(model).__name__} runs a convolution over tokens ({name}), which does not keep packed documents "
+                "apart",
+                fix="choose a model whose layers use full or sliding attention",
+            )

@@ -13,9 +13,11 @@ registered with transformers' attention interface:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,8 +58,29 @@ def register() -> str:
     return NAME
 
 
-def _no_mask(*args: object, **kwargs: object) -> None:
+@dataclass
+class Windows:
+    """asked: those of the masks that a decoder had made; given: those that its layers handed to attention."""
+
+    asked: set[int] = field(default_factory=set)
+    given: set[int] = field(default_factory=set)
+
+
+_noted = Windows()
+
+
+@contextlib.contextmanager
+def noted_windows() -> Iterator[Windows]:
+    """A context: which sliding windows a forward pass in it has. No mask is made of them here, so a layer that relies
+    on one alone would see everything. For one thread at a time."""
+    _noted.asked, _noted.given = set(), set()
+    yield _noted
+
+
+def _no_mask(*_args: object, local_size: int | None = None, **_kwargs: object) -> None:
     """Borders come as `cu_seq_lens_q`, so no `[tokens, tokens]` mask is ever built."""
+    if local_size is not None:
+        _noted.asked.add(local_size)
 
 
 def document_attention(
@@ -90,7 +113,8 @@ def document_attention(
     Returns `[1, tokens, heads, head_dim]`.
     Raises UserError where the model does not hand the borders over or wants another attention than causal.
     """
-    if cu_seq_lens_q is None or attention_mask is not None or is_causal is False or query.shape[0] != 1:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as transformers' own functions do
+    if cu_seq_lens_q is None or attention_mask is not None or not causal or query.shape[0] != 1:
         raise UserError(
             f"{type(module).__name__} calls its attention in a way that cannot keep packed documents apart",
             fix="use a decoder-only model whose attention passes keyword arguments on to transformers' interface",
@@ -99,6 +123,8 @@ def document_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     window = sliding_window if sliding_window and max_length_q is not None and sliding_window < max_length_q else None
+    if sliding_window:
+        _noted.given.add(sliding_window)
     half = query.dtype in (torch.float16, torch.bfloat16)
     if query.is_cuda and half and not dropout and softcap is None and s_aux is None:
         attend = functools.partial(_varlen, longest=max_length_q, scaling=scaling, window=window)

@@ -116,9 +116,18 @@ def build_model(
     from transformers import GenerationConfig
 
     with hub_errors(source, "model"), quiet(), _parameters_on_meta():
-        model = auto_class(classifier=classifier).from_config(
-            model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-        )
+        try:
+            model = auto_class(classifier=classifier).from_config(
+                model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            )
+        except KeyError as error:
+            if error.args != (attention,):
+                raise
+            raise UserError(
+                f"{model_config.model_type} has a table of its own attention functions in transformers, so packed "
+                "documents cannot be kept apart",
+                fix="use a model whose attention goes through transformers' attention interface",
+            ) from error
     if not model.can_generate():
         return model
     with contextlib.suppress(OSError):  # many models have none

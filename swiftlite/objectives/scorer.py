@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router, dissect
+from swiftlite.models.attention import Windows, noted_windows
 from swiftlite.models.last_layer import PLACES
 from swiftlite.objectives.completions import answer_scores
 from swiftlite.objectives.logprobs import token_logprobs
@@ -20,7 +22,12 @@ if TYPE_CHECKING:
 
     from swiftlite.data.batches import MicroBatch
 
-HEAD_TOLERANCE = 2e-2  # of the largest logit; a forgotten scale or soft cap is off by far more than bf16 rounding
+# Of the largest number, for what the numbers' type rounds: 2^-13 of fp32, so that little of another document shows; at
+# most 0.02, of 16-bit types. A forgotten scale or soft cap is off by far more.
+ROUNDINGS, MOST = 1024, 2e-2
+
+# What a device or another process may raise on the way, which says nothing about an architecture.
+OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 
 
 class Scores(NamedTuple):
@@ -52,6 +59,12 @@ class TokenScorer(nn.Module):
         self._base = [base]  # in a list, so that its parameters are not registered a second time
         self._anatomy = dissect(base)
         self._routed = balances_router(base.config) and not self._anatomy.gives_scores
+        if self._routed and not hasattr(base, "router_aux_loss_coef"):
+            raise UserError(
+                f"{type(base).__name__} has no load-balancing loss in transformers, but its config asks for one",
+                where="config.json",
+                fix='set "output_router_logits" to false',
+            )
 
     @property
     def base(self) -> PreTrainedModel:
@@ -106,12 +119,26 @@ class TokenScorer(nn.Module):
         return self.base.router_aux_loss_coef * loss.to(outputs.last_hidden_state.device)
 
     @torch.no_grad()
-    def check(self) -> None:
-        """Run a few tokens in two documents before a step is trained.
+    def check(self, longest: float = inf) -> None:
+        """Run a few tokens in two documents before a step is trained. longest: tokens of any document.
 
-        Raises UserError for an architecture whose attention does not keep documents apart, and for one whose output
-        head does more than swiftlite knows of, by comparison with the model's own logits.
+        Raises UserError for an architecture whose attention does not keep documents apart, for one whose output head
+        does more than swiftlite knows of, by comparison with the model's own logits, and for one that cannot run so.
         """
+        try:
+            with noted_windows() as windows:
+                self._check()
+        except OF_THE_MACHINE:
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{type(self.base).__name__} cannot run packed documents: {type(error).__name__}: "
+                f"{(str(error).splitlines() or [''])[0]}",
+                fix="use another model, or --tensor-parallel-size 1 where that was higher, or report the architecture",
+            ) from error
+        self._check_windows(windows, longest)
+
+    def _check(self) -> None:
         was_training = self.training
         self.eval()
         device = next(self.parameters()).device
@@ -148,21 +175,37 @@ class TokenScorer(nn.Module):
         return None
 
     def _check_documents(self, hidden: torch.Tensor, alone: torch.Tensor) -> None:
-        if (alone - hidden[:, 3:]).abs().max() > HEAD_TOLERANCE * hidden.abs().max():
+        if (alone - hidden[:, 3:]).abs().max() > _tolerance(hidden.dtype) * hidden.abs().max():
             raise UserError(
                 f"{type(self.base).__name__} lets one packed document see another",
                 fix="use another model, or report the architecture",
+            )
+
+    def _check_windows(self, windows: Windows, longest: float) -> None:
+        kinds = self.base.config.get_text_config().to_dict().get("layer_types")
+        if kinds and "sliding_attention" not in kinds:  # a stage of a pipeline with layers of the other kind only
+            return
+        lost = min(windows.asked - windows.given, default=inf)
+        if lost < longest:
+            raise UserError(
+                f"{type(self.base).__name__} does not tell its attention of the sliding window of {lost} tokens",
+                where="--max-length",
+                fix=f"use --max-length {lost}, or another model",
             )
 
     def _check_head(self, hidden: torch.Tensor, own: torch.Tensor, probe: _Probe) -> None:
         targets = own.argmax(-1)
         theirs = own.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         ours = self._score(hidden, replace(probe, labels=targets[None]))
-        if not torch.allclose(ours, theirs, rtol=HEAD_TOLERANCE, atol=HEAD_TOLERANCE):
+        if not torch.allclose(ours, theirs, rtol=MOST, atol=MOST):
             raise UserError(
                 f"{type(self.base).__name__} turns hidden states into logits in a way swiftlite does not know",
                 fix="use another model, or report the architecture",
             )
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return min(MOST, ROUNDINGS * torch.finfo(dtype).eps)
 
 
 def decoder_inputs(batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None) -> dict[str, object]:

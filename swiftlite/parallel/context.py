@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from swiftlite.errors import UserError
 from swiftlite.models.attention import attend_row
+from swiftlite.models.rotary import LONGROPE, length_limits
 from swiftlite.parallel.exchange import exchange, gather_rows, sum_parts
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
     from swiftlite.data.batches import MicroBatch
     from swiftlite.models.attention import Attend, SharedKeys
-
-# Rotary frequencies that follow the longest position of the micro-batch: ranks would disagree, each seeing its slice.
-POSITION_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -194,27 +192,30 @@ def check_context_parallel(model_config: PretrainedConfig, layout: Layout, max_l
     """
     if layout.cp == 1:
         return
-    values = model_config.get_text_config().to_dict()
-    rotary = values.get("rope_parameters") or {}
-    for entry in (rotary, *(nested for nested in rotary.values() if isinstance(nested, dict))):
-        if entry.get("rope_type") not in POSITION_DEPENDENT_ROTARY:
-            continue
-        name = "original_max_position_embeddings"
-        limit = int(entry.get(name) or values.get(name) or values["max_position_embeddings"])
+    for kind, limit in length_limits(model_config):
         if max_length > limit:
             raise UserError(
-                f"{model_config.model_type} scales its rotary embedding ({entry['rope_type']}) by the longest position "
-                f"of a micro-batch once that is beyond {limit}; ranks that each hold a part of it would disagree",
+                f"{model_config.model_type} scales its rotary embedding ({kind}) by the length of a document once that "
+                f"is beyond {limit}; ranks that each hold a part of it would disagree",
                 where=f"--context-parallel-size {layout.cp}, --max-length {max_length}",
                 fix=f"use --context-parallel-size 1, or --max-length {limit}",
             )
 
 
-def check_shared_prompts(model_config: PretrainedConfig, layout: Layout) -> None:
-    """Refuse prompts that two answers share where attention cannot be divided by heads. Raises UserError."""
+def check_shared_prompts(model_config: PretrainedConfig, layout: Layout, max_length: int) -> None:
+    """Refuse prompts that two answers share where attention cannot be divided by heads, or where the length of each
+    answer may scale the prompt's rotary embedding otherwise. Raises UserError."""
     heads = model_config.get_text_config().num_attention_heads // layout.tp
     if heads < layout.cp:
         raise _too_few_heads(heads, layout.cp)
+    for kind, limit in length_limits(model_config):
+        if kind == LONGROPE and max_length > limit:
+            raise UserError(
+                f"{model_config.model_type} scales its rotary embedding ({kind}) by the length of a document once that "
+                f"is beyond {limit}, so a long answer and a short one cannot share their prompt",
+                where=f"--max-length {max_length}",
+                fix=f"add --no-share-prompt, or use --max-length {limit}",
+            )
 
 
 def _too_few_heads(heads: int, ranks: int) -> UserError:

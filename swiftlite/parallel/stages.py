@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import dissect
+from swiftlite.models.anatomy import dissect, expert_share
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -124,13 +124,12 @@ def stage_costs(base: PreTrainedModel, length: int) -> tuple[list[float], float,
     costs = []
     for layer, kind in zip(anatomy.layers, kinds, strict=True):
         view = min(length / 2, window) if "sliding" in kind else length / 2
-        costs.append(_weights_met(layer, values) + 2 * width * view)
+        costs.append(_weights_met(layer, expert_share(config)) + 2 * width * view)
     return costs, float(config.hidden_size), float(sum(p.numel() for p in anatomy.head.parameters()))
 
 
-def _weights_met(layer: nn.Module, values: dict) -> float:
-    experts = values.get("num_experts") or values.get("num_local_experts") or values.get("n_routed_experts") or 1
-    share = (values.get("num_experts_per_tok") or 1) / experts
+def _weights_met(layer: nn.Module, share: float) -> float:
+    """share: of the experts, that a token meets."""
     return sum(p.numel() * (share if ".experts." in f".{name}" else 1.0) for name, p in layer.named_parameters())
 
 

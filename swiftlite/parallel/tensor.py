@@ -77,7 +77,7 @@ class _Division:
             owner, _, child = name.rpartition(".")
             blocks.setdefault(owner, {})[child] = part
         for name, children in blocks.items():
-            children |= self._head_norms(name, decoder.get_submodule(name), children)
+            children |= self._unplanned(name, decoder.get_submodule(name), children)
         by_tokens = self._divide_layers(decoder, blocks) if self.sequence_parallel else set()
         for name, children in blocks.items():
             self._divide_block(name, decoder.get_submodule(name), children, name in by_tokens)
@@ -140,22 +140,24 @@ class _Division:
                 else:
                     self._divide_row(module, full, part, by_tokens)
 
-    def _head_norms(self, name: str, block: nn.Module, children: dict[str, Part]) -> dict[str, Part]:
-        """The parts of norms of queries and keys that the architecture's plan leaves out."""
-        if children.get("k_proj") is not Part.COLUMN:
+    def _unplanned(self, name: str, block: nn.Module, children: dict[str, Part]) -> dict[str, Part]:
+        """The parts of what lies between columns and rows and the architecture's plan leaves out: norms of queries and
+        keys, and activations with weights of their own (xIELU)."""
+        attends = children.get("k_proj") is Part.COLUMN
+        if not attends and ("attn" in name or not {Part.COLUMN, Part.ROW} <= set(children.values())):
             return {}
         found = {}
         for child_name, child in block.named_children():
             if child_name in children or not any(True for _ in child.parameters()):
                 continue
-            if not re.fullmatch(r"(q|k|query|key)_(layer)?norm", child_name):
+            if not re.fullmatch(r"(q|k|query|key)_(layer)?norm" if attends else r"act(ivation)?(_fn)?", child_name):
                 raise UserError(
                     f"the tensor-parallel plan of {self.base.config.model_type} does not say what to do with "
                     f"{name}.{child_name}",
                     where="--tensor-parallel-size",
                     fix="use --tensor-parallel-size 1",
                 )
-            found[child_name] = Part.HEAD_NORM if child.weight.ndim == 2 else Part.SUMMED
+            found[child_name] = Part.HEAD_NORM if attends and child.weight.ndim == 2 else Part.SUMMED
         return found
 
     def _divide_column(self, module: nn.Module, name: str, part: Part, block: nn.Module) -> None:

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.errors import UserError
+from swiftlite.models.anatomy import EXPERTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,7 +43,6 @@ _PARTS = {
 }
 _SILENT = ("local_params", "replicate")  # say nothing about placement: every module here runs on local tensors
 KEY_VALUE = ("k_proj", "v_proj")  # columns that may have fewer heads than there are ranks
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class TensorPlan:
@@ -122,8 +122,8 @@ def _misfit(text: PretrainedConfig, plan: TensorPlan, size: int) -> str | None:
             for count in _numbers(kv_heads):
                 if not kv_heads_fit(count, size):
                     return f"{size} is neither a divisor nor a multiple of its {count} key/value heads"
-    if plan.has(Part.EXPERTS):
-        count = next(values[name] for name in _EXPERT_COUNTS if values.get(name))
+    count = next((values[name] for name in EXPERTS if values.get(name)), 0)
+    if plan.has(Part.EXPERTS) and count:  # a plan may be for dense models of the architecture as well
         if count % size:
             return f"its {count} experts do not divide by {size}"
     elif plan.has(Part.COLUMN, Part.COLUMN_GATHERED, inside="layers", outside="attn"):

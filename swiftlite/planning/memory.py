@@ -27,6 +27,8 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
     size = values.get("head_dim") or hidden // heads
     kv_heads = values.get("num_key_value_heads") or heads
     feed_forward = values.get("intermediate_size") or values.get("n_inner") or 4 * hidden
+    if isinstance(feed_forward, list | tuple):  # layer by layer
+        feed_forward = sum(feed_forward) // len(feed_forward)
     layer = {
         "none": 16 * hidden + 4 * heads * size + 4 * kv_heads * size + 8 * feed_forward + 4 * heads + 8,
         "selective": 6 * hidden + 4 * heads * size + 4 * kv_heads * size + 4 * feed_forward + 4 * heads,

@@ -102,6 +102,7 @@ def divide(
         lanes,
         tokens,
         in_pieces=not config.optimizer_in_backward,
+        alike=balances_router(base.config),
         rounded=_row_length(config, mesh, base, precision),
     )
     if layout.pp == 1:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.models.anatomy import head_of
+from swiftlite.models.anatomy import expert_share, head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,12 +44,11 @@ class FlopCounter:
         config = model.config.get_text_config()
         embedding, head = model.get_input_embeddings().weight, head_of(model).weight
         self._in_layers = self._in_head = 0.0
+        met = expert_share(config)
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2 or (parameter is embedding and parameter is not head):
                 continue
-            share = 1.0
-            if ".experts" in name:
-                share = config.num_experts_per_tok / config.num_experts if "num_experts" in config.to_dict() else 1.0
+            share = met if ".experts" in name else 1.0
             flops = (6 if parameter.requires_grad else 4) * parameter.numel() * share
             if parameter is head:
                 self._in_head = flops

@@ -89,7 +89,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         with reporter.phase("loading the model"):
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout)
-            trainee.check()
+            trainee.check(config.max_length)
 
         def build_start() -> Trainee:
             return build_trainee(config, model_config, None, load, world.within("start"), layout)

@@ -24,11 +24,12 @@ from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
 from swiftlite.models import attention, fp8
-from swiftlite.models.anatomy import check_trainable_architecture, dissect
+from swiftlite.models.anatomy import check_trainable_architecture, check_trainable_layers, dissect
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
 from swiftlite.models.quantize import BLOCK, count_quantizable, packing
+from swiftlite.models.rotary import scale_by_document
 from swiftlite.models.tuners import (
     apply_tuner,
     count_parameters,
@@ -103,11 +104,14 @@ class Trainee:
         """This process's part of every trained parameter."""
         return [(name, p) for part in self.divided.parts for name, p, _ in part.tensors() if _is_trained(p)]
 
-    def check(self) -> None:
-        """Run a few tokens, as in a step. Raises UserError for an architecture that cannot be trained as it is."""
+    def check(self, longest: int) -> None:
+        """Run a few tokens, as in a step. longest: tokens of any document.
+
+        Raises UserError for an architecture that cannot be trained as it is.
+        """
         for part in self.divided.parts:
             with self.precision.compute(self.mesh.device):  # FSDP's units have their weights in the compute type
-                part.scorer.check()
+                part.scorer.check(longest)
             reshard(part.scorer)
 
     def uncounted(self) -> set[int]:
@@ -140,7 +144,7 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     check_tensor_parallel(model_config, layout.tp)
     check_context_parallel(model_config, layout, config.max_length)
     if config.method in PAIRED and config.share_prompt:
-        check_shared_prompts(model_config, layout)
+        check_shared_prompts(model_config, layout, config.max_length)
     if layout.pp > 1:
         number = config.num_microbatches
         check_pipeline(model_config, layout, config.pipeline_schedule, number, compile_layers=config.compile)
@@ -174,6 +178,8 @@ def build_trainee(
         trust_remote_code=config.trust_remote_code,
         classifier=config.method == "rm",
     )
+    check_trainable_layers(base)
+    scale_by_document(base)
     weights = TensorFolder(model_folder(source, revision=config.revision))
     if source == str(resume):
         _grow(base, config, load_tokenizer)  # its files have the rows of new tokens
@@ -189,7 +195,7 @@ def build_trainee(
     elif resume is not None and source != str(resume):
         saved = TensorFolder(resume)
         sources.append((saved, saved.match(trained_entries(base), base.base_model_prefix)))
-    fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, base, new_head))
+    fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, new_head))
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout)
     to_master_precision(model, precision.masters)

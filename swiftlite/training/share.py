@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from swiftlite.data.batches import MicroBatch, collate, empty_micro_batch
 from swiftlite.data.order import Pack, Sequence
 from swiftlite.parallel.mesh import Mesh
-from swiftlite.training.balance import fill, spread
+from swiftlite.training.balance import Item, fill, spread
 from swiftlite.training.flops import FlopCounter
 
 # A CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split of a step
@@ -48,7 +48,8 @@ class StepShare:
 class Sharing:
     """How a run divides its steps. lanes: micro-batches that this process trains at a time; cut_tokens: of one, about,
     where documents may leave their packs; in_pieces: whether a micro-batch of several packs may be run in several
-    forward passes; rounded: the length that fast products want in place of a row's, reached by padding."""
+    forward passes; alike: micro-batches are those of one process, because a loss is a mean of each; rounded: the length
+    that fast products want in place of a row's, reached by padding."""
 
     mesh: Mesh
     micro_batch_size: int
@@ -56,6 +57,7 @@ class Sharing:
     lanes: int = 1
     cut_tokens: int | None = None
     in_pieces: bool = True
+    alike: bool = False
     rounded: Rounded | None = None
 
     def __call__(self, packs: list[Pack]) -> StepShare:
@@ -71,21 +73,35 @@ class Sharing:
         if self.cut_tokens is not None:
             cut = balance(packs, self.cut_tokens, self.lanes, self._cost, self.rounded)
             return share_step(cut, 0, 1, 1, None, self._cost)
-        if layout.pp > 1:  # a short last step still has work for all stages
+        if layout.pp > 1 and not self.alike:  # a short last step still has work for all stages
             size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
         limit = CPU_FORWARD_TOKENS if self.mesh.device.type == "cpu" and self.in_pieces else None
-        return share_step(packs, self.mesh.data_rank, layout.data_ranks, size, limit, self._cost)
+        rank, ranks = self.mesh.data_rank, layout.data_ranks
+        return share_step(packs, rank, ranks, size, limit, self._cost, alike=self.alike)
 
     def _cost(self, pack: Pack) -> float:
         return sum(self.flops.work(_length(document), _trained(document), self.mesh.device) for document in pack)
 
 
-def share_step(packs: list[Pack], rank: int, ranks: int, size: int, token_limit: int | None, cost: Cost) -> StepShare:
+def share_step(
+    packs: list[Pack],
+    rank: int,
+    ranks: int,
+    size: int,
+    token_limit: int | None,
+    cost: Cost,
+    *,
+    alike: bool = False,
+) -> StepShare:
     """Divide a step's packs.
 
-    size: packs in a micro-batch at most; token_limit: tokens in one of several packs, None for any number.
+    size: packs in a micro-batch at most; token_limit: tokens in one of several packs, None for any number; alike:
+    micro-batches hold the same packs however many ranks there are, at the price of ranks that are less even.
     """
-    divided = [_micro_batches(mine, size, token_limit) for mine in _by_rank(packs, ranks, cost)]
+    if alike:
+        divided = _by_rank(_micro_batches(packs, size, token_limit), ranks, lambda piece: sum(map(cost, piece)))
+    else:
+        divided = [_micro_batches(mine, size, token_limit) for mine in _by_rank(packs, ranks, cost)]
     count = max(len(mine) for mine in divided)
     mine = [replace(collate(piece), cost=sum(map(cost, piece))) for piece in divided[rank]]
     mine += [empty_micro_batch()] * (count - len(mine))
@@ -133,10 +149,10 @@ def _joined(packs: list[Pack]) -> Pack:
     return [document for pack in packs for document in pack]
 
 
-def _by_rank(packs: list[Pack], ranks: int, cost: Cost) -> list[list[Pack]]:
-    """Equally many packs each (but for the remainder) that cost about the same.
+def _by_rank(packs: list[Item], ranks: int, cost: Callable[[Item], float]) -> list[list[Item]]:
+    """Equally many packs (or micro-batches) each, but for the remainder, that cost about the same.
 
-    Each rank begins with its dearest packs, so that micro-batches that meet in a collective cost about the same.
+    Each rank begins with its dearest ones, so that micro-batches that meet in a collective cost about the same.
     """
     return [packs] if ranks == 1 else spread(packs, ranks, cost, most=-(-len(packs) // ranks))
 

@@ -89,9 +89,9 @@ def _plain_name(name: str) -> str:
     return plain.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
 
 
-def new_scores(model: nn.Module, base: PreTrainedModel, name: str | None) -> dict[str, torch.Tensor]:
+def new_scores(model: nn.Module, name: str | None) -> dict[str, torch.Tensor]:
     """A new score head begins at zero, so that every answer has the same score."""
     if name is None:
         return {}
-    zero = torch.zeros(base.config.get_text_config().hidden_size)
-    return {other: zero for other, _ in stored_tensors(model) if SCORE_HEAD in other.split(".")}
+    heads = [(other, tensor) for other, tensor in stored_tensors(model) if SCORE_HEAD in other.split(".")]
+    return {other: torch.zeros(tensor.shape[-1]) for other, tensor in heads}

@@ -1,0 +1,181 @@
+"""Decoder-only families beyond the toys: equal to plain transformers, or refused by name before a step is trained."""
+
+import pytest
+import torch
+import transformers as hf
+from test_attention import LENGTHS, lay_out
+
+from swiftlite.errors import UserError
+from swiftlite.models import attention
+from swiftlite.models.anatomy import check_trainable_architecture, check_trainable_layers, expert_share
+from swiftlite.models.load import build_model
+from swiftlite.models.rotary import document_lengths, scale_by_document
+from swiftlite.objectives.scorer import TokenScorer
+from swiftlite.objectives.supervised import supervised_loss
+from swiftlite.parallel.tensor_plan import check_tensor_parallel
+from swiftlite.planning.memory import activation_bytes_per_token
+from swiftlite.training.sources import new_scores
+
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+OLD_SHAPE = {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+EXPERTS = {"moe_intermediate_size": 16, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = EXPERTS | {
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 12,
+}  # fmt: skip
+
+EQUAL = {
+    "phi": ("PhiConfig", {"num_key_value_heads": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "phi3, longrope": ("Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 12}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": ("GraniteConfig", {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.2}),
+    "cohere2": ("Cohere2Config", SLIDING | {"logit_scale": 0.25}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "dropout": 0.0}),
+    "glm4": ("Glm4Config", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "gpt_oss": ("GptOssConfig", EXPERTS | SLIDING | {"head_dim": 8}),
+    "gemma3n": ("Gemma3nTextConfig", SLIDING | {
+        "head_dim": 8, "intermediate_size": [48, 48], "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 8,
+    }),
+    "gemma4": ("Gemma4TextConfig", SLIDING | {
+        "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 512,
+    }),
+}  # fmt: skip
+
+REFUSED = {
+    "chunks": ("Llama4TextConfig", EXPERTS | {"head_dim": 8}, "llama4_text has layers of kind chunked_attention"),
+    "indexed keys": ("DeepseekV32Config", LATENT, "deepseek_v32 has layers of kind indexed_attention"),
+    "layerdrop": ("OPTConfig", {"layerdrop": 0.1}, "opt leaves out whole layers"),
+    "a state that its config is silent about": (
+        "FalconH1Config", {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64}, "FalconH1.* convolution",
+    ),
+    "its own table of attention functions": ("GPTJConfig", OLD_SHAPE | {"rotary_dim": 8}, "gptj has a table"),
+    "an error on the way": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "Mpt.* cannot run"),
+    "a window that only a mask knows": (
+        "PhimoeConfig", EXPERTS | {"sliding_window": 8, "head_dim": 8}, "Phimoe.* sliding window of 8",
+    ),
+    "attention to what comes later": (
+        "Gemma3TextConfig", SLIDING | {"head_dim": 8, "use_bidirectional_attention": True}, "Gemma3Attention",
+    ),
+    "a router loss that is not there": ("DeepseekV2Config", LATENT | {"output_router_logits": True}, "DeepseekV2"),
+}  # fmt: skip
+
+
+def config_of(name, changes):
+    return getattr(hf, name)(**SHAPE | changes)
+
+
+def build(family, implementation):
+    config = config_of(*EQUAL[family])
+    check_trainable_architecture(config)
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+
+
+def prepared(config):
+    """What a run makes of a config before it loads weights, with random ones."""
+    check_trainable_architecture(config)
+    model = build_model("nowhere", config, dtype=torch.float32, attention=attention.register())
+    check_trainable_layers(model)
+    scale_by_document(model)
+    model.to_empty(device="cpu")
+    return model
+
+
+@pytest.mark.parametrize("family", EQUAL)
+def test_packed_loss_and_gradients_are_those_of_the_documents_one_by_one(family):
+    torch.manual_seed(0)
+    reference = build(family, "eager")
+    for parameter in reference.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    model = build(family, attention.register())
+    model.load_state_dict(reference.state_dict())
+    check_trainable_layers(model)
+    scale_by_document(model)
+    scorer = TokenScorer(model, model)
+    scorer.check()
+    documents = [torch.randint(3, 500, (n,)) for n in LENGTHS]
+    batch = lay_out(documents)
+    tokens = int((batch.labels != -100).sum())
+    loss = supervised_loss(scorer(batch).logprobs, tokens)
+    loss.backward()
+    total = torch.zeros(())
+    for document in documents:
+        alone = lay_out([document])
+        logits = reference(input_ids=alone.input_ids, use_cache=False).logits[0].float()
+        total = total + torch.nn.functional.cross_entropy(logits, alone.labels[0], reduction="sum") / tokens
+    total.backward()
+    torch.testing.assert_close(loss, total, rtol=1e-5, atol=0)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_be_trained_wrongly_is_refused_by_name(what):
+    name, changes, message = REFUSED[what]
+    with pytest.raises(UserError, match=message):
+        model = prepared(config_of(name, changes))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        TokenScorer(model, model).check()
+
+
+def test_a_window_longer_than_any_document_changes_nothing():
+    model = prepared(config_of("PhimoeConfig", EXPERTS | {"sliding_window": 64, "head_dim": 8}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    TokenScorer(model, model).check(64)
+    with pytest.raises(UserError, match="window of 64"):
+        TokenScorer(model, model).check(65)
+
+
+def test_lengths_are_those_of_documents():
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1, 4, 5]])  # the last one goes on from a shared prompt
+    assert document_lengths(positions).tolist() == [[3, 3, 3, 1, 2, 2, 6, 6]]
+
+
+def test_memory_of_feed_forwards_that_differ_layer_by_layer():
+    def of(widths):
+        return activation_bytes_per_token(config_of("Gemma3nTextConfig", SLIDING | widths), torch.float32, "none")
+
+    assert of({"intermediate_size": [32, 64]}) == of({"intermediate_size": [48, 48]})
+
+
+def test_a_tensor_parallel_plan_may_speak_of_experts_that_a_model_lacks():
+    changes = EQUAL["gemma4"][1]
+    check_tensor_parallel(config_of("Gemma4TextConfig", changes), 2)
+    with pytest.raises(UserError, match="width 48 does not divide by 32"):
+        check_tensor_parallel(
+            config_of("Gemma4TextConfig", changes | {"num_attention_heads": 32, "num_key_value_heads": 32}), 32
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+        ("Gemma4TextConfig", SLIDING | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}),
+        ("DeepseekV3Config", {"n_routed_experts": 8, "num_experts_per_tok": 2}),
+    ],
+)
+def test_the_share_of_experts_that_a_token_meets(config, share):
+    assert expert_share(config_of(config, share)) == 0.25
+    assert expert_share(config_of("LlamaConfig", {})) == 1.0
+
+
+def test_a_new_score_head_may_be_narrower_than_hidden_states():
+    changes = {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "num_labels": 1}
+    model = hf.AutoModelForSequenceClassification.from_config(config_of("OPTConfig", changes))
+    assert {name: len(zero) for name, zero in new_scores(model, "score.weight").items()} == {"score.weight": 16}
