@@ -1,19 +1,29 @@
 """Decoder-only families beyond the toys: equal to plain transformers, or refused by name before a step is trained."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as hf
 from test_attention import LENGTHS, lay_out
+from test_lanes import documents
+from test_launch import SWIFTLITE, close, run
+from test_parity import metrics
 
+from swiftlite.checkpoint.weights import materialize
+from swiftlite.config.layout import Layout
+from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.models import attention
-from swiftlite.models.anatomy import check_trainable_architecture, check_trainable_layers, expert_share
-from swiftlite.models.load import build_model
+from swiftlite.models.anatomy import check_trainable_architecture, expert_share, why_alone
+from swiftlite.models.load import build_model, load_config, own_attention
 from swiftlite.models.rotary import document_lengths, scale_by_document
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.memory import activation_bytes_per_token
+from swiftlite.training.setup import check_alone
+from swiftlite.training.share import Sharing
 from swiftlite.training.sources import new_scores
 
 SHAPE = {
@@ -28,6 +38,11 @@ LATENT = EXPERTS | {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     "head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
     "original_max_position_embeddings": 12,
@@ -55,14 +70,7 @@ EQUAL = {
 }  # fmt: skip
 
 REFUSED = {
-    "chunks": ("Llama4TextConfig", EXPERTS | {"head_dim": 8}, "llama4_text has layers of kind chunked_attention"),
-    "indexed keys": ("DeepseekV32Config", LATENT, "deepseek_v32 has layers of kind indexed_attention"),
     "layerdrop": ("OPTConfig", {"layerdrop": 0.1}, "opt leaves out whole layers"),
-    "a state that its config is silent about": (
-        "FalconH1Config", {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64}, "FalconH1.* convolution",
-    ),
-    "its own table of attention functions": ("GPTJConfig", OLD_SHAPE | {"rotary_dim": 8}, "gptj has a table"),
-    "an error on the way": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "Mpt.* cannot run"),
     "a window that only a mask knows": (
         "PhimoeConfig", EXPERTS | {"sliding_window": 8, "head_dim": 8}, "Phimoe.* sliding window of 8",
     ),
@@ -70,6 +78,17 @@ REFUSED = {
         "Gemma3TextConfig", SLIDING | {"head_dim": 8, "use_bidirectional_attention": True}, "Gemma3Attention",
     ),
     "a router loss that is not there": ("DeepseekV2Config", LATENT | {"output_router_logits": True}, "DeepseekV2"),
+}  # fmt: skip
+
+
+ALONE = {
+    "a state": ("Qwen3NextConfig", EXPERTS | LINEAR, "layers of kind linear_attention"),
+    "a state that its config is silent about": (
+        "FalconH1Config", {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64}, "a convolution over tokens",
+    ),
+    "convolutions": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48}, "kind conv"),
+    "its own table of attention functions": ("GPTJConfig", OLD_SHAPE | {"rotary_dim": 8} | NO_DROPOUT, "interface"),
+    "positions that attention adds": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "interface"),
 }  # fmt: skip
 
 
@@ -87,7 +106,7 @@ def prepared(config):
     """What a run makes of a config before it loads weights, with random ones."""
     check_trainable_architecture(config)
     model = build_model("nowhere", config, dtype=torch.float32, attention=attention.register())
-    check_trainable_layers(model)
+    assert why_alone(model) is None
     scale_by_document(model)
     model.to_empty(device="cpu")
     return model
@@ -101,7 +120,7 @@ def test_packed_loss_and_gradients_are_those_of_the_documents_one_by_one(family)
         parameter.data += 0.05 * torch.randn(parameter.shape)
     model = build(family, attention.register())
     model.load_state_dict(reference.state_dict())
-    check_trainable_layers(model)
+    assert why_alone(model) is None
     scale_by_document(model)
     scorer = TokenScorer(model, model)
     scorer.check()
@@ -120,6 +139,84 @@ def test_packed_loss_and_gradients_are_those_of_the_documents_one_by_one(family)
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_documents_that_cannot_share_a_row_are_run_one_at_a_time(what):
+    name, changes, why = ALONE[what]
+    torch.manual_seed(0)
+    reference = hf.AutoModelForCausalLM.from_config(config_of(name, changes), attn_implementation="eager").train()
+    for parameter in reference.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    model = build_model("nowhere", config_of(name, changes), dtype=torch.float32, attention=attention.register())
+    assert why in why_alone(model)
+    model.set_attn_implementation(own_attention(model))
+    materialize(model, torch.device("cpu"))
+    model.load_state_dict(reference.state_dict())
+    scorer = TokenScorer(model.train(), model, alone=True)
+    scorer.check()
+    documents = [lay_out([torch.randint(3, 500, (n,))]) for n in LENGTHS]
+    for batch in documents:
+        loss = supervised_loss(scorer(batch).logprobs, 100)
+        loss.backward()
+        logits = reference(input_ids=batch.input_ids, use_cache=False).logits[0].float()
+        expected = torch.nn.functional.cross_entropy(logits, batch.labels[0], reduction="sum") / 100
+        expected.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused_alone_too():
+    model = hf.AutoModelForCausalLM.from_config(config_of("GPTJConfig", OLD_SHAPE | {"rotary_dim": 8} | NO_DROPOUT))
+    model.transformer.ln_f.register_forward_hook(lambda _module, _given, hidden: hidden + hidden.mean(1, keepdim=True))
+    with pytest.raises(UserError, match="GPTJ.* lets a token see later ones"):
+        TokenScorer(model, model, alone=True).check()
+
+
+def test_every_micro_batch_is_one_document():
+    packs = [documents(30, 20, 10), documents(50)]
+    flops = SimpleNamespace(work=lambda length, trained, device: length)
+
+    def share(rank):
+        mesh = SimpleNamespace(layout=Layout(dp_shard=2), data_rank=rank, device=torch.device("cpu"))
+        return Sharing(mesh, 4, flops, alone=True)(packs)
+
+    mine, theirs = share(0), share(1)
+    assert [[batch.tokens for batch in share.micro_batches] for share in (mine, theirs)] == [[50, 10], [30, 20]]
+    assert {len(batch.cu_seqlens) for share in (mine, theirs) for batch in share.micro_batches} == {2}
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "refused"),
+    [("sft", {"tensor_parallel_size": 2}, "tensor"), ("dpo", {}, "dpo, which compares answers")],
+)
+def test_what_needs_several_documents_in_a_row_is_refused_by_name(tiny_model, command, more, refused):
+    config = resolve_config(command, model=str(tiny_model("qwen3.5")), dataset=["rows.jsonl"], nproc_per_node=2, **more)
+    layout = Layout(tp=2) if more else Layout(dp_shard=2)
+    base = build_model(config.model, load_config(config.model), dtype=torch.float32, attention=attention.register())
+    with pytest.raises(UserError, match=f"Qwen3_5.* linear_attention; not under {refused}"):
+        check_alone(config, layout, base, why_alone(base))
+
+
+def test_a_model_of_documents_one_at_a_time_in_two_processes(tmp_path, tiny_model, write_rows, chat_rows):
+    rows = write_rows("rows.jsonl", chat_rows)
+    flags = ["--model", tiny_model("qwen3.5"), "--dataset", rows, "--tuner", "full", "--max-length", "128",
+             "--global-batch-size", "4", "--micro-batch-size", "1", "--precision", "fp32", "--max-steps", "4",
+             "--save-steps", "2", "--learning-rate", "1e-3", "--cache-dir", tmp_path / "cache"]  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    start = run(*SWIFTLITE, "sft", *flags, "-o", one)
+    assert start.returncode == 0, start.stderr
+    assert "one at a time, because of layers of kind linear_attention" in start.stdout
+    middle = one / "checkpoints" / "step-00000002"
+    several = ["--nproc-per-node", "2", "--parallel", "fsdp", "-o", two, "--resume", middle]
+    done = run(*SWIFTLITE, "sft", *flags, *several)
+    assert done.returncode == 0, done.stderr
+    for mine, other in zip(metrics(two), metrics(one)[2:], strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert close(two / "model" / "model.safetensors", one / "model" / "model.safetensors")
 
 
 @pytest.mark.parametrize("what", REFUSED)

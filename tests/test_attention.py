@@ -7,7 +7,7 @@ import torch
 
 from swiftlite.errors import UserError
 from swiftlite.models import attention
-from swiftlite.models.anatomy import check_trainable_architecture, dissect
+from swiftlite.models.anatomy import dissect
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.toys import toy_config
 from swiftlite.models.tuners import set_activation_checkpointing
@@ -143,10 +143,3 @@ def test_an_unknown_output_head_is_refused():
     model.__class__ = Scaled
     with pytest.raises(UserError, match="logits"):
         TokenScorer(model, model).check()
-
-
-def test_recurrent_layers_are_refused_by_name():
-    config = toy_config("llama")
-    config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(UserError, match="linear_attention"):
-        check_trainable_architecture(config)

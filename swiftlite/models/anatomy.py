@@ -12,8 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from swiftlite.errors import UserError
 
-# Kinds of layers, as configs name them, in which packed documents stay apart. A state that runs on from token to token
-# would run on into the next document; chunks, compressed keys and the like would be counted from the row's start.
+# Kinds of layers, as configs name them, in which documents of one row stay apart. A state that runs on from token to
+# token would run on into the next document; chunks, compressed keys and the like would be counted from the row's start.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
 
 DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "jitter_noise", "jitter_eps")  # how configs name them
@@ -134,35 +134,40 @@ def _first_number(values: dict, names: tuple[str, ...]) -> float | None:
     return sum(found) / len(found) if isinstance(found, list | tuple) else found
 
 
+def attention_heads(config: PretrainedConfig) -> int:
+    """Of a layer; 1 where a config has no word for it, as those of state space models."""
+    return getattr(config, "num_attention_heads", None) or 1
+
+
 def balances_router(config: PretrainedConfig) -> bool:
     """Whether a mixture model's own load-balancing loss is trained beside the tokens."""
     return bool(config.get_text_config().to_dict().get("output_router_logits"))
 
 
 def check_trainable_architecture(config: PretrainedConfig) -> None:
-    """Refuse by name what packed rows would train wrongly. Raises UserError."""
+    """Refuse by name what would be trained wrongly. Raises UserError."""
     if config.is_encoder_decoder:
         raise UserError(f"{config.model_type} is an encoder-decoder model", fix="swiftlite trains decoder-only models")
-    values = config.get_text_config().to_dict()
-    strange = sorted(set(values.get("layer_types") or []) - set(ATTENTION_KINDS))
-    if strange:
-        raise UserError(
-            f"{config.model_type} has layers of kind {', '.join(strange)}, which do not keep packed documents apart",
-            fix="choose a model whose layers use full or sliding attention",
-        )
-    if values.get("layerdrop"):  # ranks would wait for each other's layers
+    if config.get_text_config().to_dict().get("layerdrop"):  # ranks would wait for each other's layers
         raise UserError(
             f"{config.model_type} leaves out whole layers at random", where="config.json", fix='set "layerdrop" to 0'
         )
 
 
-def check_trainable_layers(model: PreTrainedModel) -> None:
-    """Refuse by name layers that mix neighbouring tokens without attention, as those of state space models do, whose
-    configs need not say so. model: on `meta` will do. Raises UserError."""
+def strange_layers(config: PretrainedConfig) -> list[str]:
+    """The kinds of layers, as a config names them, that are not attention to all or the last tokens of a document."""
+    return sorted(set(config.get_text_config().to_dict().get("layer_types") or []) - set(ATTENTION_KINDS))
+
+
+def why_alone(model: PreTrainedModel) -> str | None:
+    """Why documents of this model cannot lie end to end in one row, but have to be run one at a time; None where they
+    can. model: on `meta` will do.
+    """
+    if strange := strange_layers(model.config):
+        return f"layers of kind {', '.join(strange)}"
     for name, module in model.get_decoder().named_modules():
-        if isinstance(module, nn.Conv1d):
-            raise UserError(
-                f"{type(model).__name__} runs a convolution over tokens ({name}), which does not keep packed documents "
-                "apart",
-                fix="choose a model whose layers use full or sliding attention",
-            )
+        if isinstance(module, nn.Conv1d):  # of a state space, which configs need not tell of
+            return f"a convolution over tokens ({name})"
+    if not model._supports_attention_backend:
+        return "attention that does not go through transformers' interface"
+    return None

@@ -111,13 +111,17 @@ def build_model(
 
     Buffers that no file holds (the frequencies of rotary embeddings) are real. source: where the generation config is,
     a folder or hub id; attention: a name known to transformers' attention interface; classifier: as in
-    `import_architecture`. Raises UserError.
+    `import_architecture`; a class that does not go through that interface has attention of its own. Raises UserError.
     """
     from transformers import GenerationConfig
 
+    auto = auto_class(classifier=classifier)
+    known = auto._model_mapping.get(type(model_config), None)
+    if known is not None and not known._supports_attention_backend:
+        attention = own_attention(known)
     with hub_errors(source, "model"), quiet(), _parameters_on_meta():
         try:
-            model = auto_class(classifier=classifier).from_config(
+            model = auto.from_config(
                 model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
         except KeyError as error:
@@ -133,6 +137,11 @@ def build_model(
     with contextlib.suppress(OSError):  # many models have none
         model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
     return model
+
+
+def own_attention(model: PreTrainedModel | type[PreTrainedModel]) -> str:
+    """The name of the fastest attention that transformers itself has for a model, on any device."""
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 @contextlib.contextmanager

@@ -40,6 +40,10 @@ def _kinds(layers: int) -> list[str]:
     return ["sliding_attention" if place % 2 == 0 else "full_attention" for place in range(layers)]
 
 
+def _hybrid(layers: int) -> list[str]:
+    return ["linear_attention" if place % 2 == 0 else "full_attention" for place in range(layers)]
+
+
 def _builders(layers: int) -> dict[str, Callable[[], PretrainedConfig]]:
     import transformers as hf
 
@@ -63,6 +67,19 @@ def _builders(layers: int) -> dict[str, Callable[[], PretrainedConfig]]:
         "gpt2": lambda: hf.GPT2Config(
             vocab_size=VOCABULARY, n_positions=512, n_embd=64, n_layer=layers, n_head=4, bos_token_id=2,
             eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        ),
+        # Those below run documents one at a time.
+        "qwen3.5": lambda: hf.Qwen3_5TextConfig(
+            **common, **heads, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+            linear_value_head_dim=16, layer_types=_hybrid(layers),
+        ),
+        "mamba2": lambda: hf.Mamba2Config(
+            vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=layers, state_size=16, num_heads=8, head_dim=16,
+            n_groups=2, chunk_size=32, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        ),
+        "falcon": lambda: hf.FalconConfig(
+            vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, bos_token_id=None,
+            eos_token_id=2, pad_token_id=0, hidden_dropout=0.0, attention_dropout=0.0,
         ),
     }  # fmt: skip
 

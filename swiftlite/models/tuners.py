@@ -114,7 +114,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
             raise UserError(
                 f"LoRA cannot be added: {str(error).splitlines()[0]}",
                 where="--target-modules",
-                fix="give `all-linear` or names of the model's linear layers",
+                fix="name other linear layers of the model, or use --tuner full",
             ) from error
     _refuse_adapted_head(wrapped)
     return wrapped

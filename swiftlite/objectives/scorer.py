@@ -46,14 +46,22 @@ class TokenScorer(nn.Module):
     A sequence classifier's head runs at the last token of each answer: its `logprobs` are the answers' scores.
     """
 
-    def __init__(self, model: nn.Module, base: PreTrainedModel, *, summed: bool = False, direct: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        base: PreTrainedModel,
+        *,
+        summed: bool = False,
+        direct: bool = False,
+        alone: bool = False,
+    ) -> None:
         """model: what is trained and saved (with adapters or not); base: the causal language model inside it.
 
         summed: the loss is a multiple of the sum of all log-probabilities; direct: nothing takes notice of gradients on
-        their way; see `token_logprobs`.
+        their way; see `token_logprobs`. alone: each row is one document, and borders are not spoken of.
         """
         super().__init__()
-        self._summed, self._direct = summed, direct
+        self._summed, self._direct, self._alone = summed, direct, alone
         self.wants_upstream = summed
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
@@ -80,9 +88,12 @@ class TokenScorer(nn.Module):
     def _decode(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None):  # noqa: ANN202 - its own class
         """The decoder's outputs. hidden: `[1, T, hidden]`, what enters its layers instead of the tokens' embeddings."""
         options: dict[str, object] = {"output_router_logits": True} if self._routed else {}
-        if not self._anatomy.gives_scores:
+        if not (self._alone or self._anatomy.gives_scores):
             options[PLACES] = batch.learnt
-        return self._anatomy.decoder(**decoder_inputs(batch, hidden), **options)
+        return self._anatomy.decoder(**self._inputs(batch, hidden), **options)
+
+    def _inputs(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None) -> dict[str, object]:
+        return one_document(batch) if self._alone else decoder_inputs(batch, hidden)
 
     def _score(
         self, hidden: torch.Tensor, batch: MicroBatch | _Probe, upstream: torch.Tensor | None = None
@@ -120,23 +131,36 @@ class TokenScorer(nn.Module):
 
     @torch.no_grad()
     def check(self, longest: float = inf) -> None:
-        """Run a few tokens in two documents before a step is trained. longest: tokens of any document.
+        """Run a few tokens in two documents, or one alone, before a step is trained. longest: tokens of any document.
 
         Raises UserError for an architecture whose attention does not keep documents apart, for one whose output head
         does more than swiftlite knows of, by comparison with the model's own logits, and for one that cannot run so.
         """
         try:
             with noted_windows() as windows:
-                self._check()
+                self._check_alone() if self._alone else self._check()
         except OF_THE_MACHINE:
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
-                f"{type(self.base).__name__} cannot run packed documents: {type(error).__name__}: "
+                f"{type(self.base).__name__} cannot run {'a document' if self._alone else 'packed documents'}: "
+                f"{type(error).__name__}: "
                 f"{(str(error).splitlines() or [''])[0]}",
                 fix="use another model, or --tensor-parallel-size 1 where that was higher, or report the architecture",
             ) from error
-        self._check_windows(windows, longest)
+        if not self._alone:
+            self._check_windows(windows, longest)
+
+    def _check_alone(self) -> None:
+        was_training = self.training
+        self.eval()
+        document = _probe(self.base.config.get_text_config().vocab_size, next(self.parameters()).device).second()
+        hidden, own = self._with_own_logits(document, None)
+        self._check_head(hidden, own, document)
+        beginning = self._decode(document.first(3)).last_hidden_state
+        if (beginning - hidden[:, :3]).abs().max() > _tolerance(hidden.dtype) * hidden.abs().max():
+            raise UserError(f"{type(self.base).__name__} lets a token see later ones", fix="use a decoder-only model")
+        self.train(was_training)
 
     def _check(self) -> None:
         was_training = self.training
@@ -161,7 +185,7 @@ class TokenScorer(nn.Module):
 
         handle = self._anatomy.decoder.register_forward_hook(keep)
         try:
-            logits = self.base(**decoder_inputs(probe, entering)).logits[0]
+            logits = self.base(**self._inputs(probe, entering)).logits[0]
         finally:
             handle.remove()
         return seen[0], logits.float().to(seen[0].device)
@@ -224,6 +248,11 @@ def decoder_inputs(batch: MicroBatch | _Probe, hidden: torch.Tensor | None = Non
     }
 
 
+def one_document(batch: MicroBatch | _Probe) -> dict[str, object]:
+    """What decoder and model are called with where a row is one document: what every architecture knows."""
+    return {"input_ids": batch.input_ids, "use_cache": False}
+
+
 @dataclass(frozen=True)
 class _Probe:
     """The part of a micro-batch that is read here, of two documents of 3 and 5 tokens."""
@@ -239,8 +268,15 @@ class _Probe:
 
     def second(self) -> _Probe:
         """The second document alone."""
-        parts = {name: getattr(self, name)[:, 3:] for name in ("input_ids", "position_ids", "labels")}
-        return replace(self, **parts, learnt=self.learnt[:5], cu_seqlens=self.cu_seqlens[1:] - 3)
+        return replace(self._tokens(slice(3, None)), learnt=self.learnt[:5], cu_seqlens=self.cu_seqlens[1:] - 3)
+
+    def first(self, tokens: int) -> _Probe:
+        """Of one document the beginning."""
+        return replace(self._tokens(slice(tokens)), learnt=self.learnt[:tokens])
+
+    def _tokens(self, place: slice) -> _Probe:
+        parts = {name: getattr(self, name)[:, place] for name in ("input_ids", "position_ids", "labels")}
+        return replace(self, **parts)
 
 
 def _probe(vocabulary: int, device: torch.device) -> _Probe:

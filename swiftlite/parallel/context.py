@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.errors import UserError
+from swiftlite.models.anatomy import attention_heads
 from swiftlite.models.attention import attend_row
 from swiftlite.models.rotary import LONGROPE, length_limits
 from swiftlite.parallel.exchange import exchange, gather_rows, sum_parts
@@ -205,7 +206,7 @@ def check_context_parallel(model_config: PretrainedConfig, layout: Layout, max_l
 def check_shared_prompts(model_config: PretrainedConfig, layout: Layout, max_length: int) -> None:
     """Refuse prompts that two answers share where attention cannot be divided by heads, or where the length of each
     answer may scale the prompt's rotary embedding otherwise. Raises UserError."""
-    heads = model_config.get_text_config().num_attention_heads // layout.tp
+    heads = attention_heads(model_config.get_text_config()) // layout.tp
     if heads < layout.cp:
         raise _too_few_heads(heads, layout.cp)
     for kind, limit in length_limits(model_config):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import dissect, expert_share
+from swiftlite.models.anatomy import attention_heads, dissect, expert_share
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -117,7 +117,7 @@ def stage_costs(base: PreTrainedModel, length: int) -> tuple[list[float], float,
     """
     anatomy, config = dissect(base), base.config.get_text_config()
     values = config.to_dict()
-    heads = config.num_attention_heads
+    heads = attention_heads(config)
     width = heads * (values.get("head_dim") or config.hidden_size // heads)
     kinds = values.get("layer_types") or [""] * len(anatomy.layers)
     window = values.get("sliding_window") or length

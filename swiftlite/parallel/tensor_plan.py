@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import EXPERTS
+from swiftlite.models.anatomy import EXPERTS, attention_heads
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -112,7 +112,7 @@ def check_tensor_parallel(config: PretrainedConfig, size: int) -> None:
 def _misfit(text: PretrainedConfig, plan: TensorPlan, size: int) -> str | None:
     """Why the model cannot be split into `size`, None where it can."""
     values = text.to_dict()
-    heads = text.num_attention_heads
+    heads = attention_heads(text)
     kv_heads = values.get("num_key_value_heads") or heads
     if plan.has(Part.COLUMN, inside="attn.") or plan.has(Part.COLUMN, inside="attention."):
         for count in _numbers(heads):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from swiftlite.models.anatomy import dissect
+from swiftlite.models.anatomy import attention_heads, dissect
 from swiftlite.parallel.context import divide_heads
 from swiftlite.parallel.experts import find_experts
 from swiftlite.parallel.stages import Schedule
@@ -108,9 +108,9 @@ class ModelShape:
             depth=len(anatomy.layers),
             mixtures=len(mixtures),
             hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
-            head_size=values.get("head_dim") or config.hidden_size // config.num_attention_heads,
+            heads=attention_heads(config),
+            kv_heads=values.get("num_key_value_heads") or attention_heads(config),
+            head_size=values.get("head_dim") or config.hidden_size // attention_heads(config),
             chosen=values.get("num_experts_per_tok") or 1,
         )
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swiftlite.models.anatomy import attention_heads
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -23,7 +25,7 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
     """
     shape = model_config.get_text_config()
     values = shape.to_dict()
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    hidden, heads = shape.hidden_size, attention_heads(shape)
     size = values.get("head_dim") or hidden // heads
     kv_heads = values.get("num_key_value_heads") or heads
     feed_forward = values.get("intermediate_size") or values.get("n_inner") or 4 * hidden

@@ -19,7 +19,7 @@ from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.methods import PREFERENCE
 from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
-from swiftlite.models.anatomy import balances_router, dissect
+from swiftlite.models.anatomy import balances_router, dissect, why_alone
 from swiftlite.models.embedding import use_direct_embeddings
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
@@ -95,6 +95,7 @@ def divide(
     layout = mesh.layout
     kept = activation_bytes_per_token(base.config, precision.dtype, "selective")  # about what is left on a CPU
     tokens, lanes = cut_step(config, mesh, base, count_parameters(model)[0], kept)
+    alone = why_alone(base) is not None
     share = Sharing(
         mesh,
         config.micro_batch_size,
@@ -103,16 +104,18 @@ def divide(
         tokens,
         in_pieces=not config.optimizer_in_backward,
         alike=balances_router(base.config),
-        rounded=_row_length(config, mesh, base, precision),
+        rounded=None if alone else _row_length(config, mesh, base, precision),
+        alone=alone,
     )
     if layout.pp == 1:
         _quantize(base, config)
         direct = mesh.device.type == "cpu" and mesh.stored is None and not config.optimizer_in_backward
         if direct:
             use_direct_embeddings(model)
-        parts = [Part(TokenScorer(model, base, summed=_is_summed(config), direct=direct), model, base)]
+        scorer = TokenScorer(model, base, summed=_is_summed(config), direct=direct, alone=alone)
+        parts = [Part(scorer, model, base)]
         runner: StepRunner = DirectStep(
-            parts[0].scorer,
+            scorer,
             precision,
             mesh,
             config.seed,

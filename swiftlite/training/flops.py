@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.models.anatomy import expert_share, head_of
+from swiftlite.models.anatomy import ATTENTION_KINDS, attention_heads, expert_share, head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,9 +54,10 @@ class FlopCounter:
                 self._in_head = flops
             else:
                 self._in_layers += flops
-        heads = config.num_attention_heads
+        heads, kinds = attention_heads(config), config.to_dict().get("layer_types") or []
         size = config.to_dict().get("head_dim") or config.hidden_size // heads
-        self._per_square = 6 * config.num_hidden_layers * heads * size
+        layers = config.num_hidden_layers - sum(kind not in ATTENTION_KINDS for kind in kinds)
+        self._per_square = 6 * layers * heads * size
 
     def step(self, lengths: list[int]) -> float:
         """lengths: tokens of each document of the step."""

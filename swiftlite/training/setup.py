@@ -20,14 +20,14 @@ from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
-from swiftlite.config.methods import PAIRED, pack_capacity
+from swiftlite.config.methods import PAIRED, PREFERENCE, pack_capacity
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
 from swiftlite.models import attention, fp8
-from swiftlite.models.anatomy import check_trainable_architecture, check_trainable_layers, dissect
+from swiftlite.models.anatomy import check_trainable_architecture, dissect, why_alone
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
-from swiftlite.models.load import build_model, import_architecture, load_config, model_folder
+from swiftlite.models.load import build_model, import_architecture, load_config, model_folder, own_attention
 from swiftlite.models.quantize import BLOCK, count_quantizable, packing
 from swiftlite.models.rotary import scale_by_document
 from swiftlite.models.tuners import (
@@ -70,7 +70,8 @@ class Trainee:
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
-    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`.
+    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`; alone: why documents are run one at
+    a time, if they are.
     """
 
     model: nn.Module
@@ -85,6 +86,7 @@ class Trainee:
     ample_memory: bool
     has_new_head: bool = False
     kernels: str = "none"
+    alone: str | None = None
 
     @property
     def layout_words(self) -> str:
@@ -178,8 +180,11 @@ def build_trainee(
         trust_remote_code=config.trust_remote_code,
         classifier=config.method == "rm",
     )
-    check_trainable_layers(base)
-    scale_by_document(base)
+    if alone := why_alone(base):
+        check_alone(config, layout, base, alone)
+        base.set_attn_implementation(own_attention(base))
+    else:
+        scale_by_document(base)
     weights = TensorFolder(model_folder(source, revision=config.revision))
     if source == str(resume):
         _grow(base, config, load_tokenizer)  # its files have the rows of new tokens
@@ -207,13 +212,28 @@ def build_trainee(
         config, model_config, model, base, choice, mesh, precision, need, _room(choice, need, mesh, free)
     )
     trainee.has_new_head = new_head is not None and resume is None
-    trainee.kernels = kernels
+    trainee.kernels, trainee.alone = kernels, alone
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
         if adapter is None:
             start_dora(part.model)
     return trainee
+
+
+def check_alone(config: RunConfig, layout: Layout, base: PreTrainedModel, why: str) -> None:
+    """Refuse what needs several documents in a row, or a row in several processes. Raises UserError."""
+    if max(layout.tp, layout.pp, layout.cp, layout.expert_parallel) > 1:
+        refused, fix = "tensor, pipeline, context or expert parallelism", "use --parallel fsdp or ddp"
+    elif config.method in PREFERENCE:
+        refused, fix = f"{config.method}, which compares answers", "choose a model with full or sliding attention"
+    else:
+        return
+    raise UserError(
+        f"documents of {type(base).__name__} are run one at a time, because of {why}; not under {refused}",
+        where=config.model,
+        fix=fix,
+    )
 
 
 def _grow(base: PreTrainedModel, config: RunConfig, load_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:

@@ -49,7 +49,7 @@ class Sharing:
     """How a run divides its steps. lanes: micro-batches that this process trains at a time; cut_tokens: of one, about,
     where documents may leave their packs; in_pieces: whether a micro-batch of several packs may be run in several
     forward passes; alike: micro-batches are those of one process, because a loss is a mean of each; rounded: the length
-    that fast products want in place of a row's, reached by padding."""
+    that fast products want in place of a row's, reached by padding; alone: a micro-batch is one document."""
 
     mesh: Mesh
     micro_batch_size: int
@@ -59,6 +59,7 @@ class Sharing:
     in_pieces: bool = True
     alike: bool = False
     rounded: Rounded | None = None
+    alone: bool = False
 
     def __call__(self, packs: list[Pack]) -> StepShare:
         """This process's part of some packs of a step."""
@@ -70,6 +71,8 @@ class Sharing:
 
     def _share(self, packs: list[Pack]) -> StepShare:
         layout, size = self.mesh.layout, self.micro_batch_size
+        if self.alone:
+            packs, size = [[document] for document in _joined(packs)], 1
         if self.cut_tokens is not None:
             cut = balance(packs, self.cut_tokens, self.lanes, self._cost, self.rounded)
             return share_step(cut, 0, 1, 1, None, self._cost)

@@ -15,6 +15,7 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
+from swiftlite.imports import quiet_bitsandbytes
 from swiftlite.models.toys import toy_judged, toy_pairs, toy_rows
 from swiftlite.parallel.world import AnotherFailed, World, joined
 from swiftlite.reporting.run import QuietReporter
@@ -81,15 +82,12 @@ class Verification:
             reference = self._folder / f"reference-{number}"
             if self._resumed:
                 flags |= {"save_steps": 1, "keep_checkpoints": STEPS}
-            expected = Recorder()
+            expected, refused = Recorder(), ""
             if self._world.rank == 0:
-                run_training(
-                    resolve_in_world(subject.method, flags | {"output_dir": str(reference)}, 1).config,
-                    World(self._world.device),
-                    Layout(),
-                    expected,
-                )
-            self._world.meet(f"reference {number}")
+                refused = self._train_alone(subject.method, flags | {"output_dir": str(reference)}, expected)
+            if refused := self._world.same(reference.name, refused):
+                yield Verdict(subject.name, "one process", 0.0, None, refused)
+                continue
             before, name = reference, "one process"
             for place, case in enumerate(case for case in cases if subject.takes(case)):
                 wanted, output = flags | case.flags, self._folder / f"{number}-{place}"
@@ -103,6 +101,14 @@ class Verification:
                 if output.exists():
                     before, name = self._exchange(before, output, reference), case.name
             self._remove(self._exchange(before, reference, reference))
+
+    def _train_alone(self, method: str, flags: dict[str, Any], recorder: Recorder) -> str:
+        """One process's run, which the others are compared with. Returns why it was refused, or nothing."""
+        try:
+            run_training(resolve_in_world(method, flags, 1).config, World(self._world.device), Layout(), recorder)
+        except UserError as error:
+            return error.what
+        return ""
 
     def _exchange(self, old: Path, new: Path, reference: Path) -> Path:
         """`new`; the old run is removed where it is neither that nor the reference."""
@@ -155,6 +161,7 @@ def verify_in_process(
 
     report: tells the user of an error, in the process that fails first; resumed: as in `Verification`.
     """
+    quiet_bitsandbytes()
     with joined() as world, world.told_once(report):
         for verdict in Verification(Path(folder), models, world, resumed=resumed).verdicts(subjects, cases):
             if world.rank == 0:
