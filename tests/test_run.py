@@ -299,6 +299,19 @@ def test_new_tokens_get_rows_that_are_trained_and_saved(base, tmp_path, tiny_mod
         assert torch.allclose(new, other.weight.mean(0), atol=0.1)
 
 
+def test_an_adapter_with_new_tokens_goes_on_with_them(base, tmp_path):
+    from transformers import AutoTokenizer
+
+    first, second = tmp_path / "out" / "model", tmp_path / "second"
+    train(base, tuner="lora", new_tokens=NEW_TOKENS, max_steps=2)
+    train(base, tuner="lora", adapter=str(first), output_dir=str(second), max_steps=1, learning_rate=1e-9)
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (first, second / "model")]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    old, new = (load_file(folder / "adapter_model.safetensors") for folder in (first, second / "model"))
+    name = next(name for name in old if "embed_tokens" in name)
+    torch.testing.assert_close(new[name], old[name], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("more", [{"new_tokens": NEW_TOKENS}, {"modules_to_save": ["lm_head"]}])
 def test_a_tied_head_that_is_trained_whole_starts_as_it_was_and_goes_on(base, tmp_path, tiny_model, more):
     values = base | {"model": str(tiny_model("gpt2")), "tuner": "lora", "keep_checkpoints": 9, "max_steps": 4} | more

@@ -190,6 +190,7 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "gradient_accumulation_steps": batch.accumulation,
         "num_microbatches": batch.accumulation if pipeline else config.num_microbatches,
         "pipeline_schedule": config.pipeline_schedule or ("1f1b" if pipeline else None),
+        "tokenizer": config.tokenizer or _adapters_tokenizer(config),
         "tuner": tuner,
         "overlong": config.overlong or ("split" if pretrain else "truncate"),
         "learning_rate": config.learning_rate or LEARNING_RATES[config.method, tuner],
@@ -197,6 +198,12 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),
     }
+
+
+def _adapters_tokenizer(config: RunConfig) -> str | None:
+    """What an adapter was trained with counts before what the model came with: it may have new tokens."""
+    known = config.adapter is not None and (Path(config.adapter).expanduser() / "tokenizer_config.json").is_file()
+    return config.adapter if known else None
 
 
 def _positions(model: str) -> int | None:

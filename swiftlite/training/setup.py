@@ -237,7 +237,7 @@ def check_alone(config: RunConfig, layout: Layout, base: PreTrainedModel, why: s
 
 
 def _grow(base: PreTrainedModel, config: RunConfig, load_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
-    if config.new_tokens:
+    if config.new_tokens or config.adapter:  # which may have been trained with new tokens
         grow_vocabulary(base, len(load_tokenizer()))
 
 
