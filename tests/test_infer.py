@@ -183,6 +183,20 @@ def test_a_system_message_is_added_only_where_there_is_none(tmp_path):
     assert second.where == f"{path}:3"
 
 
+def test_rows_are_read_as_in_training(tmp_path):
+    from swiftlite.serving.prompts import read_questions
+
+    path, call = tmp_path / "in.jsonl", {"name": "add", "arguments": {"a": 1}}
+    turns = [
+        {"from": "human", "value": "1 + 1?"}, {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "2"}, {"from": "chatgpt", "value": "left out"},
+    ]  # fmt: skip
+    path.write_text(json.dumps({"conversations": turns, "tools": "[]"}) + "\n")
+    (question,) = read_questions(path, None)
+    assert [message["role"] for message in question.messages] == ["user", "assistant", "tool"]
+    assert question.messages[1]["tool_calls"][0]["function"] == call and question.tools is None
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -193,8 +207,9 @@ def test_a_system_message_is_added_only_where_there_is_none(tmp_path):
         (b'{"prompt": 3}', "must be a string"),
         (b'{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
         (b'{"messages": [{"role": "assistant", "content": "x"}]}', "no question"),
-        (b'{"messages": "x"}', "must be an array"),
-        (b'{"prompt": "x", "history": [1]}', "list of pairs"),
+        (b'{"messages": 3}', "must be an array"),
+        (b'{"messages": "x"}', "is no JSON array"),
+        (b'{"prompt": "x", "history": [1]}', "list of .question, answer. pairs"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_before_anything_is_loaded(tmp_path, tiny_model, monkeypatch, line, says):

@@ -10,13 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftlite.data.forms import BadRow
+from swiftlite.data.messages import (
+    QUESTIONS,
+    array,
+    messages_of,
+    opening,
+    optional_text,
+    question_of,
+    tools_of,
+    turns_of,
+)
 from swiftlite.errors import UserError
 from swiftlite.untrusted import names_of, parse_json
 
 Message = dict[str, Any]
-ROLES = {"human": "user", "gpt": "assistant", "developer": "system", "observation": "tool", "function": "tool"}
-KNOWN_ROLES = ("system", "user", "assistant", "tool")
-QUESTION_KEYS = ("prompt", "query", "question")
+CONVERSATIONS = ("messages", "conversations")
 FORMATS = "messages, conversations, prompt, query, question, or instruction with input"
 
 
@@ -61,65 +70,30 @@ def _question(line: bytes, where: str, system: str | None) -> Question:
         raise UserError(f"not valid JSON: {error}", where=where, fix="write one JSON object a line") from error
     if not isinstance(row, dict):
         raise UserError("a row must be a JSON object", where=where, fix="write one JSON object a line")
-    messages = _messages(row, where)
+    try:
+        messages = _messages(row)
+        first = optional_text(row, "system") or system
+        tools = tools_of(row)
+    except BadRow as bad:
+        raise UserError(bad.detail, where=where, fix="write rows as `swiftlite sft` takes them") from bad
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise UserError("the row has no question", where=where, fix="give it a user message")
-    first = row.get("system") or system
     if first is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": _text(first, "system", where)})
-    return Question(row, messages, row.get("tools") or None, where)
+        messages.insert(0, {"role": "system", "content": first})
+    return Question(row, messages, tools, where)
 
 
-def _messages(row: dict[str, Any], where: str) -> list[Message]:
-    for key in ("messages", "conversations"):
-        if key in row:
-            return _turns(row[key], key, where)
-    for key in QUESTION_KEYS:
-        if isinstance(row.get(key), list):
-            return _turns(row[key], key, where)
-        if key in row:
-            return [*_history(row, where), {"role": "user", "content": _text(row[key], key, where)}]
-    if "instruction" in row:
-        parts = [_text(row[key], key, where) for key in ("instruction", "input") if row.get(key)]
-        return [*_history(row, where), {"role": "user", "content": "\n".join(parts)}]
-    raise UserError(f"no row format fits these keys: {names_of(row)}", where=where, fix=f"use one of: {FORMATS}")
-
-
-def _turns(given: object, name: str, where: str) -> list[Message]:
-    if not isinstance(given, list):
-        raise UserError(f"{name} must be an array", where=where, fix='write [{"role": "user", "content": "..."}]')
-    return [_turn(message, f"{name}[{i}]", where) for i, message in enumerate(given)]
-
-
-def _turn(given: object, name: str, where: str) -> Message:
-    if not isinstance(given, dict):
-        raise UserError(f"{name} must be an object", where=where, fix='write {"role": "user", "content": "..."}')
-    role = given.get("role", given.get("from"))
-    role = ROLES.get(role, role) if isinstance(role, str) else role
-    if role not in KNOWN_ROLES:
-        raise UserError(f"{name} has the role {role!r:.40}", where=where, fix=f"use one of: {', '.join(KNOWN_ROLES)}")
-    rest = {key: value for key, value in given.items() if key not in ("role", "from", "content", "value", "train")}
-    content = given.get("content", given.get("value"))
-    if content is None and rest.get("tool_calls"):
-        content = ""
-    return {"role": role, "content": _text(content, f"{name}.content", where), **rest}
-
-
-def _history(row: dict[str, Any], where: str) -> list[Message]:
-    messages: list[Message] = []
-    for pair in row.get("history") or []:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise UserError(
-                "history must be a list of pairs", where=where, fix='write "history": [["question", "answer"]]'
-            )
-        messages.append({"role": "user", "content": _text(pair[0], "history", where)})
-        messages.append({"role": "assistant", "content": _text(pair[1], "history", where)})
-    return messages
-
-
-def _text(value: object, name: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{name} must be a string", where=where, fix=f"give {name} as text")
-    return value
+def _messages(row: dict[str, Any]) -> list[Message]:
+    """What training would see of a row's conversation, or of its question. Raises BadRow."""
+    key = next((key for key in (*CONVERSATIONS, "prompt", *QUESTIONS) if row.get(key) is not None), None)
+    if key is None:
+        raise BadRow("unknown_keys", f"no row format fits these keys: {names_of(row)}; known: {FORMATS}")
+    if key in CONVERSATIONS:
+        turns = messages_of(array(row[key], key), key)
+    elif isinstance(row[key], list):
+        turns = opening(row) + turns_of(row[key], key, "user")
+    else:
+        turns = opening(row) + turns_of(question_of(row, key), key, "user")
+    return [message for message, _ in turns]
