@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -297,6 +298,17 @@ def test_new_tokens_get_rows_that_are_trained_and_saved(base, tmp_path, tiny_mod
         new = module.weight[len(other.weight) :]
         assert len(new) == len(tokenizer) - len(old) and not torch.equal(new[-1], other.weight.mean(0))
         assert torch.allclose(new, other.weight.mean(0), atol=0.1)
+
+
+def test_the_folder_of_a_run_in_place_of_its_result_is_told_so(base, tmp_path):
+    train(base, tuner="lora", max_steps=1)
+    inside = re.escape(str(tmp_path / "out" / "model"))
+    with pytest.raises(UserError, match=f"no adapter_config.json[^:]*\n.*\n.*: {inside}"):
+        train(base, tuner="lora", adapter=str(tmp_path / "out"), output_dir=str(tmp_path / "next"))
+    train(base, tuner="full", max_steps=1, output_dir=str(tmp_path / "whole"))
+    inside = re.escape(str(tmp_path / "whole" / "model"))
+    with pytest.raises(UserError, match=f"no config.json\n.*\n.*: {inside}"):
+        train(base, model=str(tmp_path / "whole"), output_dir=str(tmp_path / "next"))
 
 
 def test_an_adapter_with_new_tokens_goes_on_with_them(base, tmp_path):

@@ -25,9 +25,8 @@ def check_model_path(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(
-                "the model folder has no config.json", where=str(path), fix="name a folder that save_pretrained wrote"
-            )
+            fix = "name a folder that save_pretrained wrote" + result_inside(path, "config.json")
+            raise UserError("the model folder has no config.json", where=str(path), fix=fix)
         _check_config(path / "config.json")
         return
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
@@ -36,6 +35,11 @@ def check_model_path(model: str) -> None:
             where=f"--model {model}",
             fix="check the path, or name a model of the hub as OWNER/NAME",
         )
+
+
+def result_inside(folder: Path, file: str) -> str:
+    """Words that point to the result of a run, where a folder is that of one."""
+    return f": {folder / 'model'}" if (folder / "model" / file).is_file() else ""
 
 
 def _check_config(path: Path) -> None:

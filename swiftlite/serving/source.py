@@ -81,7 +81,7 @@ def _inside_run(name: str, where: str) -> str:
     checkpoints = sorted([*folder.glob("checkpoints/step-*"), *folder.glob("step-*")])
     if checkpoints:
         raise UserError(
-            "the run has not finished: there are checkpoints, but no model/",
+            "the folder holds checkpoints, but no model/ of a run that has finished",
             where=where,
             fix=f"name a checkpoint, such as {checkpoints[-1]}",
         )

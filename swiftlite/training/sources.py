@@ -11,6 +11,7 @@ from swiftlite.checkpoint.catalog import Catalog, Entry, catalog_model, stored_t
 from swiftlite.checkpoint.weights import TensorFolder
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD, dissect
+from swiftlite.models.load import result_inside
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +27,8 @@ def find_weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | No
     frozen ones may have been rounded to its type."""
     adapter = None if config.adapter is None else Path(config.adapter).expanduser()
     if adapter is not None and not (adapter / ADAPTER_CONFIG).is_file():
-        raise UserError(f"no {ADAPTER_CONFIG} in the adapter folder", where=str(adapter), fix="check --adapter")
+        fix = "check --adapter" + result_inside(adapter, ADAPTER_CONFIG)
+        raise UserError(f"no {ADAPTER_CONFIG} in the adapter folder", where=str(adapter), fix=fix)
     if config.tuner == "lora" and resume is not None:
         adapter = resume
     return (str(resume) if config.tuner == "full" and resume is not None else config.model), adapter
