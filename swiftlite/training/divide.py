@@ -94,8 +94,8 @@ def divide(
     """
     layout = mesh.layout
     kept = activation_bytes_per_token(base.config, precision.dtype, "selective")  # about what is left on a CPU
-    tokens, lanes = cut_step(config, mesh, base, count_parameters(model)[0], kept)
     alone = why_alone(base) is not None
+    tokens, lanes = (None, 1) if alone else cut_step(config, mesh, base, count_parameters(model)[0], kept)
     share = Sharing(
         mesh,
         config.micro_batch_size,

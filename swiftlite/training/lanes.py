@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from swiftlite.models.anatomy import balances_router, has_dropout, why_alone
+from swiftlite.models.anatomy import balances_router, has_dropout
 from swiftlite.training.balance import spread
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ def cut_step(
 
     trained: parameters, of which each lane has gradients; kept_per_token: bytes for the backward pass. Lanes together
     hold no more tokens than `--micro-batch-size` allows. Documents stay where several processes share the work, where
-    random numbers are drawn on the way (threads have one generator), where a loss is a mean per micro-batch, where a
-    gradient is used at once, and where documents are run one at a time.
+    random numbers are drawn on the way (threads have one generator), where a loss is a mean per micro-batch, and where
+    a gradient is used at once.
     """
     random = has_dropout(base) or (config.tuner == "lora" and config.lora_dropout)
-    whole = config.compile or config.optimizer_in_backward or balances_router(base.config) or why_alone(base)
-    if mesh.device.type != "cpu" or mesh.layout.world > 1 or whole or random:
+    alone = config.compile or config.optimizer_in_backward
+    if mesh.device.type != "cpu" or mesh.layout.world > 1 or alone or random or balances_router(base.config):
         return None, 1
     allowed = config.micro_batch_size * config.max_length
     if allowed <= LANE_TOKENS:
