@@ -299,7 +299,7 @@ def test_a_run_folder_stands_for_its_model_and_a_checkpoint_for_itself(tiny_mode
     run = tmp_path / "run"
     checkpoint = run / "checkpoints" / "step-00000010"
     checkpoint.mkdir(parents=True)
-    with pytest.raises(UserError, match="not finished") as caught:
+    with pytest.raises(UserError, match="no model/ of a run") as caught:
         find_source(str(run), None)
     assert "step-00000010" in caught.value.fix
     for folder in (checkpoint, run / "model"):
