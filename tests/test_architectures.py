@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
-from test_attention import LENGTHS, lay_out
+from test_attention import LENGTHS, check_one_by_one, lay_out
 from test_lanes import documents
 from test_launch import SWIFTLITE, close, run
 from test_parity import metrics
@@ -124,21 +124,7 @@ def test_packed_loss_and_gradients_are_those_of_the_documents_one_by_one(family)
     scale_by_document(model)
     scorer = TokenScorer(model, model)
     scorer.check()
-    documents = [torch.randint(3, 500, (n,)) for n in LENGTHS]
-    batch = lay_out(documents)
-    tokens = int((batch.labels != -100).sum())
-    loss = supervised_loss(scorer(batch).logprobs, tokens)
-    loss.backward()
-    total = torch.zeros(())
-    for document in documents:
-        alone = lay_out([document])
-        logits = reference(input_ids=alone.input_ids, use_cache=False).logits[0].float()
-        total = total + torch.nn.functional.cross_entropy(logits, alone.labels[0], reduction="sum") / tokens
-    total.backward()
-    torch.testing.assert_close(loss, total, rtol=1e-5, atol=0)
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if theirs.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+    check_one_by_one(scorer, reference, [torch.randint(3, 500, (n,)) for n in LENGTHS], atol=1e-5)
 
 
 @pytest.mark.parametrize("what", ALONE)

@@ -171,15 +171,7 @@ def build_trainee(
     source, adapter = find_weights(config, resume)
     if config.method == "rm":
         _describe_scores(model_config, load_tokenizer())
-    base = build_model(
-        source,
-        model_config,
-        dtype=precision.dtype if config.tuner == "lora" else precision.masters,
-        attention=attention.register(),
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        classifier=config.method == "rm",
-    )
+    base = _build_base(source, config, model_config, precision)
     if alone := why_alone(base):
         check_alone(config, layout, base, alone)
         base.set_attn_implementation(own_attention(base))
@@ -219,6 +211,20 @@ def build_trainee(
         if adapter is None:
             start_dora(part.model)
     return trainee
+
+
+def _build_base(
+    source: str, config: RunConfig, model_config: PretrainedConfig, precision: Precision
+) -> PreTrainedModel:
+    return build_model(
+        source,
+        model_config,
+        dtype=precision.dtype if config.tuner == "lora" else precision.masters,
+        attention=attention.register(),
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        classifier=config.method == "rm",
+    )
 
 
 def check_alone(config: RunConfig, layout: Layout, base: PreTrainedModel, why: str) -> None:
