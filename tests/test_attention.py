@@ -148,3 +148,18 @@ def test_an_unknown_output_head_is_refused():
     model.__class__ = Scaled
     with pytest.raises(UserError, match="logits"):
         TokenScorer(model, model).check()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "wanted"),
+    [
+        ((64, 64), torch.bfloat16, True),
+        ((256, 256), torch.float16, True),
+        ((192, 128), torch.bfloat16, False),
+        ((512, 512), torch.bfloat16, False),
+        ((64, 64), torch.float32, False),
+    ],
+)
+def test_heads_that_flash_attention_takes(sizes, dtype, wanted):
+    query, value = (SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 8, size)) for size in sizes)
+    assert attention._serves_varlen(query, value) is wanted

@@ -27,6 +27,7 @@ from swiftlite.errors import UserError
 from swiftlite.models.attention_cpu import attend_by_document
 
 NAME = "swiftlite_documents"
+LARGEST_HEAD = 256  # of flash attention
 
 # (query, key, value, borders of the queries, borders of the keys, sinks) -> `[1, queries, heads, value_dim]`
 Attend = Callable[..., torch.Tensor]
@@ -125,14 +126,20 @@ def document_attention(
     window = sliding_window if sliding_window and max_length_q is not None and sliding_window < max_length_q else None
     if sliding_window:
         _noted.given.add(sliding_window)
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if query.is_cuda and half and not dropout and softcap is None and s_aux is None:
+    if _serves_varlen(query, value) and not dropout and softcap is None and s_aux is None:
         attend = functools.partial(_varlen, longest=max_length_q, scaling=scaling, window=window)
     else:
         attend = functools.partial(_by_document, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
     shared = None if key_index is None else SharedKeys(key_index, cu_seq_lens_k)
     run = attend_row if context is None else context.attend
     return run(attend, query, key, value, cu_seq_lens_q, s_aux, shared), None
+
+
+def _serves_varlen(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether PyTorch's kernel for rows of documents takes such tensors: flash attention (arXiv 2307.08691) has 16-bit
+    types, and heads of one size, at most 256. Latent attention's values are smaller than its keys."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
 
 
 def attend_row(
