@@ -138,7 +138,10 @@ class TokenScorer(nn.Module):
         """
         try:
             with noted_windows() as windows:
+                was_training = self.training
+                self.eval()
                 self._check_alone() if self._alone else self._check()
+                self.train(was_training)
         except OF_THE_MACHINE:
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -152,19 +155,14 @@ class TokenScorer(nn.Module):
             self._check_windows(windows, longest)
 
     def _check_alone(self) -> None:
-        was_training = self.training
-        self.eval()
         document = _probe(self.base.config.get_text_config().vocab_size, next(self.parameters()).device).second()
         hidden, own = self._with_own_logits(document, None)
         self._check_head(hidden, own, document)
         beginning = self._decode(document.first(3)).last_hidden_state
         if (beginning - hidden[:, :3]).abs().max() > _tolerance(hidden.dtype) * hidden.abs().max():
             raise UserError(f"{type(self.base).__name__} lets a token see later ones", fix="use a decoder-only model")
-        self.train(was_training)
 
     def _check(self) -> None:
-        was_training = self.training
-        self.eval()
         device = next(self.parameters()).device
         probe, entering = _probe(self.base.config.get_text_config().vocab_size, device), self._probe_hidden(device)
         alone = self._decode(probe.second(), None if entering is None else entering[:, 3:]).last_hidden_state
@@ -174,7 +172,6 @@ class TokenScorer(nn.Module):
         else:
             hidden = self._decode(probe, entering).last_hidden_state
         self._check_documents(hidden, alone)
-        self.train(was_training)
 
     def _with_own_logits(self, probe: _Probe, entering: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(the decoder's last hidden states, the model's own logits `[8, vocabulary]`) of one pass."""
