@@ -89,6 +89,10 @@ ALONE = {
     "convolutions": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48}, "kind conv"),
     "its own table of attention functions": ("GPTJConfig", OLD_SHAPE | {"rotary_dim": 8} | NO_DROPOUT, "interface"),
     "positions that attention adds": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "interface"),
+    "chunks, and a decoder of another name": (
+        "Llama4TextConfig", EXPERTS | {"head_dim": 8, "attention_chunk_size": 8, "intermediate_size_mlp": 48},
+        "kind chunked_attention",
+    ),
 }  # fmt: skip
 
 

@@ -61,13 +61,22 @@ def set_head(model: PreTrainedModel, head: nn.Module) -> None:
         model.set_output_embeddings(head)
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part that turns tokens into hidden states; the model itself where it has no such part."""
+    decoder = model.get_decoder()
+    if decoder is not model:
+        return decoder
+    embedding = model.get_input_embeddings()  # Llama 4's decoder has another name than its class says
+    return next((part for part in model.children() if embedding in part.children()), model)
+
+
 def dissect(model: PreTrainedModel) -> Anatomy:
     """Find the parts of a causal language model, or of a sequence classifier built on its decoder.
 
     Raises UserError naming the architecture where one is missing.
     """
     config = model.config.get_text_config()
-    decoder, head = model.get_decoder(), head_of(model)
+    decoder, head = decoder_of(model), head_of(model)
     if decoder is model or head is None or not isinstance(head, nn.Module):
         raise UserError(
             f"{type(model).__name__} has no separate decoder and output head",
@@ -165,7 +174,7 @@ def why_alone(model: PreTrainedModel) -> str | None:
     """
     if strange := strange_layers(model.config):
         return f"layers of kind {', '.join(strange)}"
-    for name, module in model.get_decoder().named_modules():
+    for name, module in decoder_of(model).named_modules():
         if isinstance(module, nn.Conv1d):  # of a state space, which configs need not tell of
             return f"a convolution over tokens ({name})"
     if not model._supports_attention_backend:

@@ -25,7 +25,7 @@ from torch import nn
 
 from swiftlite.dtensors import local
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import dissect, head_of, keep_layers, set_head
+from swiftlite.models.anatomy import decoder_of, dissect, head_of, keep_layers, set_head
 from swiftlite.parallel.stages import StagePlan
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _prune(base: PreTrainedModel, layers: range, before: set[str], *, first: boo
                 setattr(decoder, name, 1.0)
     if not last:
         set_head(base, Absent())
-    for config in {id(c): c for c in (base.config.get_text_config(), base.get_decoder().config)}.values():
+    for config in {id(c): c for c in (base.config.get_text_config(), decoder_of(base).config)}.values():
         keep_layers(config, layers)  # layers themselves read theirs when they were built
 
 
@@ -161,7 +161,7 @@ def _run_decoder(base: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = torch.randn(1, 3, base.config.get_text_config().hidden_size)
     try:
         with torch.no_grad():
-            output = base.get_decoder()(
+            output = decoder_of(base)(
                 inputs_embeds=hidden, position_ids=torch.arange(3)[None], attention_mask=None, use_cache=False
             )
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from swiftlite.errors import UserError
+from swiftlite.models.anatomy import decoder_of
 from swiftlite.parallel.tensor_borders import Borders, View, change_input, change_output, run_on_tokens, see_locally
 from swiftlite.parallel.tensor_plan import KEY_VALUE, Part, TensorPlan, check_tensor_parallel, kv_heads_fit, tensor_plan
 
@@ -66,7 +67,7 @@ class _Division:
     def apply(self) -> None:
         if self.adapted:
             _refuse_adapters(self.model)
-        decoder = self.base.get_decoder()
+        decoder = decoder_of(self.base)
         parts = {name: part for name, _ in decoder.named_modules() if (part := self.plan.part(name)) is not None}
         for name, _ in decoder.named_parameters():
             if self.plan.part(name) is not None:  # such as attention sinks, one entry a head
