@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from swiftlite.errors import UserError
@@ -29,6 +30,9 @@ ACROSS_DEPTH = {
     "altup_num_inputs": "whose layers hand on several streams of hidden states",
 }
 ROUNDING = 1e-9
+# Torch 2.11 adds up the gradients that enter a node by several ways, and 2.11 and 2.12 count twice what enters weights
+# by one another's nodes, where a schedule cuts the backward pass in two.
+SPLITS_CORRECTLY = torch.__version__ >= "2.13"
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,12 @@ def check_pipeline(
             f"{ranks * schedule.per_rank} layers, but {model_config.model_type} has {layers}",
             where=f"--pipeline-schedule {name}",
             fix=f"use --pipeline-schedule 1f1b, or --pipeline-parallel-size {max(1, layers // schedule.per_rank)}",
+        )
+    if schedule.splits_backward and not SPLITS_CORRECTLY:
+        raise UserError(
+            f"zero-bubble needs torch 2.13 or newer: torch {torch.__version__} computes wrong gradients with it",
+            where=f"--pipeline-schedule {name}",
+            fix="use --pipeline-schedule interleaved-1f1b, or install a newer torch",
         )
     if schedule.splits_backward and compile_layers:
         raise UserError(

@@ -41,14 +41,16 @@ logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
 
 @dataclass(frozen=True)
 class Work:
-    """What the stages go through, in order. around: entered for the forward pass of micro-batch i of a stage."""
+    """What the stages go through, in order. around: entered for the forward pass of micro-batch i of a stage;
+    objective: in training, the loss of micro-batch i from what the last stage scored of it, a scalar."""
 
     batches: Sequence[MicroBatch]
     around: Callable[[int, int], AbstractContextManager[None]]
+    objective: Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor] | None = None
 
 
 class StageScorer(TokenScorer):
-    """A stage as a schedule sees it: hidden states in, hidden states out; log-probabilities out of the last.
+    """A stage as a schedule sees it: hidden states in, hidden states out; the loss out of the last.
 
     The first takes nothing, since it makes its hidden states from the micro-batch's tokens. With a mixture model the
     routers' counts travel along, since its loss is not a sum over layers.
@@ -78,10 +80,18 @@ class StageScorer(TokenScorer):
         hidden = torch.empty(1, tokens, width, dtype=self._dtype, device="meta", requires_grad=True)
         return (hidden,) if self._routing is None else (hidden, self._routing.start(torch.device("meta")))
 
-    def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def leaving(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Examples of what a stage makes of `tokens` tokens in training. Schedules of torch 2.11 want the last one's in
+        one shape too, which a loss has and log-probabilities of trained tokens have not."""
+        if self.stage.is_last:
+            return (torch.empty((), device="meta", requires_grad=True),)
+        return self.border(tokens)
+
+    def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """received: `[1, T, hidden]`, and `[2, experts]` of a mixture model; nothing on the first stage.
 
-        Returns the same, or from the last stage fp32 `[trained tokens]` and the router loss of a mixture model.
+        Returns the same, or from the last stage the loss; outside of training fp32 `[trained tokens]` and the router
+        loss of a mixture model.
         """
         index, self._next = self._next, self._next + 1
         batch = self._work.batches[index]
@@ -92,10 +102,11 @@ class StageScorer(TokenScorer):
             if self._routing is not None:
                 so_far = self._routing.start(hidden.device) if self.stage.is_first else received[1]
                 routed = (self._routing.add(so_far, outputs.router_logits, batch),)
-            if self.stage.is_last:
-                loss = tuple(self._routing.loss(counts, batch) for counts in routed)
-                return (self._score(hidden, batch), *loss)
-            return tuple(_handed_on(x) for x in (hidden.to(self._dtype), *routed))
+            if not self.stage.is_last:
+                return tuple(_handed_on(x) for x in (hidden.to(self._dtype), *routed))
+            router_loss = tuple(self._routing.loss(counts, batch) for counts in routed)
+            scores = (self._score(hidden, batch), *router_loss)
+        return scores if self._work.objective is None else self._work.objective(index, scores)
 
     @property
     def _has_head(self) -> bool:
@@ -120,6 +131,14 @@ def _handed_on(x: torch.Tensor) -> torch.Tensor:
     return x if x._base is None else x.clone()
 
 
+class _Stage(pipelining.PipelineStage):
+    """A stage whose first greeting of its neighbours leaves out those of its own process. A schedule in the shape of a
+    V has some, and under torch 2.11 greets them as well, which gloo refuses."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
 class PipelineStep:
     """Runs the micro-batches of a step through the stages: the other `training.step.StepRunner`."""
 
@@ -131,7 +150,6 @@ class PipelineStep:
         self._seed = seed
         self._shape = (0, 0)
         self._schedule: object | None = None
-        self._objective: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] | None = None
 
     def train(
         self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
@@ -145,8 +163,8 @@ class PipelineStep:
         ready = self._in_one_shape(batches, number)
         values, routers = [], []
 
-        def objective(scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            batch = ready[len(values)]  # the last stage scores them in order
+        def objective(index: int, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            batch = ready[index]
             loss, sums = step_loss(scores[0], batch)
             values.append(reported(loss, sums, batch, step_loss))
             for router_loss in scores[1:]:  # a mean per micro-batch, not per token
@@ -161,18 +179,18 @@ class PipelineStep:
             with self._precision.compute(self._mesh.device):
                 yield
 
-        self._run(Work(ready, around), objective)
+        self._run(Work(ready, around, objective))
         self._pipeline.sum_tied_gradients()
         lengths = sum(batch.input_ids.shape[1] for batch in ready)
         return self._outcome(values[: len(batches)], routers, len(batches), lengths, step_loss)
 
-    def _run(self, work: Work, objective: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]) -> None:
-        number, self._objective = len(work.batches), objective
+    def _run(self, work: Work) -> None:
+        number = len(work.batches)
         schedule = self._schedule_for(number, work.batches[0].input_ids.shape[1])
         for scorer in self._scorers:
             scorer.begin(work)
         try:
-            # Only the number of targets matters: the objective looks at what the last stage has scored.
+            # Only the number of targets matters: the last stage has made its loss.
             schedule.step(target=torch.empty(number), return_outputs=False)
         except RuntimeError as error:
             if isinstance(error.__cause__, SwiftliteError):  # PyTorch wraps what a stage raises
@@ -184,13 +202,13 @@ class PipelineStep:
             return self._schedule
         plan, device = self._pipeline.plan, self._mesh.device
         stages = [
-            pipelining.PipelineStage(
+            _Stage(
                 scorer,
                 scorer.stage.index,
                 plan.stages,
                 device,
                 input_args=() if scorer.stage.is_first else scorer.border(tokens),
-                output_args=scorer.border(tokens),  # of the last stage only their number is read
+                output_args=scorer.leaving(tokens),
                 group=self._pipeline.group,
             )
             for scorer in self._scorers
@@ -200,7 +218,7 @@ class PipelineStep:
         self._schedule = engine(
             stages[0] if single else stages,
             n_microbatches=number,
-            loss_fn=lambda scores, _target: self._objective(scores),
+            loss_fn=lambda loss, _target: loss,
             scale_grads=False,
         )
         self._shape = number, tokens
