@@ -284,6 +284,54 @@ def test_consecutive_answers(make_tokenizer):
     assert texts == [["One.<|im_end|>", "Two.<|im_end|>"]]
 
 
+def test_an_answer_found_in_its_own_header_is_trained_without_it(make_tokenizer):
+    tokenizer = make_tokenizer(THINKING_PROMPT)
+    assert trained_texts(tokenizer, chat(["Which role?", "assistant"])) == [["assistant<|im_end|>"]]
+    assert trained_texts(tokenizer, chat(["a or b?", "a"])) == [["a<|im_end|>"]]
+    assert trained_texts(tokenizer, chat(["Less?", "<"])) == [["<<|im_end|>"]]
+
+
+def test_a_template_that_opens_the_next_answer_unasked(make_tokenizer):
+    """As the first template of Llama 3 does: the header behind an answer is not of it, and the row stays whole."""
+    template = toy_tokenizer().chat_template.replace("{% if add_generation_prompt %}", "{% if true %}")
+    assert trained_texts(make_tokenizer(template), chat(TWO_TURNS)) == [
+        ["I am small.<|im_end|>", "Now I answer.<|im_end|>"]
+    ]
+
+
+def test_an_end_token_of_its_own_does_not_stand_for_the_turns(make_tokenizer):
+    conversation = chat(["Which token ends a turn?", "It is <|im_end|>"])
+    for template in (toy_tokenizer().chat_template, CHATML_MARKED, CHATML_MARKED_WIDE):
+        assert trained_texts(make_tokenizer(template), conversation) == [["It is <|im_end|><|im_end|>"]]
+
+
+JOINED = "{{ '<' + c.function.name + c.function.arguments + '>' }}"  # as DeepSeek V3 does
+PRINTED = "<{{ c.function.name }}{{ c.function.arguments }}>"  # as Functionary does
+DUMPED = "<{{ c.function.name }}{{ c.function.arguments | tojson }}>"
+
+
+@pytest.mark.parametrize("written", [JOINED, PRINTED, DUMPED], ids=["joined", "printed", "dumped"])
+@pytest.mark.parametrize("given", [{"a": [1, None]}, '{"a": [1, null]}'], ids=["object", "text"])
+def test_arguments_are_written_as_json_whatever_the_template_takes(make_tokenizer, written, given):
+    call = {"type": "function", "function": {"name": "add", "arguments": given}}
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calls = "{% for c in message['tool_calls'] or [] %}" + written + "{% endfor %}<|im_end|>"
+    tokenizer = make_tokenizer(toy_tokenizer().chat_template.replace("<|im_end|>", calls))
+    assert trained_texts(tokenizer, chat(messages)) == [['<add{"a": [1, null]}><|im_end|>']]
+
+
+def test_a_template_that_writes_the_first_call_only_is_told(make_tokenizer):
+    """As that of gpt-oss does."""
+    calls = "{% if message.tool_calls %}{{ message.tool_calls[0].function.name }}{% endif %}<|im_end|>"
+    tokenizer = make_tokenizer(toy_tokenizer().chat_template.replace("<|im_end|>", calls))
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert trained_texts(tokenizer, chat(messages)) == [["add<|im_end|>"]]
+    messages[1]["tool_calls"].append(call)
+    with pytest.raises(BadRow, match="leaves out a part of message 1"):
+        ChatRenderer(tokenizer, "2025-03-09").render(chat(messages))
+
+
 def test_a_template_that_is_missing_or_broken(make_tokenizer):
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }")
     with pytest.raises(UserError, match="not valid Jinja"):

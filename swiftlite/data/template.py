@@ -11,9 +11,11 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.forms import BadRow, Chat
 from swiftlite.data.messages import REASONING_KEYS
 from swiftlite.errors import UserError
@@ -63,9 +65,14 @@ class ChatRenderer:
         added = map(str, tokenizer.added_tokens_decoder.values())  # of which those of --new-tokens are not special
         special = _special_tokens(tokenizer) | {token for token in added if self._end.startswith(token)}
         self._special = tuple(sorted(special, key=len, reverse=True))
+        self._end_token = next((token for token in self._special if self._end.startswith(token)), "")
 
     def render(self, chat: Chat) -> list[Rendered]:
         """One text, or several where the template rewrites history. Raises BadRow."""
+        messages = with_fitting_arguments(
+            chat.messages, lambda given: self._render(replace(chat, messages=given), len(given))
+        )
+        chat = replace(chat, messages=messages)
         turns = [self._turn(chat, index) for index, trained in enumerate(chat.trained) if trained]
         groups = [[turns[0]]]
         for turn in turns[1:]:
@@ -84,8 +91,11 @@ class ChatRenderer:
         else:
             text, spans = self._between(chat, index)
         start, end = spans[-1]
-        ends = self._closing_tokens(text[start:end])
-        if ends:  # what stands behind the end-of-turn token belongs to the template, not to the answer
+        last = text[start:end].rstrip()
+        ends = self._closing_tokens(last)
+        if self._end_token and last.endswith(self._end):  # some open the next answer, asked or not (the first Llama 3)
+            spans = [*spans[:-1], (start, start + len(last) - len(self._end) + len(self._end_token))]
+        elif ends:  # what stands behind the end-of-turn token belongs to the template, not to the answer
             message = chat.messages[index]
             own = len(ends) if message.get("tool_calls") else len(self._closing_tokens(message["content"]))
             spans = [*spans[:-1], (start, start + ends[min(own, len(ends) - 1)])]
@@ -115,11 +125,13 @@ class ChatRenderer:
         spans = [(start, end) for start, end in marks[earlier:] if end > start]
         if not spans:
             raise BadRow("template_error", f"the template's generation marks leave out message {index}")
-        return text, [*spans[:-1], (spans[-1][0], self._over_end_token(text, spans[-1][1]))]
+        end = self._over_end_token(text, spans[-1][1], chat.messages[index]["content"].rstrip())
+        return text, [*spans[:-1], (spans[-1][0], end)]
 
-    def _over_end_token(self, text: str, end: int) -> int:
+    def _over_end_token(self, text: str, end: int, content: str) -> int:
         """The end of the span, moved over an end-of-turn token that the template leaves outside its marks."""
-        if text[:end].rstrip().endswith(self._special):
+        marked = text[:end].rstrip()
+        if marked.endswith(self._special) and not (content.endswith(self._special) and marked.endswith(content)):
             return end
         token = next((token for token in self._special if text.startswith(token, end)), "")
         return end + len(token)
@@ -152,8 +164,9 @@ class ChatRenderer:
         shared = len(os.path.commonprefix([text, prompt]))
         if not text.startswith(before) or shared <= len(before):
             raise BadRow("template_error", f"the template does not begin message {index} with its generation prompt")
-        start = text.find(chat.messages[index]["content"].strip(), len(before)) if shared < len(text) else -1
-        return min(shared, start) if start > len(before) else shared
+        content, body = chat.messages[index]["content"].strip(), text.rstrip().removesuffix(self._end).rstrip()
+        start = len(body) - len(content) if content and body.endswith(content) else shared
+        return min(shared, start)  # the answer may begin as what the prompt says more
 
     def _check_content(self, chat: Chat, index: int, before: str, trained: str) -> None:
         """The answer must stand in the trained text, white space aside: some templates drop a part of it.
@@ -164,7 +177,8 @@ class ChatRenderer:
         parts = [message["content"], *(message[key] for key in REASONING_KEYS if message.get(key))]
         opening, found = _squash(before[-OPENING:]), _squash(trained)
         calls = found.replace(_squash(message["content"]), "", 1)  # a call may be named by a word of the answer
-        called = all(_squash(call["function"]["name"]) in calls for call in message.get("tool_calls") or [])
+        names = Counter(_squash(call["function"]["name"]) for call in message.get("tool_calls") or [])
+        called = all(calls.count(name) >= times for name, times in names.items())  # some write only the first call
         if not called or not all(_ends_within(_squash(part), opening, found) for part in parts):
             raise BadRow("template_drops_content", f"the chat template leaves out a part of message {index}")
 
