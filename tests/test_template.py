@@ -63,6 +63,11 @@ MISTRAL = """{{- bos_token }}{%- for m in messages %}
 {{- raise_exception('After the optional system message, conversation roles must alternate') }}{% endif %}
 {%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}
 {%- else %}{{- ' ' + m.content + eos_token }}{% endif %}{%- endfor %}"""
+MISTRAL_SYSTEM = """{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}
+{%- set messages = messages[1:] %}{% endif %}{{- bos_token }}{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{- ' ' + m.content + eos_token }}
+{%- elif loop.last and system is defined %}{{- '[INST] ' + system + '\n\n' + m.content + '[/INST]' }}
+{%- else %}{{- '[INST] ' + m.content + '[/INST]' }}{% endif %}{%- endfor %}"""
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
@@ -177,6 +182,18 @@ def test_mistral(make_tokenizer):
     two_answers = [{"role": "user", "content": "a"}, *({"role": "assistant", "content": c} for c in "bc")]
     with pytest.raises(BadRow, match="must alternate"):
         ChatRenderer(tokenizer, "2025-03-09").render(chat(two_answers))
+
+
+def test_a_system_message_in_the_last_question_only(make_tokenizer):
+    """As Mistral v3's and later templates have it: each answer is trained behind the prompt that the model gets."""
+    tokenizer = make_tokenizer(MISTRAL_SYSTEM, bos="<s>")
+    conversation = chat(TWO_TURNS, system="Be short.")
+    assert trained_texts(tokenizer, conversation) == [[" I am small.<|im_end|>"], [" Now I answer.<|im_end|>"]]
+    assert [part.text for part in ChatRenderer(tokenizer, "2025-03-09").render(conversation)] == [
+        "<s>[INST] Be short.\n\nWho are you?[/INST] I am small.<|im_end|>",
+        "<s>[INST] Who are you?[/INST] I am small.<|im_end|>"
+        "[INST] Be short.\n\nAnd now?[/INST] Now I answer.<|im_end|>",
+    ]
 
 
 def test_phi3_text_behind_the_end_token_is_not_trained(make_tokenizer):

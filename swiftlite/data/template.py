@@ -142,7 +142,24 @@ class ChatRenderer:
         prompt = self._render(chat, index, generation=True) if index else self._opening_prompt(chat, text)
         if text.startswith(prompt):
             return text, [(len(prompt), len(text))]
-        return text, [(self._after_header(chat, index, text, prompt), len(text))]
+        before = self._render(chat, index) if index else ""
+        if text.startswith(before):
+            return text, [(self._after_header(chat, index, text, prompt, len(before)), len(text))]
+        text = prompt + self._behind_question(chat, index, text, prompt)
+        return text, [(len(prompt), len(text))]
+
+    def _behind_question(self, chat: Chat, index: int, text: str, prompt: str) -> str:
+        """What stands behind the message before an answer that changes what the template writes of earlier ones.
+
+        Mistral's write the system message into the last question, and leave it out once that is answered. The model
+        is asked with it, so the answer goes behind the prompt.
+        """
+        asked = chat.messages[index - 1]["content"].strip()
+        question = prompt[prompt.rfind(asked) :] if asked and asked in prompt else prompt
+        place = text.rfind(question)
+        if place < 0:
+            raise BadRow("template_error", f"the template does not begin message {index} with its generation prompt")
+        return text[place + len(question) :]
 
     def _opening_prompt(self, chat: Chat, text: str) -> str:
         """The generation prompt where nothing comes before the answer: found by what it adds to another question."""
@@ -154,15 +171,14 @@ class ChatRenderer:
             raise BadRow("template_error", "the template does not open an answer that no question comes before")
         return text[: start + len(header)]
 
-    def _after_header(self, chat: Chat, index: int, text: str, prompt: str) -> int:
+    def _after_header(self, chat: Chat, index: int, text: str, prompt: str, before: int) -> int:
         """Where the answer starts if the generation prompt says more than the header of a given answer has.
 
         Templates of thinking models end their generation prompt with `<think>`, which is not there in an answer
-        without thinking: what both share is the header, as long as it says more than the conversation before it.
+        without thinking: what both share is the header, as long as it says more than the `before` characters before it.
         """
-        before = self._render(chat, index) if index else ""
         shared = len(os.path.commonprefix([text, prompt]))
-        if not text.startswith(before) or shared <= len(before):
+        if shared <= before:
             raise BadRow("template_error", f"the template does not begin message {index} with its generation prompt")
         content, body = chat.messages[index]["content"].strip(), text.rstrip().removesuffix(self._end).rstrip()
         start = len(body) - len(content) if content and body.endswith(content) else shared
