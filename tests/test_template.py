@@ -316,6 +316,16 @@ def test_a_template_that_opens_the_next_answer_unasked(make_tokenizer):
     ]
 
 
+def test_an_end_of_turn_of_two_tokens(make_tokenizer):
+    """As Cohere's Command R7B has it; the model stops at the second."""
+    template = CHATML_MARKED.replace(
+        "{% generation %}{{ m.content }}{% endgeneration %}", "<|start|>{{ m.content }}<|end|>"
+    )
+    tokenizer = make_tokenizer(template, ["<|start|>", "<|end|>"])
+    answers = ["<|start|>I am small.<|end|><|im_end|>", "<|start|>Now I answer.<|end|><|im_end|>"]
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [answers]
+
+
 def test_an_end_token_of_its_own_does_not_stand_for_the_turns(make_tokenizer):
     conversation = chat(["Which token ends a turn?", "It is <|im_end|>"])
     for template in (toy_tokenizer().chat_template, CHATML_MARKED, CHATML_MARKED_WIDE):

@@ -12,6 +12,7 @@ import datetime
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ class ChatRenderer:
         added = map(str, tokenizer.added_tokens_decoder.values())  # of which those of --new-tokens are not special
         special = _special_tokens(tokenizer) | {token for token in added if self._end.startswith(token)}
         self._special = tuple(sorted(special, key=len, reverse=True))
-        self._end_token = next((token for token in self._special if self._end.startswith(token)), "")
+        self._end_of_turn = self._learnt_end()
 
     def render(self, chat: Chat) -> list[Rendered]:
         """One text, or several where the template rewrites history. Raises BadRow."""
@@ -93,8 +94,8 @@ class ChatRenderer:
         start, end = spans[-1]
         last = text[start:end].rstrip()
         ends = self._closing_tokens(last)
-        if self._end_token and last.endswith(self._end):  # some open the next answer, asked or not (the first Llama 3)
-            spans = [*spans[:-1], (start, start + len(last) - len(self._end) + len(self._end_token))]
+        if self._end_of_turn and last.endswith(self._end):
+            spans = [*spans[:-1], (start, start + len(last) - len(self._end) + len(self._end_of_turn))]
         elif ends:  # what stands behind the end-of-turn token belongs to the template, not to the answer
             message = chat.messages[index]
             own = len(ends) if message.get("tool_calls") else len(self._closing_tokens(message["content"]))
@@ -216,13 +217,35 @@ class ChatRenderer:
             )
         return pinned
 
-    def _behind_an_answer(self) -> str:
-        """What the template writes behind an answer, without white space around it."""
+    def _behind_an_answer(self, following: Sequence[dict[str, str]] = ()) -> str:
+        """What the template writes behind an answer, without white space around it. following: messages after it."""
+        messages = [*_PROBE, {"role": "assistant", "content": _ANSWER}, *following]
         try:
-            text = self._render(Chat([*_PROBE, {"role": "assistant", "content": _ANSWER}], [False, True]), 2)
+            text = self._render(Chat(messages, []), len(messages))
         except BadRow:  # a template that refuses this may take the rows
             return ""
         return text.rpartition(_ANSWER)[2].strip()
+
+    def _learnt_end(self) -> str:
+        """What of `_end` belongs to the answer: its first special token.
+
+        Or several, if these are all that it is, and stand behind an answer that is not the last one too: Cohere's
+        Command R7B has two. Phi-3 adds one at the very end, the first Llama 3 opens the next answer, asked or not.
+        """
+        ends = self._opening_tokens(self._end)
+        if not ends or ends[-1] < len(self._end):
+            return self._end[: min(ends, default=0)]
+        between = self._behind_an_answer(_PROBE)
+        shared = len(os.path.commonprefix([self._end, between]))
+        return self._end[: max((end for end in ends if end <= shared), default=ends[0])]
+
+    def _opening_tokens(self, text: str) -> list[int]:
+        """Where the special tokens end that a text begins with, ascending; white space may stand between them."""
+        ends, place = [], 0
+        while token := next((token for token in self._special if text.startswith(token, place)), ""):
+            ends.append(place + len(token))
+            place = len(text) - len(text[ends[-1] :].lstrip())
+        return ends
 
     def _render(self, chat: Chat, count: int, *, generation: bool = False) -> str:
         """The first `count` messages as text. Raises BadRow with the template's own message."""
