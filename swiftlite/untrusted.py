@@ -9,7 +9,8 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,26 @@ def leaves_folder(folder: Path, file: Path) -> bool:
     return not target.is_relative_to(root) and not in_hub_cache
 
 
+def unequal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON text. Raises ValueError where it gives a key twice: one of the values would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r:.40} is given twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=unequal_keys)
+
+
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError, also for one that is nested too deeply."""
+    """The value of a JSON text. Raises ValueError, also for one that is nested too deeply or gives a key twice."""
+    return _parse(text, _DECODER.decode)
+
+
+def _parse(text: str, decode: Callable[[str], Any]) -> Any:
     try:
-        value = json.loads(text)
+        value = decode(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     check_depth(value, text.count("[") + text.count("{"))
@@ -84,4 +101,4 @@ def read_json_file(path: Path, largest: int = LARGEST_JSON_FILE) -> Any:
         data = file.read(largest + 1)
     if len(data) > largest:
         raise ValueError(f"it is larger than {largest >> 20} MiB, as no real one is")
-    return parse_json(data.decode("utf-8"))
+    return _parse(data.decode("utf-8"), json.loads)  # others read such files so, keys given twice included

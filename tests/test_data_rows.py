@@ -69,6 +69,22 @@ def test_plain_formats():
     assert form({"text": "Once"}) == Text("Once")
 
 
+def test_message_lists_in_cells():
+    """Cells of csv hold them as JSON text; a completion in JSON to a prompt in words is a text to write."""
+    asked, answered = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    for completion in (json.dumps(answered), answered, "b"):
+        assert turns(form({"prompt": json.dumps(asked), "completion": completion})) == [
+            ("user", "a", False),
+            ("assistant", "b", True),
+        ]
+    for prompt, completion in (("Give a chat.", json.dumps(answered)), ('[{"role": ["user"]}]', "b"), ("[1]", "b")):
+        assert form({"prompt": prompt, "completion": completion}) == Completion(prompt, completion)
+    whole = {"chosen": json.dumps(asked + answered), "rejected": json.dumps([*asked, answered[0] | {"content": "c"}])}
+    for row in (whole, whole | {"prompt": "a"}, whole | {"prompt": json.dumps(asked)}):
+        pair = form(row, "dpo")
+        assert [turn[1] for turn in turns(pair.rejected)] == ["a", "c"]
+
+
 def test_tools_and_tool_calls():
     chat = form(
         {

@@ -183,8 +183,9 @@ def test_the_content_decides_the_hash(tmp_path):
         (b'"text"', "wrong_type"),
         (b'{"text": "\xff"}', "not_utf8"),
         (b"[" * 100_000, "invalid_json"),
+        (b'{"text": "a", "text": "b"}', "invalid_json"),
     ],
-    ids=["broken", "array", "string", "latin-1", "deep"],
+    ids=["broken", "array", "string", "latin-1", "deep", "twice"],
 )
 def test_a_bad_line_is_a_bad_row_at_its_line(tmp_path, line, reason):
     path = tmp_path / "a.jsonl"
@@ -230,6 +231,18 @@ def test_a_foreign_or_truncated_file_is_named(tmp_path, name):
     whole.write_bytes(gzip.compress(b'{"text": "a"}\n' * 10_000)[:-20])
     with pytest.raises(UserError, match="cannot read"):
         read(whole)
+
+
+def test_a_key_that_a_row_gives_twice_is_told(tmp_path):
+    """One of the two values would be lost without a word."""
+    line = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
+    with pytest.raises(BadRow, match="the key 'content' is given twice"):
+        parse_payload(line.encode())
+    path = tmp_path / "a.json"
+    path.write_text(f'[\n{{"text": "a"}},\n{line}]')
+    with pytest.raises(UserError, match="the key 'content' is given twice") as failure:
+        list(read_rows(as_data_file(path)))
+    assert failure.value.where == f"{path}:3"
 
 
 def test_a_csv_header_that_names_a_column_twice_is_refused(tmp_path):

@@ -63,6 +63,11 @@ MISTRAL = """{{- bos_token }}{%- for m in messages %}
 {{- raise_exception('After the optional system message, conversation roles must alternate') }}{% endif %}
 {%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}
 {%- else %}{{- ' ' + m.content + eos_token }}{% endif %}{%- endfor %}"""
+MISTRAL_SYSTEM = """{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}
+{%- set messages = messages[1:] %}{% endif %}{{- bos_token }}{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{- ' ' + m.content + eos_token }}
+{%- elif loop.last and system is defined %}{{- '[INST] ' + system + '\n\n' + m.content + '[/INST]' }}
+{%- else %}{{- '[INST] ' + m.content + '[/INST]' }}{% endif %}{%- endfor %}"""
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
@@ -179,6 +184,18 @@ def test_mistral(make_tokenizer):
         ChatRenderer(tokenizer, "2025-03-09").render(chat(two_answers))
 
 
+def test_a_system_message_in_the_last_question_only(make_tokenizer):
+    """As Mistral v3's and later templates have it: each answer is trained behind the prompt that the model gets."""
+    tokenizer = make_tokenizer(MISTRAL_SYSTEM, bos="<s>")
+    conversation = chat(TWO_TURNS, system="Be short.")
+    assert trained_texts(tokenizer, conversation) == [[" I am small.<|im_end|>"], [" Now I answer.<|im_end|>"]]
+    assert [part.text for part in ChatRenderer(tokenizer, "2025-03-09").render(conversation)] == [
+        "<s>[INST] Be short.\n\nWho are you?[/INST] I am small.<|im_end|>",
+        "<s>[INST] Who are you?[/INST] I am small.<|im_end|>"
+        "[INST] Be short.\n\nAnd now?[/INST] Now I answer.<|im_end|>",
+    ]
+
+
 def test_phi3_text_behind_the_end_token_is_not_trained(make_tokenizer):
     tokenizer = make_tokenizer(PHI3, ["<|end|>"])
     assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["I am small.<|end|>", "Now I answer.<|end|>"]]
@@ -282,6 +299,64 @@ def test_consecutive_answers(make_tokenizer):
     messages = [{"role": "user", "content": "a"}, *({"role": "assistant", "content": c} for c in ("One.", "Two."))]
     texts = trained_texts(make_tokenizer(toy_tokenizer().chat_template), chat(messages))
     assert texts == [["One.<|im_end|>", "Two.<|im_end|>"]]
+
+
+def test_an_answer_found_in_its_own_header_is_trained_without_it(make_tokenizer):
+    tokenizer = make_tokenizer(THINKING_PROMPT)
+    assert trained_texts(tokenizer, chat(["Which role?", "assistant"])) == [["assistant<|im_end|>"]]
+    assert trained_texts(tokenizer, chat(["a or b?", "a"])) == [["a<|im_end|>"]]
+    assert trained_texts(tokenizer, chat(["Less?", "<"])) == [["<<|im_end|>"]]
+
+
+def test_a_template_that_opens_the_next_answer_unasked(make_tokenizer):
+    """As the first template of Llama 3 does: the header behind an answer is not of it, and the row stays whole."""
+    template = toy_tokenizer().chat_template.replace("{% if add_generation_prompt %}", "{% if true %}")
+    assert trained_texts(make_tokenizer(template), chat(TWO_TURNS)) == [
+        ["I am small.<|im_end|>", "Now I answer.<|im_end|>"]
+    ]
+
+
+def test_an_end_of_turn_of_two_tokens(make_tokenizer):
+    """As Cohere's Command R7B has it; the model stops at the second."""
+    template = CHATML_MARKED.replace(
+        "{% generation %}{{ m.content }}{% endgeneration %}", "<|start|>{{ m.content }}<|end|>"
+    )
+    tokenizer = make_tokenizer(template, ["<|start|>", "<|end|>"])
+    answers = ["<|start|>I am small.<|end|><|im_end|>", "<|start|>Now I answer.<|end|><|im_end|>"]
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [answers]
+
+
+def test_an_end_token_of_its_own_does_not_stand_for_the_turns(make_tokenizer):
+    conversation = chat(["Which token ends a turn?", "It is <|im_end|>"])
+    for template in (toy_tokenizer().chat_template, CHATML_MARKED, CHATML_MARKED_WIDE):
+        assert trained_texts(make_tokenizer(template), conversation) == [["It is <|im_end|><|im_end|>"]]
+
+
+JOINED = "{{ '<' + c.function.name + c.function.arguments + '>' }}"  # as DeepSeek V3 does
+PRINTED = "<{{ c.function.name }}{{ c.function.arguments }}>"  # as Functionary does
+DUMPED = "<{{ c.function.name }}{{ c.function.arguments | tojson }}>"
+
+
+@pytest.mark.parametrize("written", [JOINED, PRINTED, DUMPED], ids=["joined", "printed", "dumped"])
+@pytest.mark.parametrize("given", [{"a": [1, None]}, '{"a": [1, null]}'], ids=["object", "text"])
+def test_arguments_are_written_as_json_whatever_the_template_takes(make_tokenizer, written, given):
+    call = {"type": "function", "function": {"name": "add", "arguments": given}}
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calls = "{% for c in message['tool_calls'] or [] %}" + written + "{% endfor %}<|im_end|>"
+    tokenizer = make_tokenizer(toy_tokenizer().chat_template.replace("<|im_end|>", calls))
+    assert trained_texts(tokenizer, chat(messages)) == [['<add{"a": [1, null]}><|im_end|>']]
+
+
+def test_a_template_that_writes_the_first_call_only_is_told(make_tokenizer):
+    """As that of gpt-oss does."""
+    calls = "{% if message.tool_calls %}{{ message.tool_calls[0].function.name }}{% endif %}<|im_end|>"
+    tokenizer = make_tokenizer(toy_tokenizer().chat_template.replace("<|im_end|>", calls))
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert trained_texts(tokenizer, chat(messages)) == [["add<|im_end|>"]]
+    messages[1]["tool_calls"].append(call)
+    with pytest.raises(BadRow, match="leaves out a part of message 1"):
+        ChatRenderer(tokenizer, "2025-03-09").render(chat(messages))
 
 
 def test_a_template_that_is_missing_or_broken(make_tokenizer):

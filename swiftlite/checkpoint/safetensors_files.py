@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError
-from swiftlite.untrusted import existing, leaves_folder
+from swiftlite.untrusted import existing, leaves_folder, unequal_keys
 
 LARGEST_HEADER = 100 << 20  # what the safetensors library itself allows
 MOST_DIMENSIONS, LARGEST_NUMBER = 64, 2**63  # real tensors are far below; they bound the work on hostile headers
@@ -183,19 +183,12 @@ def _check_layout(path: Path, ranges: list[tuple[int, int, str]], available: int
 
 def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
     try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unequal_keys)
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"it holds no valid JSON where it should ({_shown(str(error))})") from error
     if not isinstance(parsed, dict):
         raise damaged(path, "it holds no JSON object where it should")
     return parsed
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name stands twice")
-    return result
 
 
 def _shown(text: str) -> str:

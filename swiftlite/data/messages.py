@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from swiftlite.data.forms import BadRow, Chat, Completion
@@ -125,13 +126,25 @@ def answer_to(row: Mapping[str, Any]) -> Chat | Completion:
     """`prompt` and `completion`: two strings are plain text. As soon as one of them is a message list, or the row has
     `system` or `history`, it is a chat that trains the completion. Raises BadRow.
     """
-    prompt, completion, before = row["prompt"], row["completion"], opening(row)
+    prompt, completion, before = messages_in(row["prompt"]), row["completion"], opening(row)
+    if isinstance(prompt, list):  # else a completion in JSON is what the model shall write
+        completion = messages_in(completion)
     if isinstance(prompt, str) and isinstance(completion, str) and not before:
         if not string(completion, "completion"):
             raise BadRow("empty", "completion is empty")
         return Completion(string(prompt, "prompt"), completion)
     context = behind(before, turns_of(prompt, "prompt", "user"))
     return chat_of(context, turns_of(completion, "completion", "assistant"), "completion", tools_of(row))
+
+
+def messages_in(value: object) -> object:
+    """A string that is the JSON text of messages as their list, which a cell of csv can hold in no other way."""
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        with suppress(ValueError):
+            found = parse_json(value)
+            if found and all(isinstance(one, dict) and str(one.get("role", one.get("from"))) in ROLES for one in found):
+                return found
+    return value
 
 
 def turns_of(value: object, name: str, role: str) -> Turns:

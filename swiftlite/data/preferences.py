@@ -20,6 +20,7 @@ from swiftlite.data.messages import (
     behind,
     chat_of,
     json_type,
+    messages_in,
     messages_of,
     opening,
     question_of,
@@ -35,7 +36,8 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 def read_preference(row: Mapping[str, Any]) -> Pair:
     """`chosen` and `rejected` as text, message or messages, with `prompt` or without. Raises BadRow."""
-    prompt, chosen, rejected, before = _prompt(row), row["chosen"], row["rejected"], opening(row)
+    prompt, before = _prompt(row), opening(row)
+    chosen, rejected = messages_in(row["chosen"]), messages_in(row["rejected"])
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None) and not before:
         return _pair_of_texts(prompt, string(chosen, "chosen"), string(rejected, "rejected"), _margin(row))
     context = None if prompt is None else turns_of(prompt, "prompt", "user") or None
@@ -46,7 +48,7 @@ def read_preference(row: Mapping[str, Any]) -> Pair:
 def _prompt(row: Mapping[str, Any]) -> object:
     """What both answers answer; a question or an instruction is asked in a chat, as it is without comparison."""
     if (said := row.get("prompt", row.get("conversations"))) is not None:
-        return said
+        return messages_in(said)
     key = next((key for key in QUESTIONS if row.get(key) is not None), None)
     return None if key is None else [{"role": "user", "content": question_of(row, key)}]
 

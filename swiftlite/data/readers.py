@@ -20,7 +20,7 @@ from swiftlite.data.forms import BadRow
 from swiftlite.data.messages import json_type
 from swiftlite.data.sources import DataFile
 from swiftlite.errors import UserError
-from swiftlite.untrusted import check_depth, parse_json
+from swiftlite.untrusted import check_depth, parse_json, unequal_keys
 
 Payload = bytes | dict[str, Any] | BadRow
 MAX_LINE = 64 << 20  # bytes; a longer line is no row but a file of another type
@@ -166,7 +166,7 @@ def _first_line_is_complete(file: DataFile) -> bool:
 
 
 def _array_items(file: DataFile, text: str) -> Iterator[tuple[int, Payload]]:
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=unequal_keys)
     blank = re.compile(r"\s*")
     position, line, counted = text.index("[") + 1, 1, 0
     position = blank.match(text, position).end()

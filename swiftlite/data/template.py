@@ -11,9 +11,12 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.forms import BadRow, Chat
 from swiftlite.data.messages import REASONING_KEYS
 from swiftlite.errors import UserError
@@ -63,9 +66,14 @@ class ChatRenderer:
         added = map(str, tokenizer.added_tokens_decoder.values())  # of which those of --new-tokens are not special
         special = _special_tokens(tokenizer) | {token for token in added if self._end.startswith(token)}
         self._special = tuple(sorted(special, key=len, reverse=True))
+        self._end_of_turn = self._learnt_end()
 
     def render(self, chat: Chat) -> list[Rendered]:
         """One text, or several where the template rewrites history. Raises BadRow."""
+        messages = with_fitting_arguments(
+            chat.messages, lambda given: self._render(replace(chat, messages=given), len(given))
+        )
+        chat = replace(chat, messages=messages)
         turns = [self._turn(chat, index) for index, trained in enumerate(chat.trained) if trained]
         groups = [[turns[0]]]
         for turn in turns[1:]:
@@ -84,8 +92,11 @@ class ChatRenderer:
         else:
             text, spans = self._between(chat, index)
         start, end = spans[-1]
-        ends = self._closing_tokens(text[start:end])
-        if ends:  # what stands behind the end-of-turn token belongs to the template, not to the answer
+        last = text[start:end].rstrip()
+        ends = self._closing_tokens(last)
+        if self._end_of_turn and last.endswith(self._end):
+            spans = [*spans[:-1], (start, start + len(last) - len(self._end) + len(self._end_of_turn))]
+        elif ends:  # what stands behind the end-of-turn token belongs to the template, not to the answer
             message = chat.messages[index]
             own = len(ends) if message.get("tool_calls") else len(self._closing_tokens(message["content"]))
             spans = [*spans[:-1], (start, start + ends[min(own, len(ends) - 1)])]
@@ -115,11 +126,13 @@ class ChatRenderer:
         spans = [(start, end) for start, end in marks[earlier:] if end > start]
         if not spans:
             raise BadRow("template_error", f"the template's generation marks leave out message {index}")
-        return text, [*spans[:-1], (spans[-1][0], self._over_end_token(text, spans[-1][1]))]
+        end = self._over_end_token(text, spans[-1][1], chat.messages[index]["content"].rstrip())
+        return text, [*spans[:-1], (spans[-1][0], end)]
 
-    def _over_end_token(self, text: str, end: int) -> int:
+    def _over_end_token(self, text: str, end: int, content: str) -> int:
         """The end of the span, moved over an end-of-turn token that the template leaves outside its marks."""
-        if text[:end].rstrip().endswith(self._special):
+        marked = text[:end].rstrip()
+        if marked.endswith(self._special) and not (content.endswith(self._special) and marked.endswith(content)):
             return end
         token = next((token for token in self._special if text.startswith(token, end)), "")
         return end + len(token)
@@ -130,7 +143,24 @@ class ChatRenderer:
         prompt = self._render(chat, index, generation=True) if index else self._opening_prompt(chat, text)
         if text.startswith(prompt):
             return text, [(len(prompt), len(text))]
-        return text, [(self._after_header(chat, index, text, prompt), len(text))]
+        before = self._render(chat, index) if index else ""
+        if text.startswith(before):
+            return text, [(self._after_header(chat, index, text, prompt, len(before)), len(text))]
+        text = prompt + self._behind_question(chat, index, text, prompt)
+        return text, [(len(prompt), len(text))]
+
+    def _behind_question(self, chat: Chat, index: int, text: str, prompt: str) -> str:
+        """What stands behind the message before an answer that changes what the template writes of earlier ones.
+
+        Mistral's write the system message into the last question, and leave it out once that is answered. The model
+        is asked with it, so the answer goes behind the prompt.
+        """
+        asked = chat.messages[index - 1]["content"].strip()
+        question = prompt[prompt.rfind(asked) :] if asked and asked in prompt else prompt
+        place = text.rfind(question)
+        if place < 0:
+            raise BadRow("template_error", f"the template does not begin message {index} with its generation prompt")
+        return text[place + len(question) :]
 
     def _opening_prompt(self, chat: Chat, text: str) -> str:
         """The generation prompt where nothing comes before the answer: found by what it adds to another question."""
@@ -142,18 +172,18 @@ class ChatRenderer:
             raise BadRow("template_error", "the template does not open an answer that no question comes before")
         return text[: start + len(header)]
 
-    def _after_header(self, chat: Chat, index: int, text: str, prompt: str) -> int:
+    def _after_header(self, chat: Chat, index: int, text: str, prompt: str, before: int) -> int:
         """Where the answer starts if the generation prompt says more than the header of a given answer has.
 
         Templates of thinking models end their generation prompt with `<think>`, which is not there in an answer
-        without thinking: what both share is the header, as long as it says more than the conversation before it.
+        without thinking: what both share is the header, as long as it says more than the `before` characters before it.
         """
-        before = self._render(chat, index) if index else ""
         shared = len(os.path.commonprefix([text, prompt]))
-        if not text.startswith(before) or shared <= len(before):
+        if shared <= before:
             raise BadRow("template_error", f"the template does not begin message {index} with its generation prompt")
-        start = text.find(chat.messages[index]["content"].strip(), len(before)) if shared < len(text) else -1
-        return min(shared, start) if start > len(before) else shared
+        content, body = chat.messages[index]["content"].strip(), text.rstrip().removesuffix(self._end).rstrip()
+        start = len(body) - len(content) if content and body.endswith(content) else shared
+        return min(shared, start)  # the answer may begin as what the prompt says more
 
     def _check_content(self, chat: Chat, index: int, before: str, trained: str) -> None:
         """The answer must stand in the trained text, white space aside: some templates drop a part of it.
@@ -164,7 +194,8 @@ class ChatRenderer:
         parts = [message["content"], *(message[key] for key in REASONING_KEYS if message.get(key))]
         opening, found = _squash(before[-OPENING:]), _squash(trained)
         calls = found.replace(_squash(message["content"]), "", 1)  # a call may be named by a word of the answer
-        called = all(_squash(call["function"]["name"]) in calls for call in message.get("tool_calls") or [])
+        names = Counter(_squash(call["function"]["name"]) for call in message.get("tool_calls") or [])
+        called = all(calls.count(name) >= times for name, times in names.items())  # some write only the first call
         if not called or not all(_ends_within(_squash(part), opening, found) for part in parts):
             raise BadRow("template_drops_content", f"the chat template leaves out a part of message {index}")
 
@@ -186,13 +217,35 @@ class ChatRenderer:
             )
         return pinned
 
-    def _behind_an_answer(self) -> str:
-        """What the template writes behind an answer, without white space around it."""
+    def _behind_an_answer(self, following: Sequence[dict[str, str]] = ()) -> str:
+        """What the template writes behind an answer, without white space around it. following: messages after it."""
+        messages = [*_PROBE, {"role": "assistant", "content": _ANSWER}, *following]
         try:
-            text = self._render(Chat([*_PROBE, {"role": "assistant", "content": _ANSWER}], [False, True]), 2)
+            text = self._render(Chat(messages, []), len(messages))
         except BadRow:  # a template that refuses this may take the rows
             return ""
         return text.rpartition(_ANSWER)[2].strip()
+
+    def _learnt_end(self) -> str:
+        """What of `_end` belongs to the answer: its first special token.
+
+        Or several, if these are all that it is, and stand behind an answer that is not the last one too: Cohere's
+        Command R7B has two. Phi-3 adds one at the very end, the first Llama 3 opens the next answer, asked or not.
+        """
+        ends = self._opening_tokens(self._end)
+        if not ends or ends[-1] < len(self._end):
+            return self._end[: min(ends, default=0)]
+        between = self._behind_an_answer(_PROBE)
+        shared = len(os.path.commonprefix([self._end, between]))
+        return self._end[: max((end for end in ends if end <= shared), default=ends[0])]
+
+    def _opening_tokens(self, text: str) -> list[int]:
+        """Where the special tokens end that a text begins with, ascending; white space may stand between them."""
+        ends, place = [], 0
+        while token := next((token for token in self._special if text.startswith(token, place)), ""):
+            ends.append(place + len(token))
+            place = len(text) - len(text[ends[-1] :].lstrip())
+        return ends
 
     def _render(self, chat: Chat, count: int, *, generation: bool = False) -> str:
         """The first `count` messages as text. Raises BadRow with the template's own message."""

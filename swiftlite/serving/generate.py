@@ -6,10 +6,12 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,10 +58,9 @@ class Answerer:
     def encode(self, messages: Sequence[Message], where: str, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Token ids of the conversation with the opening of an answer. Raises UserError."""
         if self.has_template:
+            render = partial(self._tokenizer.apply_chat_template, tools=tools, tokenize=False)
             try:
-                text = self._tokenizer.apply_chat_template(
-                    list(messages), tools=tools, add_generation_prompt=True, tokenize=False
-                )
+                text = render(with_fitting_arguments(messages, render), add_generation_prompt=True)
             except Exception as error:  # a template is foreign code and may raise anything
                 raise UserError(
                     f"the chat template refuses the conversation: {error}",

@@ -14,6 +14,7 @@ from swiftlite.data.forms import BadRow
 from swiftlite.data.messages import (
     QUESTIONS,
     array,
+    messages_in,
     messages_of,
     opening,
     optional_text,
@@ -92,8 +93,8 @@ def _messages(row: dict[str, Any]) -> list[Message]:
         raise BadRow("unknown_keys", f"no row format fits these keys: {names_of(row)}; known: {FORMATS}")
     if key in CONVERSATIONS:
         turns = messages_of(array(row[key], key), key)
-    elif isinstance(row[key], list):
-        turns = opening(row) + turns_of(row[key], key, "user")
+    elif isinstance(said := messages_in(row[key]) if key == "prompt" else row[key], list):
+        turns = opening(row) + turns_of(said, key, "user")
     else:
         turns = opening(row) + turns_of(question_of(row, key), key, "user")
     return [message for message, _ in turns]
