@@ -214,7 +214,19 @@ def test_flags_win_over_environment_over_recipe(tmp_path):
     assert resolve("sft", flag, recipe, env={"NPROC_PER_NODE": "4"}).layout.world == 8
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1"}
     resolved = resolve("sft", {}, recipe, env=torchrun)
-    assert (resolved.layout.world, resolved.config.master_addr) == (6, None)
+    assert (resolved.layout.world, resolved.config.master_addr, resolved.notes) == (6, None, [])
+    resolved = resolve("sft", flag, recipe, env=torchrun)
+    assert resolved.layout.world == 6
+    assert resolved.notes == ["nproc_per_node has no effect under torchrun, which starts the processes"]
+
+
+def test_machines_are_numbered_from_0():
+    named = {"model": "a/b", "dataset": ["c/d"], "nnodes": 2, "nproc_per_node": 2}
+    assert resolve_config("sft", **named, node_rank=1).node_rank == 1
+    for sizes, fix in (({"node_rank": 2}, "--nnodes 3"), ({"nnodes": None, "node_rank": 1}, "--nnodes 2")):
+        with pytest.raises(UserError) as error:
+            resolve_config("sft", **named | sizes)
+        assert fix in error.value.fix
 
 
 # --- batch sizes

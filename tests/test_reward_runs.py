@@ -94,3 +94,6 @@ def test_rm_resumes_bit_for_bit(start, tmp_path, tuner):
     assert metrics(tmp_path / "again")[-1]["loss"] == metrics(tmp_path / "whole")[-1]["loss"]
     file = "adapter_model.safetensors" if tuner == "lora" else "model.safetensors"
     assert same_weights(tmp_path / "again" / "model" / file, tmp_path / "whole" / "model" / file)
+    if tuner == "lora":
+        again, whole = ((tmp_path / run / "model" / "adapter_config.json").read_text() for run in ("again", "whole"))
+        assert again == whole and whole.count('"score"') == 1

@@ -67,6 +67,8 @@ CASES = {
     "deepseek-v2 tp2 latent": Case("deepseek-v2"),
     "cohere tp2 norms by head": Case("cohere"),
     "apertus tp2 activations with weights": Case("apertus"),
+    "gemma4 tp2 embeddings of layers": Case("gemma4"),
+    "gemma4 tp2 experts of layers": Case("gemma4-moe"),
 }
 
 
@@ -88,12 +90,28 @@ def config_of(family: str):
         "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16,
         "qk_nope_head_dim": 16, "v_head_dim": 16,
     }  # fmt: skip
+    small = {
+        "head_dim": 8, "global_head_dim": 8, "sliding_window": 8, "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
     builders = {
         "phi3": lambda: hf.Phi3Config(**common),
         "apertus": lambda: hf.ApertusConfig(**common, hidden_act="xielu"),
         "cohere": lambda: hf.CohereConfig(**common, use_qk_norm=True, logit_scale=0.25),
         "glm4-moe": lambda: hf.Glm4MoeConfig(**common, **mixture, head_dim=16, use_qk_norm=True),
         "deepseek-v2": lambda: hf.DeepseekV2Config(**common | mixture | latent),
+        "gemma4": lambda: hf.Gemma4TextConfig(
+            **common, **small, hidden_size_per_layer_input=8, vocab_size_per_layer_input=512
+        ),
+        "gemma4-moe": lambda: hf.Gemma4TextConfig(
+            **common,
+            **small,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=32,
+        ),
     }
     return builders[family]() if family in builders else toy_config(family)
 

@@ -80,6 +80,14 @@ def test_four_processes_in_products(tmp_path, monkeypatch):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
+def test_answers_of_a_step_with_fewer_micro_batches_than_stages(tmp_path, monkeypatch):
+    few = FULL | {"packing": False, "max_steps": 2, "micro_batch_size": 1}  # of eight rows, and of one
+    rows = {"dpo": "pairs.jsonl#9", "kto": "judged.jsonl#9", "rm": "pairs.jsonl#9"}
+    subjects = [Subject("llama", name, few | {"dataset": [str(tmp_path / rows[name])]}, name) for name in rows]
+    for verdict in in_real_processes(tmp_path, monkeypatch, 2, ("pp 2", "pp 2 zero-bubble"), *subjects):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
 def test_products_by_oneDNN(tmp_path, monkeypatch):
     both = Subject("llama-tied", "full", FULL), Subject("llama-tied", "LoRA", LORA)
     chosen = ("fsdp full 2, recomputing", "fsdp full 2, offloaded", "tp 2", "pp 2", *ZERO_BUBBLE, "cp 2")

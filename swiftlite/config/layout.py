@@ -152,10 +152,20 @@ def _world(config: RunConfig, env: Mapping[str, str]) -> tuple[int | None, str]:
                 f"WORLD_SIZE is {text!r}, not a number of processes", where="environment", fix="start by torchrun again"
             )
         return int(text), "torchrun"
+    _check_node(config.node_rank or 0, config.nnodes or 1)
     if config.nproc_per_node is None and config.nnodes is None:
         return None, ""
     processes, nodes = config.nproc_per_node or 1, config.nnodes or 1
     return processes * nodes, f"--nproc-per-node {processes}" + (f" x --nnodes {nodes}" if nodes > 1 else "")
+
+
+def _check_node(node: int, nodes: int) -> None:
+    """A machine with a number too high would wait for others in vain, or train alone."""
+    if node >= nodes:
+        raise UserError(
+            f"--node-rank {node}, but --nnodes is {nodes}: machines are numbered from 0",
+            fix=f"use a --node-rank below {nodes}, or --nnodes {node + 1}",
+        )
 
 
 def _nodes(config: RunConfig, env: Mapping[str, str]) -> int:

@@ -22,6 +22,7 @@ from swiftlite.config.validate import Given, build_config
 from swiftlite.errors import UserError
 from swiftlite.untrusted import read_json_file
 
+STARTED_BY_SWIFTLITE = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts")
 PREFERENCE_RATES = {"lora": 1e-5, "full": 1e-6, "freeze": 1e-6}  # losses against a reference bear less than SFT
 LEARNING_RATES = {  # (method, tuner): adapters bear ten times the rate of whole weights
     ("sft", "lora"): 1e-4,
@@ -87,6 +88,9 @@ def resolve(
     check_together(config, {name: item.where for name, item in given.items()})
     by = {name: item.by for name, item in given.items()}
     notes += unused(config, by)
+    if under_torchrun(env):
+        why = "under torchrun, which starts the processes"
+        notes += [f"{name} has no effect {why}" for name in STARTED_BY_SWIFTLITE if by.get(name) == "flag"]
     return Resolved(config, layout, notes, by, recipe.path if recipe else None)
 
 

@@ -207,7 +207,7 @@ def _answers(
 def empty_micro_batch() -> MicroBatch:
     """One token that is not learnt and counts for nothing: for a rank that has to take part without rows of its own.
 
-    It holds no answer either, so that it serves the methods that compare them.
+    It holds no answer either, nor a reference's value of one, so that it serves the methods that compare them.
     """
     zero, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
@@ -222,5 +222,5 @@ def empty_micro_batch() -> MicroBatch:
         where=[],
         cost=0,
         owner=none,
-        completions=Completions(none, none.bool(), none, none, none.float(), none.view(0, 2)),
+        completions=Completions(none, none.bool(), none, none, none.float(), none.view(0, 2), none.float()),
     )

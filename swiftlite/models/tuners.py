@@ -109,7 +109,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
             ensure_weight_tying=bool(kept) and not classifies and _stays_tied(model),
         )
         try:
-            wrapped = peft.get_peft_model(model, settings)
+            wrapped = _wrap(peft, model, settings)
         except ValueError as error:
             raise UserError(
                 f"LoRA cannot be added: {str(error).splitlines()[0]}",
@@ -124,7 +124,7 @@ def _continue_adapter(peft, model: PreTrainedModel, adapter: Path) -> nn.Module:
     try:
         settings = peft.PeftConfig.from_pretrained(str(adapter))
         settings.inference_mode = False
-        wrapped = peft.get_peft_model(model, settings)
+        wrapped = _wrap(peft, model, settings)
     except (ValueError, RuntimeError, OSError, TypeError) as error:
         raise UserError(
             f"the adapter does not fit the model: {str(error).splitlines()[0]}",
@@ -132,6 +132,14 @@ def _continue_adapter(peft, model: PreTrainedModel, adapter: Path) -> nn.Module:
             fix="give the base model that adapter_config.json names",
         ) from error
     _refuse_adapted_head(wrapped)
+    return wrapped
+
+
+def _wrap(peft, model: PreTrainedModel, settings) -> nn.Module:  # noqa: ANN001
+    wrapped = peft.get_peft_model(model, settings)
+    found = wrapped.peft_config["default"]
+    if found.modules_to_save:  # to which peft adds a classifier's head each time
+        found.modules_to_save = list(dict.fromkeys(found.modules_to_save))
     return wrapped
 
 

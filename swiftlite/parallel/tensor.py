@@ -92,6 +92,9 @@ class _Division:
         layers = {name: module for name, module in decoder.named_modules() if re.fullmatch(r"layers\.[^.]+", name)}
         if not layers or any(layer._parameters for layer in layers.values()):  # would meet a DTensor as plain tensors
             return set()
+        embeds = self.base.config.get_text_config().to_dict().get("hidden_size_per_layer_input")
+        if embeds or layers.keys() & blocks.keys():  # so would layers' embeddings, and tokens laid flat for experts
+            return set()
         taking: set[str] = set()
         ordered = list(layers.values())
         change_input(ordered[0], self.borders.split_tokens)
