@@ -199,6 +199,14 @@ def test_a_closed_pipe_and_a_termination_end_quietly():
     assert waiting.communicate()[1] == b"terminated\n" and waiting.returncode == 143
 
 
+def test_ctrl_c_before_anything_is_imported_ends_quietly():
+    code = "import sys\nfrom swiftlite.__main__ import main\nclass Interrupt:\n    def find_spec(self, name, *_):\n"
+    code += "        if name == 'swiftlite.cli.app':\n            raise KeyboardInterrupt\n"
+    code += "sys.meta_path.insert(0, Interrupt())\nmain()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert ended.returncode == 130 and ended.stderr == b"interrupted\n"
+
+
 def test_top_level_help_is_quick():
     """Less than half the time of importing torch, whose CPU time this counts as well."""
 
