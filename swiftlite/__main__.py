@@ -1,8 +1,11 @@
 """`python -m swiftlite` and the `swiftlite` command."""
 
+import atexit
 import os
 import signal
 import sys
+
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
@@ -10,7 +13,7 @@ def main() -> None:
         _main()
     except KeyboardInterrupt:  # Ctrl-C while the program itself is imported, before anything can be told of it
         print("interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        atexit.register(os._exit, INTERRUPTED)
 
 
 def _main() -> None:
@@ -24,6 +27,8 @@ def _main() -> None:
             from swiftlite.parallel.start import end_without_finalizing
 
             end_without_finalizing(stop.code)
+        if stop.code == INTERRUPTED:  # caught, but where it came in an `exec`, Python ends by the signal all the same
+            atexit.register(os._exit, INTERRUPTED)
         raise
 
 

@@ -207,6 +207,19 @@ def test_ctrl_c_before_anything_is_imported_ends_quietly():
     assert ended.returncode == 130 and ended.stderr == b"interrupted\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "told"), [(signal.SIGTERM, 143, b"terminated\n"), (signal.SIGINT, 130, b"interrupted\n")]
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_that_a_library_swallows_ends_the_program_all_the_same(number, code, told, fails):
+    script = "import os\nfrom swiftlite import ending\nfrom swiftlite.cli import app, plan\ndef library(resolved):\n"
+    script += f"    try:\n        os.kill(os.getpid(), {int(number)})\n    except BaseException:\n        pass\n"
+    script += "    raise ImportError\n" if fails else "    ending.raise_seen_signal()\n    print('went on')\n"
+    script += f"plan.show_plan = library\napp.main({['sft', *DRY]!r})"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", told)
+
+
 def test_top_level_help_is_quick():
     """Less than half the time of importing torch, whose CPU time this counts as well."""
 

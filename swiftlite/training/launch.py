@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.layout import Layout, under_torchrun
 from swiftlite.data.background import prepared_in_background
+from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError
 from swiftlite.heap import keep_one_heap
 from swiftlite.imports import quiet_bitsandbytes
@@ -43,6 +44,7 @@ def _start(config: RunConfig, layout: Layout, report: Report) -> None:
     """Start this machine's processes, again from the newest checkpoint where they failed while running."""
     from swiftlite.parallel.start import Machines, start_processes
 
+    raise_seen_signal()
     machines = Machines(
         processes=config.nproc_per_node or layout.world // (config.nnodes or 1),
         nodes=config.nnodes or 1,
@@ -77,6 +79,7 @@ def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
         from swiftlite.parallel.world import joined
         from swiftlite.training.run import run_training
 
+    raise_seen_signal()
     with joined() as world, world.told_once(lambda error: report(_reason(error))):
         config = config.model_copy(update={"output_dir": world.same("output", config.output_dir)})
         run_training(config, world, layout)

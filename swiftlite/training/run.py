@@ -35,6 +35,7 @@ from swiftlite.config.changes import changed_settings
 from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
+from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
 from swiftlite.heap import give_back
 from swiftlite.models.anatomy import has_dropout
@@ -192,6 +193,7 @@ class Session:
             memory_gib=peak_memory_gib,
             profiler=self._profiler(),
         )
+        raise_seen_signal()
         with (
             stop_requests(config.stop_after, began) as requested,
             watchdog(self._output / "stacks", self._mesh.rank) as alive,
