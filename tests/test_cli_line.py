@@ -155,6 +155,9 @@ def test_only_rank_0_speaks(run, monkeypatch):
         monkeypatch.setenv(name, value)
     assert run("sft", *DRY) == (0, "", "")
     assert run("sft", "--no-such-flag") == (2, "", "")
+    for nonsense in ("x", "2"):
+        monkeypatch.setenv("RANK", nonsense)
+        assert "RANK is" in run("sft", *DRY)[2]
     monkeypatch.setenv("RANK", "0")
     assert "2 (torchrun)" in run("sft", *DRY)[1]
     code, _, err = run("sft", *DRY[:-1])

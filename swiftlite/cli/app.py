@@ -141,6 +141,8 @@ def _usage_error(error: Any) -> UserError:
 
 
 def _report(error: BaseException, session: Session) -> int:
-    if os.environ.get("RANK", "0") != "0" and isinstance(error, UserError):
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    one_of_several = rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
+    if one_of_several and isinstance(error, UserError):
         return error.exit_code  # every rank reads the same command line; rank 0 tells of it
     return show_error(error, debug=session.debug)
