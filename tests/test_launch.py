@@ -223,6 +223,24 @@ def test_a_signal_to_processes_that_do_not_yet_listen_ends_them_quietly(around, 
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
 
 
+def test_a_signal_that_an_import_swallowed_starts_no_process():
+    script = (
+        "import os, signal\n"
+        "from swiftlite.ending import end_on_signals\n"
+        "from swiftlite.parallel.start import Machines, start_processes\n"
+        "end_on_signals()\n"
+        "class Library:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch.distributed.launcher.api':\n"
+        "            try: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "            except BaseException: pass\n"
+        "__import__('sys').meta_path.insert(0, Library())\n"
+        "if __name__ == '__main__': start_processes(Machines(1), print, 'went on')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, "", "terminated\n")
+
+
 def test_a_process_of_a_group_ends_before_python_takes_itself_apart():
     script = (
         "from swiftlite.parallel.start import end_without_finalizing\n"

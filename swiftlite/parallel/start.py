@@ -20,6 +20,7 @@ from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
+from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
 
 PR_SET_PDEATHSIG = 1
@@ -80,6 +81,7 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
 
     before = {number: signal.signal(number, pass_on) for number in STOPPING}
     try:
+        raise_seen_signal()  # one that the imports above have swallowed; from here on none is
         with _held_back_in_new_processes():
             codes = launch(os.getpid(), asked, body, *arguments)
     except ChildFailedError as failure:

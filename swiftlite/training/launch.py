@@ -44,7 +44,6 @@ def _start(config: RunConfig, layout: Layout, report: Report) -> None:
     """Start this machine's processes, again from the newest checkpoint where they failed while running."""
     from swiftlite.parallel.start import Machines, start_processes
 
-    raise_seen_signal()
     machines = Machines(
         processes=config.nproc_per_node or layout.world // (config.nnodes or 1),
         nodes=config.nnodes or 1,
