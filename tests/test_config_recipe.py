@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 
+from swiftlite.config.changes import changed_settings
 from swiftlite.config.json_schema import recipe_schema
 from swiftlite.config.names import dataset_name, dataset_names, model_name
 from swiftlite.config.recipe import find_recipe, load_recipe, recipes_folder, shipped_recipes
@@ -204,6 +205,23 @@ def test_a_saved_config_runs_again_beside_its_run(tmp_path, monkeypatch):
     assert resolve(None, goes_on, saved, env={}).config.output_dir == "out"
     named = {"output_dir": Given("out", "-o", "flag")}
     assert resolve(None, named, saved, env={}).config.output_dir == "out"
+
+
+def test_a_saved_config_is_found_from_any_folder(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "model", here / "out", here / "cache", there):
+        folder.mkdir(parents=True)
+    (here / "rows.jsonl").write_text("")
+    monkeypatch.chdir(here)
+    dataset = ["rows.jsonl#5*2", "org/rows@train"]
+    first = resolve_config("sft", model="model", dataset=dataset, output_dir="out", cache_dir="cache")
+    save_config(first, here / "out" / "config.yaml")
+    assert changed_settings(here / "out" / "config.yaml", first) == {}
+    monkeypatch.chdir(there)
+    again = resolve(None, {}, load_recipe(str(here / "out" / "config.yaml")), env={}).config
+    assert again.model == str(here / "model") and again.cache_dir == str(here / "cache")
+    assert again.dataset == [f"{here / 'rows.jsonl'}#5*2", "org/rows@train"]
+    assert again.output_dir == f"{here / 'out'}-2"
 
 
 def test_json_schema_knows_every_key():
