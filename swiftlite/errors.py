@@ -1,5 +1,7 @@
 """The two errors a user ever sees, each saying what is wrong, where, and what to do next."""
 
+from collections.abc import Sequence
+
 
 class SwiftliteError(Exception):
     """Base of the errors that the command line shows as one block without a traceback.
@@ -26,6 +28,14 @@ class UserError(SwiftliteError):
     """Something the user can mend: flag, recipe, data, model folder, layout. Exit code 2."""
 
     exit_code = 2
+
+
+def all_in_one(errors: Sequence[UserError], words: str) -> UserError:
+    """One error that lists several, a line each. words: what they are, as `values are wrong`."""
+    if len(errors) == 1:
+        return errors[0]
+    lines = [f"{error.what}{f' ({error.where})' if error.where else ''}: {error.fix}" for error in errors]
+    return UserError(f"{len(errors)} {words}:\n  " + "\n  ".join(lines), fix="mend all of them")
 
 
 class RunError(SwiftliteError):

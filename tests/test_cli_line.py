@@ -155,6 +155,9 @@ def test_only_rank_0_speaks(run, monkeypatch):
         monkeypatch.setenv(name, value)
     assert run("sft", *DRY) == (0, "", "")
     assert run("sft", "--no-such-flag") == (2, "", "")
+    for nonsense in ("x", "2"):
+        monkeypatch.setenv("RANK", nonsense)
+        assert "RANK is" in run("sft", *DRY)[2]
     monkeypatch.setenv("RANK", "0")
     assert "2 (torchrun)" in run("sft", *DRY)[1]
     code, _, err = run("sft", *DRY[:-1])
@@ -197,6 +200,27 @@ def test_a_closed_pipe_and_a_termination_end_quietly():
     assert waiting.stdout.readline() == b"ready\n"
     os.kill(waiting.pid, signal.SIGTERM)
     assert waiting.communicate()[1] == b"terminated\n" and waiting.returncode == 143
+
+
+def test_ctrl_c_before_anything_is_imported_ends_quietly():
+    code = "import sys\nfrom swiftlite.__main__ import main\nclass Interrupt:\n    def find_spec(self, name, *_):\n"
+    code += "        if name == 'swiftlite.cli.app':\n            raise KeyboardInterrupt\n"
+    code += "sys.meta_path.insert(0, Interrupt())\nmain()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert ended.returncode == 130 and ended.stderr == b"interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"), [(signal.SIGTERM, 143, b"terminated\n"), (signal.SIGINT, 130, b"interrupted\n")]
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_that_a_library_swallows_ends_the_program_all_the_same(number, code, told, fails):
+    script = "import os\nfrom swiftlite import ending\nfrom swiftlite.cli import app, plan\ndef library(resolved):\n"
+    script += f"    try:\n        os.kill(os.getpid(), {int(number)})\n    except BaseException:\n        pass\n"
+    script += "    raise ImportError\n" if fails else "    ending.raise_seen_signal()\n    print('went on')\n"
+    script += f"plan.show_plan = library\napp.main({['sft', *DRY]!r})"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", told)
 
 
 def test_top_level_help_is_quick():

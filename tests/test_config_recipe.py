@@ -1,10 +1,12 @@
 """Recipes: read strictly, found by path or name, and the saved configuration that runs again."""
 
 import json
+import re
 
 import pytest
 import yaml
 
+from swiftlite.config.changes import changed_settings
 from swiftlite.config.json_schema import recipe_schema
 from swiftlite.config.names import dataset_name, dataset_names, model_name
 from swiftlite.config.recipe import find_recipe, load_recipe, recipes_folder, shipped_recipes
@@ -205,6 +207,23 @@ def test_a_saved_config_runs_again_beside_its_run(tmp_path, monkeypatch):
     assert resolve(None, named, saved, env={}).config.output_dir == "out"
 
 
+def test_a_saved_config_is_found_from_any_folder(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "model", here / "out", here / "cache", there):
+        folder.mkdir(parents=True)
+    (here / "rows.jsonl").write_text("")
+    monkeypatch.chdir(here)
+    dataset = ["rows.jsonl#5*2", "org/rows@train"]
+    first = resolve_config("sft", model="model", dataset=dataset, output_dir="out", cache_dir="cache")
+    save_config(first, here / "out" / "config.yaml")
+    assert changed_settings(here / "out" / "config.yaml", first) == {}
+    monkeypatch.chdir(there)
+    again = resolve(None, {}, load_recipe(str(here / "out" / "config.yaml")), env={}).config
+    assert again.model == str(here / "model") and again.cache_dir == str(here / "cache")
+    assert again.dataset == [f"{here / 'rows.jsonl'}#5*2", "org/rows@train"]
+    assert again.output_dir == f"{here / 'out'}-2"
+
+
 def test_json_schema_knows_every_key():
     schema = json.loads(json.dumps(recipe_schema()))
     properties = schema["properties"]
@@ -215,3 +234,74 @@ def test_json_schema_knows_every_key():
     for name, entry in properties.items():
         assert entry["description"], name
         assert not {"gt", "ge", "lt", "le"} & set(str(entry).replace("'", " ").split()), name
+
+
+KINDS = {
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+def fits(value, form):
+    """Whether a value has a form of JSON schema, of the few words that ours consists of."""
+    kinds = form.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    by_kind = [isinstance(value, KINDS[kind]) and (kind == "boolean") is isinstance(value, bool) for kind in kinds]
+    number, text = isinstance(value, (int, float)), isinstance(value, str)
+    return (
+        (not kinds or any(by_kind))
+        and ("anyOf" not in form or any(fits(value, part) for part in form["anyOf"]))
+        and ("enum" not in form or any(value is one or (value == one and text) for one in form["enum"]))
+        and ("const" not in form or value == form["const"])
+        and (not text or re.search(form.get("pattern", ""), value) is not None)
+        and (not number or form.get("minimum", value) <= value <= form.get("maximum", value))
+        and (not isinstance(value, list) or all(fits(item, form.get("items", {})) for item in value))
+    )
+
+
+def fits_the_schema(text, schema):
+    """As YAML 1.1 reads it, where `1e-5` is a text and `no` a truth value, and as YAML 1.2 does, where they are not."""
+    read = yaml.safe_load(text)
+    later = {key: float(value) if value == "1e-5" else value for key, value in read.items()}
+    return all(
+        fits(value, schema["properties"].get(key.replace("-", "_"), {"enum": []}))
+        for values in (read, later)
+        for key, value in values.items()
+    )
+
+
+def test_json_schema_takes_what_recipes_take():
+    schema = json.loads(json.dumps(recipe_schema()))
+    saved = dump_config(resolve_config("sft", model="org/model", dataset=["org/rows"]))
+    for text in [saved, *(path.read_text() for path in shipped_recipes().values())]:
+        assert fits_the_schema(text, schema), text
+    for line in (
+        "learning_rate: 1e-5", "cutoff_len: 512", "max-length: 512", "sharding_strategy: FULL_SHARD", "max_steps: -1",
+        "train_type: LoRA", "torch_dtype: bfloat16", "mixed_precision: no", "gradient_checkpointing: true",
+        "cpu_offload: off", "load_in_4bit: true", "quantization_bit: 4", "optim: adamw_torch", "packing: yes",
+        "packing: 'yes'", "mixed_precision: 'no'", "revision: 0123", "run_name: 2024", "method: pt",
+        "report_to: [TensorBoard]", "report_to: null", "resume: true",
+        "truncation_strategy: Right", "pipeline_schedule: 1F1B", "columns: instruction=q output=a", "dataset: a, b",
+        "warmup_steps: none", "overlong: null", "stop_after: 3600", "async_save: on",
+    ):  # fmt: skip
+        assert fits_the_schema(line, schema), line
+    for line in ("max_length: 0", "max_length: 1.5", "lr: fast", "precision: bf17", "packing: maybe", "seed: [1]"):
+        assert not fits_the_schema(line, schema), line
+    assert any(re.search(pattern, "max-length") for pattern in schema["patternProperties"])
+
+
+def test_everything_wrong_with_a_recipe_is_told_at_once(recipe):
+    with pytest.raises(UserError) as caught:
+        recipe(BASE + "max_lenght: 5\nseed: [1]\nlora_rank: many\nbf16: true\n")
+    for line, said in ((4, "max_length"), (5, "one value"), (6, "whole number"), (7, "precision: bf16")):
+        assert any(f"recipe.yaml:{line}:" in told and said in told for told in caught.value.what.splitlines())
+    with pytest.raises(UserError, match="perhaps more"):
+        recipe("".join(f"key{number}: 1\n" for number in range(5000)))
+    with pytest.raises(UserError, match="--early-stopping-patience") as caught:
+        resolve_config("sft", model="m", dataset=["d"], early_stopping_patience=1, template_date="x")
+    assert "not a date" in caught.value.what

@@ -356,6 +356,12 @@ def test_a_bad_world_size_is_told():
         plan({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "many"})
 
 
+@pytest.mark.parametrize("rank", ["x", "2", "-1"])
+def test_a_rank_that_is_none_of_the_world_is_told(rank):
+    with pytest.raises(UserError, match="^RANK is"):
+        plan({"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+
+
 def test_a_huge_world_is_checked_at_once():
     with pytest.raises(UserError):
         plan(nproc_per_node=10**9 + 7, tensor_parallel_size=4)

@@ -197,6 +197,50 @@ def test_a_signal_ends_the_step_and_saves(tmp_path, flags, number, code):
     assert metrics(tmp_path / "out")[-1]["step"] == step
 
 
+@pytest.mark.parametrize(
+    ("around", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM); start(process)", 143),
+        (
+            "start(process); time.sleep(0.4); os.kill(process.pid, signal.SIGINT), os.kill(os.getpid(), signal.SIGINT)",
+            130,
+        ),
+    ],
+    ids=["before there is one", "while it imports"],
+)
+def test_a_signal_to_processes_that_do_not_yet_listen_ends_them_quietly(around, code):
+    script = (
+        "import os, signal, time\n"
+        "from multiprocessing.process import BaseProcess\n"
+        "from swiftlite.parallel.start import Machines, start_processes\n"
+        "if __name__ == '__main__':\n"
+        "    start = BaseProcess.start\n"
+        f"    def started(process): {around}\n"
+        "    BaseProcess.start = started\n"
+        "    start_processes(Machines(1), print, 'went on')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
+
+
+def test_a_signal_that_an_import_swallowed_starts_no_process():
+    script = (
+        "import os, signal\n"
+        "from swiftlite.ending import end_on_signals\n"
+        "from swiftlite.parallel.start import Machines, start_processes\n"
+        "end_on_signals()\n"
+        "class Library:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch.distributed.launcher.api':\n"
+        "            try: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "            except BaseException: pass\n"
+        "__import__('sys').meta_path.insert(0, Library())\n"
+        "if __name__ == '__main__': start_processes(Machines(1), print, 'went on')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, "", "terminated\n")
+
+
 def test_a_process_of_a_group_ends_before_python_takes_itself_apart():
     script = (
         "from swiftlite.parallel.start import end_without_finalizing\n"

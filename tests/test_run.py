@@ -446,6 +446,14 @@ def damage(folder, kind):
         (folder / "config.json").write_text("{ broken")
     elif kind == "absent":
         shutil.rmtree(folder)
+    elif kind == "nan":
+        tensors = load_file(file)
+        tensors["model.norm.weight"][:] = torch.nan
+        save_file(tensors, file, metadata={"format": "pt"})
+    elif kind in ("vocabulary", "type"):
+        settings = json.loads((folder / "config.json").read_text())
+        settings |= {"vocab_size": 100} if kind == "vocabulary" else {"hidden_size": "64"}
+        (folder / "config.json").write_text(json.dumps(settings))
 
 
 @pytest.mark.parametrize(
@@ -458,6 +466,9 @@ def damage(folder, kind):
         ("template", "chat template"),
         ("config", "JSON"),
         ("absent", "neither a folder nor a hub id"),
+        ("nan", "not finite"),
+        ("vocabulary", "knows only 100 tokens"),
+        ("type", "expected int, got str"),
     ],
 )
 def test_a_bad_model_folder_is_refused_before_anything_is_written(base, tmp_path, tiny_model, kind, said):
@@ -466,6 +477,12 @@ def test_a_bad_model_folder_is_refused_before_anything_is_written(base, tmp_path
     with pytest.raises(UserError, match=said):
         train(base, model=str(folder))
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_link_that_leads_nowhere_is_refused(base, tmp_path):
+    (tmp_path / "out").symlink_to("nowhere")
+    with pytest.raises(UserError, match="leads nowhere"):
+        train(base)
 
 
 def test_a_length_beyond_the_model_is_refused(base):

@@ -44,7 +44,13 @@ class Space:
 
 def check_place(output: Path) -> None:
     """Raise UserError where no folder of this name can be made or written."""
-    place = next(parent for parent in (output, *output.absolute().parents) if parent.exists())
+    place = next(parent for parent in (output, *output.absolute().parents) if parent.exists() or parent.is_symlink())
+    if not place.exists():
+        raise UserError(
+            "the output folder is a link that leads nowhere",
+            where=str(place),
+            fix="make the folder it points to, or choose another --output-dir",
+        )
     if not place.is_dir():
         raise UserError("the output folder is a file", where=str(place), fix="choose another --output-dir")
     if not os.access(place, os.W_OK | os.X_OK):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from types import FrameType
 from typing import Any
 
 import typer
@@ -16,7 +15,8 @@ import typer
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.line import RECIPE
 from swiftlite.cli.options import RunCommand, Session
-from swiftlite.errors import SwiftliteError, UserError
+from swiftlite.ending import end_on_signals, seen_signal
+from swiftlite.errors import UserError
 
 ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
@@ -26,18 +26,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the program and exit with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     session = Session(debug="--debug" in words)
-    signal.signal(signal.SIGTERM, _terminate)
+    end_on_signals()
     code = _run(words, session)
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has left, as `| head` does; nothing more can be told
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
-
-
-def _terminate(number: int, _frame: FrameType | None) -> None:
-    os.write(2, b"terminated\n")  # print is not safe in a signal handler
-    raise SystemExit(128 + number)
 
 
 def _run(words: list[str], session: Session) -> int:
@@ -54,17 +49,17 @@ def _run(words: list[str], session: Session) -> int:
         if code == 128 + signal.SIGINT:  # Typer's answer to a KeyboardInterrupt
             print("interrupted", file=sys.stderr)
         return code if isinstance(code, int) else 0
-    except SwiftliteError as error:
-        return _report(error, session)
-    except TyperException as error:
-        return _report(_usage_error(error), session)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:  # some libraries' errors are no Exception; all of them end in one block
-        return _report(error, session)
+        if seen := seen_signal():  # a library caught what the signal raised, and failed of it
+            if seen == signal.SIGINT:  # the other one is told at once
+                print("interrupted", file=sys.stderr)
+            return 128 + seen
+        return _report(_usage_error(error) if isinstance(error, TyperException) else error, session)
 
 
 def _find_command(words: list[str]) -> tuple[RunCommand | None, list[str]]:
@@ -146,6 +141,8 @@ def _usage_error(error: Any) -> UserError:
 
 
 def _report(error: BaseException, session: Session) -> int:
-    if os.environ.get("RANK", "0") != "0" and isinstance(error, UserError):
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    one_of_several = rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
+    if one_of_several and isinstance(error, UserError):
         return error.exit_code  # every rank reads the same command line; rank 0 tells of it
     return show_error(error, debug=session.debug)

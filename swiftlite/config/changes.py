@@ -7,6 +7,7 @@ from typing import Any
 
 from swiftlite.config.checks import LORA_SHAPE
 from swiftlite.config.flags import all_flags
+from swiftlite.config.names import with_absolute_names
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import DERIVED, NOT_SAVED
 from swiftlite.config.schema import RunConfig
@@ -35,9 +36,10 @@ def changed_settings(before: Path, now: RunConfig) -> dict[str, str]:
     try:
         recipe = load_recipe(str(before))
         given = {name: Given(entry.value, recipe.where(name), "recipe") for name, entry in recipe.entries.items()}
-        old = build_config(given)
+        old = with_absolute_names(build_config(given))
     except UserError:
         return {}
+    now = with_absolute_names(now)
     found = {}
     for name, flag in all_flags().items():
         values = getattr(old, name), getattr(now, name)

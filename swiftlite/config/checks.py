@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.flags import all_flags
 from swiftlite.config.losses import REFERENCE_FREE, losses_of
 from swiftlite.config.methods import PREFERENCE
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, all_in_one
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -32,16 +32,16 @@ LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora
 
 
 def check_together(config: RunConfig, where: Mapping[str, str]) -> None:
-    """Raise UserError for the first contradiction. where: of the values that somebody gave."""
+    """Raise one UserError for all contradictions. where: of the values that somebody gave."""
     if config.method in LOSSES:
         losses_of(config.method, config.loss, where.get("loss", "--loss"))
-    for what, names, fix in _contradictions(config):
-        raise UserError(what, where=", ".join(where[name] for name in names if name in where) or None, fix=fix)
-
-
-def _contradictions(config: RunConfig) -> list[tuple[str, tuple[str, ...], str]]:
-    rules = [*_data_rules(config), *_training_rules(config)]
-    return [(what, names, fix) for broken, what, names, fix in rules if broken]
+    found = [
+        UserError(what, where=", ".join(where[name] for name in names if name in where) or None, fix=fix)
+        for broken, what, names, fix in [*_data_rules(config), *_training_rules(config)]
+        if broken
+    ]
+    if found:
+        raise all_in_one(found, "things are wrong with the settings")
 
 
 def _data_rules(config: RunConfig) -> list[Rule]:
@@ -59,7 +59,7 @@ def _data_rules(config: RunConfig) -> list[Rule]:
             "leave --streaming out: rows are tokenised once and then read from the cache",
         ),
         (
-            config.streaming and config.max_steps is None,
+            config.streaming and config.method == "pretrain" and config.max_steps is None,
             "--streaming does not know how many rows there are",
             ("streaming",),
             "add --max-steps",

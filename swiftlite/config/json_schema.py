@@ -1,41 +1,105 @@
-"""The JSON schema of a recipe, for completion and checks in editors."""
+"""The JSON schema of a recipe, for completion and checks in editors. It takes what recipes take.
+
+Recipes are read as text, so a number may be `1e-5` (which YAML 1.1 does not know as one), a name may be `2024`, and a
+choice may be in any case and in other tools' words. Which words that are no choice of ours count, `null`, `true` or
+`-1`, is asked of the settings themselves.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from pydantic import ValidationError
 
 from swiftlite.config.flags import Flag, all_flags
 from swiftlite.config.schema import RunConfig
+from swiftlite.config.types import NULL_WORDS, spelled_words
+
+NUMBER = r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"
+TRUTH = ("true", "false", "yes", "no", "on", "off", "t", "f", "y", "n", "1", "0")
+TEXT = ["string", "number", "boolean"]
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) with every key; aliases are there too, marked as deprecated."""
+    """JSON schema (draft 2020-12) with every key; other tools' names are there too, marked as deprecated."""
     plain = RunConfig.model_json_schema()["properties"]
     properties: dict[str, Any] = {}
+    dashed: dict[str, Any] = {}
     for name, flag in all_flags().items():
-        properties[name] = _property(flag, plain[name])
+        properties[name] = {**_property(flag, plain[name]), "description": _sentence(flag)}
     for name, flag in all_flags().items():
         for alias in flag.aliases:
             properties[alias] = {**properties[name], "description": f"Another name of `{name}`.", "deprecated": True}
+        same = {"$ref": f"#/properties/{name}"}
+        dashed |= {f"^{key.replace('_', '[-_]')}$": same for key in (name, *flag.aliases) if "_" in key}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "swiftlite recipe",
         "type": "object",
         "properties": properties,
+        "patternProperties": dashed,
         "additionalProperties": False,
     }
 
 
+def _sentence(flag: Flag) -> str:
+    return f"{flag.help} Default: {flag.default_in_words}."
+
+
 def _property(flag: Flag, plain: dict[str, Any]) -> dict[str, Any]:
-    kept = {
-        key: plain[key]
-        for key in ("type", "anyOf", "enum", "items", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-        if key in plain
-    }
-    if flag.kind == "list":  # `dataset: rows.jsonl` is a list of one
-        kept = {"anyOf": [{"type": "array", "items": kept["items"]}, {"type": "string"}, {"type": "null"}]}
+    forms = _forms(flag, plain)
+    if _takes(flag, None):
+        forms.append({"type": "null"})
+    found: dict[str, Any] = {"anyOf": forms} if len(forms) > 1 else forms[0]
+    return found if flag.default is None else {**found, "default": flag.default}
+
+
+def _forms(flag: Flag, plain: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a value may look like; the first form is the one to write."""
+    field = RunConfig.model_fields[flag.name]
+    words = spelled_words(field.annotation, field.metadata)
+    if flag.kind == "list":  # `dataset: rows.jsonl` is a list of one, and may hold several with commas
+        items = {"anyOf": [{"enum": list(flag.choices)}, _pattern(words)]} if flag.choices else {"type": TEXT}
+        return [{"type": "array", "items": items}, {"type": TEXT}]
     if flag.kind == "map":
-        kept = {"type": "object", "additionalProperties": {"type": "string"}}
-    if flag.default is not None:
-        kept["default"] = flag.default
-    return {"description": f"{flag.help} Default: {flag.default_in_words}.", **kept}
+        return [{"type": "object", "additionalProperties": {"type": TEXT}}, {"type": "array"}, {"type": "string"}]
+    if flag.kind == "bool":
+        return [{"type": "boolean"}, _pattern(TRUTH)]
+    nothing = [word for word in NULL_WORDS if _takes(flag, word)]
+    if flag.kind in ("int", "float"):
+        own = next(form for form in plain.get("anyOf", [plain]) if form["type"] != "null")
+        bounds = {key: own[key] for key in BOUNDS if key in own}
+        words = "|".join([NUMBER, *map(_any_case, nothing)])
+        form = {"type": [own["type"], "string"], **bounds, "pattern": f"^({words})$"}
+        return [form, {"const": -1}] if bounds and _takes(flag, -1) else [form]
+    if flag.choices:
+        odd = [value for value in (True, False, 4) if _takes(flag, value)]
+        return [{"enum": [*flag.choices, *odd]}, _pattern([*words, *nothing])]
+    return [{"type": TEXT}]
+
+
+def _takes(flag: Flag, value: Any) -> bool:
+    """Whether the setting takes a value as YAML has it: an editor may have read `on` as a truth value."""
+    spelled = {True: ("true", "on"), False: ("false", "no", "off")}
+    words = spelled[value] if isinstance(value, bool) else (None if value is None else str(value),)
+    for word in words:
+        try:
+            RunConfig(**{flag.name: word})
+        except ValidationError:
+            continue
+        return True
+    return False
+
+
+def _pattern(words: Sequence[str]) -> dict[str, Any]:
+    return {"type": "string", "pattern": f"^({'|'.join(dict.fromkeys(map(_any_case, words)))})$"}
+
+
+def _any_case(word: str) -> str:
+    """A pattern of the word in any case, `-` for `_` too."""
+    return "".join(
+        f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else "[-_]" if letter in "-_" else letter
+        for letter in word
+    )

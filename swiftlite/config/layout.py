@@ -151,6 +151,13 @@ def _world(config: RunConfig, env: Mapping[str, str]) -> tuple[int | None, str]:
             raise UserError(
                 f"WORLD_SIZE is {text!r}, not a number of processes", where="environment", fix="start by torchrun again"
             )
+        for name in ("RANK", "LOCAL_RANK"):
+            if not env[name].isdecimal() or int(env[name]) >= int(text):
+                raise UserError(
+                    f"{name} is {env[name]!r}, not the number of one of {text} processes",
+                    where="environment",
+                    fix="start by torchrun again",
+                )
         return int(text), "torchrun"
     _check_node(config.node_rank or 0, config.nnodes or 1)
     if config.nproc_per_node is None and config.nnodes is None:

@@ -105,6 +105,27 @@ def check_names(config: RunConfig, where: Mapping[str, str]) -> None:
                 (check_name if setting in NAMES else check_text)(item, where.get(setting, setting))
 
 
+def with_absolute_names(config: RunConfig) -> RunConfig:
+    """The config whose files and folders are found from any folder. What is not there, such as a hub id, stays."""
+    single = ("model", "tokenizer", "chat_template", "adapter", "resume", "output_dir", "cache_dir")
+    found: dict[str, object] = {name: _absolute(getattr(config, name)) for name in single}
+    for name in ("dataset", "eval_dataset"):
+        found[name] = [_absolute_spec(spec) for spec in getattr(config, name)]
+    return config.model_copy(update=found)
+
+
+def _absolute(name: str | None) -> str | None:
+    path = existing(name) if name else None
+    return name if path is None else str(path.absolute())
+
+
+def _absolute_spec(spec: str) -> str:
+    given = SPEC.fullmatch(spec)
+    if existing(spec) is not None or given is None:
+        return _absolute(spec) or spec
+    return (_absolute(given["name"]) or "") + spec[len(given["name"]) :]
+
+
 def placed(name: str, base: Path | None) -> str | None:
     """The path of an existing file or folder: against the working folder first, then against base. Else None."""
     places = (name, *((str(base / name),) if base is not None else ()))

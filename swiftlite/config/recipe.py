@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.flags import ELSEWHERE, find_flag, known_names, nearest
-from swiftlite.errors import UserError
+from swiftlite.config.validate import Given, wrong_values
+from swiftlite.errors import UserError, all_in_one
 from swiftlite.untrusted import existing
 
 if TYPE_CHECKING:
     from yaml import Node
 
+MOST_TOLD = 20  # wrong keys that are looked into: a file with more of them is no recipe
 LARGEST = 64 * 1024  # bytes; a recipe is a page of text, and parsing YAML is slow
 NULLS = ("", "~", "null", "Null", "NULL")
 PLAIN_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
@@ -83,9 +85,20 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe(name: str) -> Recipe:
-    """Read a recipe given by path or name. Raises UserError naming file, line and key."""
+    """Read a recipe given by path or name. Raises one UserError for all keys that are wrong, naming file and line.
+
+    What values mean is checked by whoever merges them with flags, which win over them, but for a recipe that is
+    refused anyway: all of it is told at once.
+    """
     path = find_recipe(name)
-    return Recipe(path, dict(_entries(path, _parse(path))))
+    wrong: list[UserError] = []
+    recipe = Recipe(path, dict(_entries(path, _parse(path), wrong)))
+    if len(wrong) == MOST_TOLD:
+        raise all_in_one(wrong, "things are wrong in the recipe, and perhaps more")
+    if wrong:
+        given = {name: Given(entry.value, recipe.where(name), "recipe") for name, entry in recipe.entries.items()}
+        raise all_in_one([*wrong, *wrong_values(given)], "things are wrong in the recipe")
+    return recipe
 
 
 def _parse(path: Path) -> Node:
@@ -125,7 +138,8 @@ def _parse(path: Path) -> Node:
     return node
 
 
-def _entries(path: Path, root: Node) -> Iterator[tuple[str, Entry]]:
+def _entries(path: Path, root: Node, wrong: list[UserError]) -> Iterator[tuple[str, Entry]]:
+    """Each good key and its entry. wrong: takes what is wrong with the others."""
     import yaml
 
     if not isinstance(root, yaml.MappingNode):
@@ -135,19 +149,30 @@ def _entries(path: Path, root: Node) -> Iterator[tuple[str, Entry]]:
         line = key_node.start_mark.line + 1
         key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
         where = f"{path}:{line}: {key}"
-        item = find_flag(key)
-        if item is None:
-            near = nearest(key.replace("-", "_"), known_names())
-            fix = f"did you mean `{near}`?" if near else "`swiftlite recipes schema` lists the keys"
-            if instead := ELSEWHERE.get(key):
-                fix = f"write `{instead}`"
-            raise UserError(f"unknown key `{key}` in the recipe", where=where, fix=fix)
-        if item.name in seen:
-            raise UserError(
-                f"`{item.name}` is given twice, first in line {seen[item.name]}", where=where, fix="keep one of them"
-            )
-        seen[item.name] = line
-        yield item.name, Entry(_value(value_node, where, item.kind), line, key)
+        try:
+            name, kind = _known(key, where)
+            if name in seen:
+                raise UserError(
+                    f"`{name}` is given twice, first in line {seen[name]}", where=where, fix="keep one of them"
+                )
+            seen[name] = line
+            yield name, Entry(_value(value_node, where, kind), line, key)
+        except UserError as error:
+            wrong.append(error)
+            if len(wrong) == MOST_TOLD:
+                return
+
+
+def _known(key: str, where: str) -> tuple[str, str]:
+    """(name, kind) of the flag that a key stands for. Raises UserError where there is none."""
+    item = find_flag(key)
+    if item is not None:
+        return item.name, item.kind
+    near = nearest(key.replace("-", "_"), known_names())
+    fix = f"did you mean `{near}`?" if near else "`swiftlite recipes schema` lists the keys"
+    if instead := ELSEWHERE.get(key):
+        fix = f"write `{instead}`"
+    raise UserError(f"unknown key `{key}` in the recipe", where=where, fix=fix)
 
 
 def _value(node: Node, where: str, kind: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from swiftlite import __version__
 from swiftlite.config.flags import all_flags
+from swiftlite.config.names import with_absolute_names
 from swiftlite.config.schema import RunConfig
 
 NOT_SAVED = ("dry_run", "debug")
@@ -14,9 +15,9 @@ DERIVED = ("gradient_accumulation_steps", "num_microbatches")  # they change wit
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write the config as a recipe; the file is whole or unchanged."""
+    """Write the config as a recipe that runs from any folder; the file is whole or unchanged."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(dump_config(config), encoding="utf-8")
+    partial.write_text(dump_config(with_absolute_names(config)), encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -6,7 +6,7 @@ Flags and recipes reach these types as plain strings, so both accept exactly the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
@@ -79,6 +79,15 @@ def literal_choices(annotation: Any) -> list[str]:
     for part in get_args(annotation):
         words += [part] if isinstance(part, str) else literal_choices(part)
     return words
+
+
+def spelled_words(annotation: Any, marks: Sequence[Any] = ()) -> list[str]:
+    """The words of a `Literal` and what other tools call them. marks: what `Annotated` hangs on the whole."""
+    others = [word for mark in marks if isinstance(mark, Spelling) for word in mark.others]
+    words = [annotation] if isinstance(annotation, str) else []
+    for part in get_args(annotation):
+        words += spelled_words(part, getattr(part, "__metadata__", ()))
+    return [*words, *others]
 
 
 def _plain(word: str) -> str:

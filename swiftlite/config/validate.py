@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from swiftlite.config.flags import Flag, all_flags, nearest
 from swiftlite.config.schema import RunConfig
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, all_in_one
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -30,20 +30,28 @@ def build_config(given: Mapping[str, Given]) -> RunConfig:
     try:
         return RunConfig(**{name: item.value for name, item in given.items()})
     except ValidationError as error:
-        found: dict[str, tuple[str, str]] = {}
-        for detail in error.errors(include_url=False, include_context=True):
-            name = str(detail["loc"][0])
-            if detail["type"] == "extra_forbidden":
-                near = nearest(name, all_flags())
-                found[name] = f"there is no setting {name}", f"did you mean {near}?" if near else "see the schema"
-            else:
-                found.setdefault(name, _explain(all_flags()[name], detail, given[name].value))
-    wheres = [given[name].where for name in found]
-    if len(found) == 1:
-        what, fix = next(iter(found.values()))
-        raise UserError(what, where=wheres[0], fix=fix)
-    lines = [f"{what} ({where}): {fix}" for (what, fix), where in zip(found.values(), wheres, strict=True)]
-    raise UserError(f"{len(found)} values are wrong:\n  " + "\n  ".join(lines), fix="mend these values")
+        raise all_in_one(_in_words(error, given), "values are wrong") from None
+
+
+def wrong_values(given: Mapping[str, Given]) -> list[UserError]:
+    """What `build_config` would complain of, value by value."""
+    try:
+        RunConfig(**{name: item.value for name, item in given.items()})
+    except ValidationError as error:
+        return _in_words(error, given)
+    return []
+
+
+def _in_words(error: ValidationError, given: Mapping[str, Given]) -> list[UserError]:
+    found: dict[str, tuple[str, str]] = {}
+    for detail in error.errors(include_url=False, include_context=True):
+        name = str(detail["loc"][0])
+        if detail["type"] == "extra_forbidden":
+            near = nearest(name, all_flags())
+            found[name] = f"there is no setting {name}", f"did you mean {near}?" if near else "see the schema"
+        else:
+            found.setdefault(name, _explain(all_flags()[name], detail, given[name].value))
+    return [UserError(what, where=given[name].where, fix=fix) for name, (what, fix) in found.items()]
 
 
 def _explain(flag: Flag, detail: ErrorDetails, given: Any) -> tuple[str, str]:
@@ -67,12 +75,12 @@ def _explain(flag: Flag, detail: ErrorDetails, given: Any) -> tuple[str, str]:
         words, key = bounds[kind]
         return f"{subject}, out of range", f"give {words} {context[key]:g}"
     wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "map": "KEY=COLUMN pairs"}
-    fix = f"give {wanted.get(flag.kind, 'text')}, such as {_example(flag)}"
+    fix = f"give {wanted.get(flag.kind, 'text')}" + ("" if flag.kind == "bool" else f", such as {_example(flag)}")
     return f"{subject}, not {wanted.get(flag.kind, 'what it takes')}", fix
 
 
 def _example(flag: Flag) -> str:
-    examples = {"bool": "true", "map": "instruction=question", "int": "8", "float": "1e-5"}
+    examples = {"map": "instruction=question", "int": "8", "float": "1e-5"}
     if flag.default not in (None, "", [], {}):
         return str(flag.default)
     return examples.get(flag.kind, flag.metavar or "a word")

@@ -53,12 +53,12 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
 
 
 def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     os.nice(NICENESS)
     os.setpgrp()  # its worker processes belong to it, so that one signal ends them all
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # whatever is wrong is said once, by the process that the user talks to
         os.dup2(quiet, stream)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     import_numpy()
     sys.modules.setdefault("torch", None)  # tokenising needs none of it, and transformers would import it: a second
     with suppress(Exception):

@@ -59,6 +59,7 @@ def build_entry(
     dropped: Counter[str] = Counter()
     rows = raw_rows(source, options, sample_by, seed)
     run = RowTokenizer(tokenizer, options, source.files)
+    largest = -1
     processes = _processes(workers) if expected_rows > POOL_FROM_ROWS else 1
     preferences = options.method in PREFERENCE
     with (
@@ -71,9 +72,10 @@ def build_entry(
             counts.update(batch.counts)
             dropped.update(batch.dropped)
             writer.append(batch)
+            largest = max([largest, *(int(ids.max(initial=-1)) for ids in batch.ids)])
             if progress is not None:
                 progress(counts["read"], max(expected_rows, counts["read"]))
-    return {"counts": dict(counts), "dropped": dict(dropped)}
+    return {"counts": dict(counts), "dropped": dict(dropped), "largest_token": largest}
 
 
 def bad_row_error(row: dict[str, Any]) -> UserError:

@@ -73,10 +73,16 @@ class Entry:
     rejected: Path
 
 
-def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Progress | None = None) -> PreparedData:
+def prepare_data(
+    config: RunConfig,
+    load_tokenizer: LoadTokenizer,
+    progress: Progress | None = None,
+    vocabulary: int | None = None,
+) -> PreparedData:
     """Read, check, tokenise and pack every data set of the config, or take it from the cache.
 
-    load_tokenizer: called only where tokens have to be made; progress: called with (rows done, rows in all).
+    load_tokenizer: called only where tokens have to be made; progress: called with (rows done, rows in all);
+    vocabulary: how many tokens the model knows, None where nobody can say.
     Raises UserError for everything that is wrong with the data, with file and line.
     """
     _check(config)
@@ -87,6 +93,8 @@ def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Pro
     held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
     check_anything_left(train)
     check_anything_left(held_out)
+    for entry in [*train, *held_out]:
+        _check_vocabulary(entry, vocabulary)
     parts, eval_parts = _split(config, train, held_out)
     plan, eval_plan = BatchPlan(parts, _plan_options(config)), _eval_plan(config, eval_parts)
     return PreparedData(
@@ -96,6 +104,17 @@ def prepare_data(config: RunConfig, load_tokenizer: LoadTokenizer, progress: Pro
         rejected=Rejected([entry.rejected for entry in [*train, *held_out]]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
     )
+
+
+def _check_vocabulary(entry: Entry, vocabulary: int | None) -> None:
+    """Raises UserError where rows hold tokens that the model has no embedding of: on a GPU that is an assertion."""
+    largest = entry.meta.get("largest_token", -1)
+    if vocabulary is not None and largest >= vocabulary:
+        raise UserError(
+            f"the tokenizer makes token {largest}, but the model knows only {vocabulary:,} tokens",
+            where=entry.store.where_above(vocabulary - 1),
+            fix="give the model's own --tokenizer, or name the tokens that are to be added with --new-tokens",
+        )
 
 
 def _plan_options(config: RunConfig) -> PlanOptions:

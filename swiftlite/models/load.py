@@ -220,7 +220,8 @@ def hub_errors(source: str, what: str) -> Iterator[None]:
     except SwiftliteError:
         raise
     except Exception as error:  # tokenizers raises no narrower type
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        text = " ".join(said[: 2 if said[0].endswith(":") else 1])
         local = Path(source).expanduser().is_dir()
         fix = (
             "check the files of the folder"

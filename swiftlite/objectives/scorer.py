@@ -218,6 +218,11 @@ class TokenScorer(nn.Module):
         targets = own.argmax(-1)
         theirs = own.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         ours = self._score(hidden, replace(probe, labels=targets[None]))
+        if not torch.isfinite(theirs).all():
+            raise UserError(
+                f"{type(self.base).__name__} makes numbers that are not finite of its weights",
+                fix="check the weights: they hold NaN or infinity, or overflow in --precision fp16",
+            )
         if not torch.allclose(ours, theirs, rtol=MOST, atol=MOST):
             raise UserError(
                 f"{type(self.base).__name__} turns hidden states into logits in a way swiftlite does not know",

@@ -12,16 +12,20 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
+from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
 
 PR_SET_PDEATHSIG = 1
 DEFAULT_PORT = 29500
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 ENDED_WELL = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -66,24 +70,44 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
         ),
         _begin,
     )
-    passed: list[int] = []
+    asked = multiprocessing.get_context("spawn").RawValue("i", 0)  # the signal that came first; new processes see it
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         """The processes finish their step, save and end with the code that tells why; so does this one, behind them."""
-        passed.append(number)
+        asked.value = asked.value or number
         for process in multiprocessing.active_children():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in STOPPING}
     try:
-        codes = launch(os.getpid(), body, *arguments)
+        raise_seen_signal()  # one that the imports above have swallowed; from here on none is
+        with _held_back_in_new_processes():
+            codes = launch(os.getpid(), asked, body, *arguments)
     except ChildFailedError as failure:
-        raise _verdict(failure, passed) from None
+        raise _verdict(failure, asked.value) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     raise SystemExit(max(codes.values()))
+
+
+@contextmanager
+def _held_back_in_new_processes() -> Iterator[None]:
+    """SIGINT and SIGTERM wait in a new process until it can answer them, in `_begin`: until then it is importing.
+
+    It inherits what the main thread blocks. The handlers of this process are called all the same, since a thread that
+    blocks nothing takes the signals.
+    """
+    resource_tracker.ensure_running()  # to start it later would unblock them again
+    ended = threading.Event()
+    threading.Thread(target=ended.wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        ended.set()
 
 
 def _rendezvous(machines: Machines) -> dict[str, Any]:
@@ -111,17 +135,21 @@ def _check_devices(count: int) -> None:
         )
 
 
-def _begin(parent: int, body: Callable[..., int], *arguments: Any) -> int:
+def _begin(parent: int, asked: Any, body: Callable[..., int], *arguments: Any) -> int:
     """First thing in a new process: see to it that it does not outlive the one that started it.
 
-    Returns the exit code of a run that ended or was asked to, exits with that of an error.
+    asked: holds the signal that came before the parent knew of this process, or 0. Returns the exit code of a run that
+    ended or was asked to, exits with that of an error.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
     try:
-        code = body(*arguments)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        code = 128 + asked.value if asked.value else body(*arguments)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except SystemExit as stop:
         if stop.code not in ENDED_WELL:
             os._exit(stop.code)  # at once: threads of a broken process group may never end
@@ -140,14 +168,14 @@ def end_without_finalizing(code: int) -> None:
     atexit.register(os._exit, code)
 
 
-def _verdict(failure: Any, passed: list[int]) -> BaseException:
+def _verdict(failure: Any, asked: int) -> BaseException:
     """What a failed start means: the process that failed first has told why, unless it was killed.
 
-    passed: signals that this process was sent and passed on, to some before they could end well.
+    asked: a signal that this process was sent and passed on, to some before they could end well; else 0.
     """
     failures = failure.failures
-    if passed and all(f.exitcode in (-passed[0], *ENDED_WELL, 1) for f in failures.values()):
-        return SystemExit(128 + passed[0])
+    if asked and all(f.exitcode in (-asked, *ENDED_WELL, 1) for f in failures.values()):
+        return SystemExit(128 + asked)
     killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
     for rank, found in sorted(killed.items()):
         name = signal.Signals(-found.exitcode).name

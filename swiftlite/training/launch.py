@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.layout import Layout, under_torchrun
 from swiftlite.data.background import prepared_in_background
+from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError
 from swiftlite.heap import keep_one_heap
 from swiftlite.imports import quiet_bitsandbytes
@@ -77,6 +78,7 @@ def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
         from swiftlite.parallel.world import joined
         from swiftlite.training.run import run_training
 
+    raise_seen_signal()
     with joined() as world, world.told_once(lambda error: report(_reason(error))):
         config = config.model_copy(update={"output_dir": world.same("output", config.output_dir)})
         run_training(config, world, layout)

@@ -35,6 +35,7 @@ from swiftlite.config.changes import changed_settings
 from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
+from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
 from swiftlite.heap import give_back
 from swiftlite.models.anatomy import has_dropout
@@ -50,7 +51,7 @@ from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
 from swiftlite.training.resume import find_resume, run_settings
-from swiftlite.training.setup import Trainee, build_trainee, check_model
+from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method
 from swiftlite.training.stopping import Stopped, stop_requests
 from swiftlite.training.watchdog import watchdog
@@ -81,7 +82,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         if config.optimizer == "paged_adamw" and world.device.type == "cpu":
             reporter.message("note: --optimizer paged_adamw has no effect on a CPU: moments are in the host's memory")
         with reporter.phase("preparing data") as update:
-            prepared = prepare_data(config, load, update)
+            prepared = prepare_data(config, load, update, vocabulary_of(config, model_config))
         if losses := losses_in_words(prepared.audit):
             reporter.message(f"note: {losses}")
         if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
@@ -192,6 +193,7 @@ class Session:
             memory_gib=peak_memory_gib,
             profiler=self._profiler(),
         )
+        raise_seen_signal()
         with (
             stop_requests(config.stop_after, began) as requested,
             watchdog(self._output / "stacks", self._mesh.rank) as alive,

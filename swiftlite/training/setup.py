@@ -154,6 +154,12 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     return model_config
 
 
+def vocabulary_of(config: RunConfig, model_config: PretrainedConfig) -> int | None:
+    """How many tokens the model knows; None where it does not say, or grows to the tokenizer's size."""
+    grows = config.new_tokens or config.adapter
+    return None if grows else getattr(model_config.get_text_config(), "vocab_size", None)
+
+
 def build_trainee(
     config: RunConfig,
     model_config: PretrainedConfig,
