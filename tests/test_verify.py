@@ -38,7 +38,7 @@ def test_two_processes_in_every_layout(tmp_path):
 
 
 def test_preferences_go_on_in_other_layouts(tmp_path):
-    pipeline = "pp 2 zero-bubble" if SPLITS_CORRECTLY else "pp 2"
+    pipeline = "pp 2 zero-bubble" if SPLITS_CORRECTLY else "pp 2 gpipe"
     layouts = ["fsdp grad_op 2", "tp 2", pipeline, "cp 2"]
     words = [
         "--resume",
