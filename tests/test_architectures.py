@@ -18,6 +18,7 @@ from swiftlite.models import attention
 from swiftlite.models.anatomy import check_trainable_architecture, expert_share, why_alone
 from swiftlite.models.load import build_model, load_config, own_attention
 from swiftlite.models.rotary import document_lengths, scale_by_document
+from swiftlite.models.toys import toy_pairs
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
@@ -180,11 +181,15 @@ def test_every_micro_batch_is_one_document():
 
 @pytest.mark.parametrize(
     ("command", "more", "refused"),
-    [("sft", {"tensor_parallel_size": 2}, "tensor"), ("dpo", {}, "dpo, which compares answers")],
-)
-def test_what_needs_several_documents_in_a_row_is_refused_by_name(tiny_model, command, more, refused):
+    [
+        ("sft", {"tensor_parallel_size": 2}, "tensor"),
+        ("dpo", {"optimizer_in_backward": True, "max_grad_norm": 0.0, "global_batch_size": 2, "micro_batch_size": 1},
+         "--optimizer-in-backward"),
+    ],
+)  # fmt: skip
+def test_what_needs_a_row_in_several_processes_or_a_step_in_one_piece_is_refused(tiny_model, command, more, refused):
     config = resolve_config(command, model=str(tiny_model("qwen3.5")), dataset=["rows.jsonl"], nproc_per_node=2, **more)
-    layout = Layout(tp=2) if more else Layout(dp_shard=2)
+    layout = Layout(tp=2) if command == "sft" else Layout(dp_shard=2)
     base = build_model(config.model, load_config(config.model), dtype=torch.float32, attention=attention.register())
     with pytest.raises(UserError, match=f"Qwen3_5.* linear_attention; not under {refused}"):
         check_alone(config, layout, base, why_alone(base))
@@ -204,6 +209,23 @@ def test_a_model_of_documents_one_at_a_time_in_two_processes(tmp_path, tiny_mode
     done = run(*SWIFTLITE, "sft", *flags, *several)
     assert done.returncode == 0, done.stderr
     for mine, other in zip(metrics(two), metrics(one)[2:], strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert close(two / "model" / "model.safetensors", one / "model" / "model.safetensors")
+
+
+def test_pairs_of_documents_one_at_a_time_in_two_processes(tmp_path, tiny_model, write_rows):
+    """Seven pairs: in the last step one process has none, and runs as often as the other."""
+    flags = ["--model", tiny_model("qwen3.5"), "--dataset", write_rows("pairs.jsonl", toy_pairs(7)), "--tuner", "full",
+             "--max-length", "160", "--no-packing", "--global-batch-size", "2", "--micro-batch-size", "1",
+             "--precision", "fp32", "--num-train-epochs", "1", "--learning-rate", "1e-3",
+             "--loss", "sigmoid", "sft:0.5", "--cache-dir", tmp_path / "cache"]  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, several in ((one, []), (two, ["--nproc-per-node", "2", "--parallel", "fsdp"])):
+        done = run(*SWIFTLITE, "dpo", *flags, *several, "-o", folder)
+        assert done.returncode == 0, done.stderr
+    assert len(metrics(one)) == 4
+    for mine, other in zip(metrics(two), metrics(one), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     assert close(two / "model" / "model.safetensors", one / "model" / "model.safetensors")

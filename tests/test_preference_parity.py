@@ -113,7 +113,7 @@ PAIR_CASES = [
         (["orpo"], orpo_of, False),
         (["sigmoid:0.8", "sft:1.0"], sum_of, True),
     )
-] + [(family, ["sigmoid"], sigmoid_of, True) for family in ("llama-tied", "gemma2", "gpt2")]
+] + [(family, ["sigmoid"], sigmoid_of, True) for family in ("llama-tied", "gemma2", "gpt2", "qwen3.5")]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def kto_loss(weights, points):
     return loss
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3.5"])
 def test_kto_equals_plain_pytorch(tmp_path, tiny_model, write_rows, family):
     model, rows, weights = tiny_model(family), toy_judged(ROWS), (2.0, 1.0)
     values = settings(tmp_path, model, write_rows("judged.jsonl", rows), desirable_weight=2.0, micro_batch_size=2)

@@ -25,7 +25,7 @@ def start(tmp_path, tiny_model, write_rows):
     return config
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3.5"])
 def test_rm_equals_plain_pytorch(start, tmp_path, tiny_model, family):
     config = start(family=family, center_rewards=0.01, max_steps=3)
     train_alone(config)

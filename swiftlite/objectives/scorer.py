@@ -54,14 +54,17 @@ class TokenScorer(nn.Module):
         summed: bool = False,
         direct: bool = False,
         alone: bool = False,
+        passes: int = 1,
     ) -> None:
         """model: what is trained and saved (with adapters or not); base: the causal language model inside it.
 
         summed: the loss is a multiple of the sum of all log-probabilities; direct: nothing takes notice of gradients on
-        their way; see `token_logprobs`. alone: each row is one document, and borders are not spoken of.
+        their way; see `token_logprobs`. alone: the decoder gets one document at a time, and borders are not spoken of;
+        passes: then the documents of any micro-batch, which one without rows makes up for, since ranks that share
+        weights have to run as often.
         """
         super().__init__()
-        self._summed, self._direct, self._alone = summed, direct, alone
+        self._summed, self._direct, self._alone, self._passes = summed, direct, alone, passes
         self.wants_upstream = summed
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
@@ -88,9 +91,28 @@ class TokenScorer(nn.Module):
     def _decode(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None):  # noqa: ANN202 - its own class
         """The decoder's outputs. hidden: `[1, T, hidden]`, what enters its layers instead of the tokens' embeddings."""
         options: dict[str, object] = {"output_router_logits": True} if self._routed else {}
-        if not (self._alone or self._anatomy.gives_scores):
+        if self._alone:
+            return self._decode_one_by_one(batch, options)
+        if not self._anatomy.gives_scores:
             options[PLACES] = batch.learnt
         return self._anatomy.decoder(**self._inputs(batch, hidden), **options)
+
+    def _decode_one_by_one(self, batch: MicroBatch | _Probe, options: dict[str, object]) -> _Decoded:
+        """Each document in a pass of its own, answers behind the prompt that they share."""
+        documents = documents_of(batch)
+        runs = [document for document in documents if document.is_run]
+        runs += runs[:1] * (self._passes - len(runs))
+        decoded = [self._anatomy.decoder(input_ids=run.input_ids, use_cache=False, **options) for run in runs]
+        states = iter([one.last_hidden_state for one in decoded])
+        width = decoded[0].last_hidden_state.shape[-1]
+        rows = [
+            next(states)[:, -document.tokens :]
+            if document.is_run
+            else decoded[0].last_hidden_state.new_zeros(1, document.tokens, width)
+            for document in documents
+        ]
+        routed = [one.router_logits for one in decoded] if self._routed else []
+        return _Decoded(torch.cat([*rows, *states], dim=1), tuple(map(torch.cat, zip(*routed, strict=True))))
 
     def _inputs(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None) -> dict[str, object]:
         return one_document(batch) if self._alone else decoder_inputs(batch, hidden)
@@ -156,9 +178,12 @@ class TokenScorer(nn.Module):
 
     def _check_alone(self) -> None:
         document = _probe(self.base.config.get_text_config().vocab_size, next(self.parameters()).device).second()
-        hidden, own = self._with_own_logits(document, None)
-        self._check_head(hidden, own, document)
-        beginning = self._decode(document.first(3)).last_hidden_state
+        if self._anatomy.gives_scores:
+            hidden = self._decode(document).last_hidden_state[:, :5]
+        else:
+            hidden, own = self._with_own_logits(document, None)
+            self._check_head(hidden, own, document)
+        beginning = self._decode(document.first(3)).last_hidden_state[:, :3]
         if (beginning - hidden[:, :3]).abs().max() > _tolerance(hidden.dtype) * hidden.abs().max():
             raise UserError(f"{type(self.base).__name__} lets a token see later ones", fix="use a decoder-only model")
 
@@ -255,6 +280,34 @@ def one_document(batch: MicroBatch | _Probe) -> dict[str, object]:
     return {"input_ids": batch.input_ids, "use_cache": False}
 
 
+class _Decoded(NamedTuple):
+    """What is read of a decoder's outputs. last_hidden_state: `[1, T, hidden]`, and behind it those of passes that only
+    make up for others; router_logits: of each layer `[tokens, experts]`."""
+
+    last_hidden_state: torch.Tensor
+    router_logits: tuple[torch.Tensor, ...]
+
+
+class _Document(NamedTuple):
+    """input_ids: `[1, n]`, with the prompt before them that an answer goes on from; tokens: its own, the last of these;
+    is_run: not the prompt of answers that follow, which is part of each of them."""
+
+    input_ids: torch.Tensor
+    tokens: int
+    is_run: bool
+
+
+def documents_of(batch: MicroBatch | _Probe) -> list[_Document]:
+    """The documents of a row, one by one."""
+    lengths = torch.diff(batch.cu_seqlens).tolist()
+    if batch.key_index is None:
+        pieces = batch.input_ids.split(lengths, dim=1)
+        return [_Document(ids, length, is_run=True) for ids, length in zip(pieces, lengths, strict=True)]
+    spans = torch.diff(batch.key_cu_seqlens).tolist()
+    pieces = batch.input_ids[:, batch.key_index].split(spans, dim=1)
+    return [_Document(ids, own, is_run=own < keys) for ids, own, keys in zip(pieces, lengths, spans, strict=True)]
+
+
 @dataclass(frozen=True)
 class _Probe:
     """The part of a micro-batch that is read here, of two documents of 3 and 5 tokens."""
@@ -274,7 +327,9 @@ class _Probe:
 
     def first(self, tokens: int) -> _Probe:
         """Of one document the beginning."""
-        return replace(self._tokens(slice(tokens)), learnt=self.learnt[:tokens])
+        return replace(
+            self._tokens(slice(tokens)), learnt=self.learnt[:tokens], cu_seqlens=self.cu_seqlens.clamp(max=tokens)
+        )
 
     def _tokens(self, place: slice) -> _Probe:
         parts = {name: getattr(self, name)[:, place] for name in ("input_ids", "position_ids", "labels")}

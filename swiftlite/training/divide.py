@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from swiftlite.checkpoint.catalog import stored_tensors
-from swiftlite.config.methods import PREFERENCE
+from swiftlite.config.methods import PAIRED, PREFERENCE
 from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
@@ -112,7 +112,10 @@ def divide(
         direct = mesh.device.type == "cpu" and mesh.stored is None and not config.optimizer_in_backward
         if direct:
             use_direct_embeddings(model)
-        scorer = TokenScorer(model, base, summed=_is_summed(config), direct=direct, alone=alone)
+        passes = 2 if alone and config.method in PAIRED else 1  # one for each answer
+        scorer = TokenScorer(model, base, summed=_is_summed(config), direct=direct, alone=alone, passes=passes)
+        if passes > 1:  # the second one's gradients are added to the first one's
+            options = replace(options, background_sums=False)
         parts = [Part(scorer, model, base)]
         runner: StepRunner = DirectStep(
             scorer,

@@ -20,7 +20,7 @@ from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
-from swiftlite.config.methods import PAIRED, PREFERENCE, pack_capacity
+from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
 from swiftlite.models import attention, fp8
@@ -234,11 +234,11 @@ def _build_base(
 
 
 def check_alone(config: RunConfig, layout: Layout, base: PreTrainedModel, why: str) -> None:
-    """Refuse what needs several documents in a row, or a row in several processes. Raises UserError."""
+    """Refuse what needs a row in several processes, or a step in one piece. Raises UserError."""
     if max(layout.tp, layout.pp, layout.cp, layout.expert_parallel) > 1:
         refused, fix = "tensor, pipeline, context or expert parallelism", "use --parallel fsdp or ddp"
-    elif config.method in PREFERENCE:
-        refused, fix = f"{config.method}, which compares answers", "choose a model with full or sliding attention"
+    elif config.optimizer_in_backward:  # it would update weights behind each of them
+        refused, fix = "--optimizer-in-backward", "leave it out"
     else:
         return
     raise UserError(

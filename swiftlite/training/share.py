@@ -49,7 +49,8 @@ class Sharing:
     """How a run divides its steps. lanes: micro-batches that this process trains at a time; cut_tokens: of one, about,
     where documents may leave their packs; in_pieces: whether a micro-batch of several packs may be run in several
     forward passes; alike: micro-batches are those of one process, because a loss is a mean of each; rounded: the length
-    that fast products want in place of a row's, reached by padding; alone: a micro-batch is one document."""
+    that fast products want in place of a row's, reached by padding; alone: a micro-batch is one document, or
+    the two answers of one pair."""
 
     mesh: Mesh
     micro_batch_size: int
