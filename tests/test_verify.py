@@ -60,7 +60,7 @@ def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects, changed: 
     """Verdicts of these subjects, of one architecture, in these layouts. changed: of CHANGES."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (name,) = {subject.architecture for subject in subjects}
-    models = {name: str(write_toy(tmp_path / "model", toy_config(name, 2 * count)))}
+    models = {name: str(write_toy(tmp_path / "model", toy_config(name, 4)))}
     write_rows(tmp_path)
     picked = [case for case in cases(count) if case.name in chosen]
     assert len(picked) == len(chosen)
