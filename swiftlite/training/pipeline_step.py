@@ -131,14 +131,6 @@ def _handed_on(x: torch.Tensor) -> torch.Tensor:
     return x if x._base is None else x.clone()
 
 
-class _Stage(pipelining.PipelineStage):
-    """A stage whose first greeting of its neighbours leaves out those of its own process. A schedule in the shape of a
-    V has some, and under torch 2.11 greets them as well, which gloo refuses."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
-
-
 class PipelineStep:
     """Runs the micro-batches of a step through the stages: the other `training.step.StepRunner`."""
 
@@ -202,7 +194,7 @@ class PipelineStep:
             return self._schedule
         plan, device = self._pipeline.plan, self._mesh.device
         stages = [
-            _Stage(
+            pipelining.PipelineStage(
                 scorer,
                 scorer.stage.index,
                 plan.stages,
