@@ -84,7 +84,7 @@ def test_answers_of_a_step_with_fewer_micro_batches_than_stages(tmp_path, monkey
     few = FULL | {"packing": False, "max_steps": 2, "micro_batch_size": 1}  # of eight rows, and of one
     rows = {"dpo": "pairs.jsonl#9", "kto": "judged.jsonl#9", "rm": "pairs.jsonl#9"}
     subjects = [Subject("llama", name, few | {"dataset": [str(tmp_path / rows[name])]}, name) for name in rows]
-    for verdict in in_real_processes(tmp_path, monkeypatch, 2, ("pp 2", "pp 2 zero-bubble"), *subjects):
+    for verdict in in_real_processes(tmp_path, monkeypatch, 2, ("pp 2", *ZERO_BUBBLE), *subjects):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
