@@ -25,13 +25,13 @@ def open_stream(tmp_path, tokenizer):
     folder = tmp_path / "model"
     tokenizer.save_pretrained(folder)
 
-    def run(*dataset, max_steps=40, **options):
+    def run(*dataset, max_steps=40, vocabulary=None, **options):
         chosen = {"max_length": 64, "global_batch_size": 3, "cache_dir": str(tmp_path / "cache")} | options
         config = resolve_config(
             "pretrain", model=str(folder), dataset=[str(name) for name in dataset], streaming=True,
             max_steps=max_steps, output_dir=str(tmp_path / "out"), **chosen,
         )  # fmt: skip
-        return prepare_data(config, lambda: tokenizer)
+        return prepare_data(config, lambda: tokenizer, vocabulary=vocabulary)
 
     return run
 
@@ -180,3 +180,13 @@ def test_weights_repeat_windows(open_stream, text_file, tmp_path):
     of_first = [w for w in wheres if w.startswith(str(text_file))]
     assert len(of_first) == 2 * len(LINES)
     assert len(LINES) // 3 < len(wheres) - len(of_first) < len(LINES) * 2 // 3
+
+
+def test_a_token_that_the_model_does_not_know_is_told_with_its_line(open_stream, text_file, tokenizer):
+    known = max(max(tokenizer(line)["input_ids"]) for line in LINES) + 1
+    strange = next(text for text in tokenizer.get_vocab() if max(tokenizer(text)["input_ids"]) >= known)
+    text_file.write_text("\n".join([*LINES[:300], strange, *LINES[300:]]) + "\n")
+    plan = open_stream(text_file, vocabulary=known, shuffle=False, max_steps=10_000).train
+    with pytest.raises(UserError, match=f"knows only {known} tokens") as failure:
+        list(plan.steps())
+    assert failure.value.where == f"{text_file}:301"

@@ -72,7 +72,7 @@ def build_entry(
             counts.update(batch.counts)
             dropped.update(batch.dropped)
             writer.append(batch)
-            largest = max([largest, *(int(ids.max(initial=-1)) for ids in batch.ids)])
+            largest = max(largest, batch.largest())
             if progress is not None:
                 progress(counts["read"], max(expected_rows, counts["read"]))
     return {"counts": dict(counts), "dropped": dict(dropped), "largest_token": largest}
@@ -86,6 +86,20 @@ def bad_row_error(row: dict[str, Any]) -> UserError:
         fix="mend the row, or leave such rows out with --on-bad-row skip (counted in audit.json, listed in "
         "rejected_rows.jsonl)",
     )
+
+
+def check_vocabulary(largest: int, vocabulary: int | None, where: Callable[[int], str]) -> None:
+    """Raises UserError where rows hold tokens that the model has no embedding of: on a GPU that is an assertion.
+
+    largest: the highest token of the rows; vocabulary: how many tokens the model knows, None where nobody can say;
+    where: `file:line` of the first row with a token that is as high as this or higher.
+    """
+    if vocabulary is not None and largest >= vocabulary:
+        raise UserError(
+            f"the tokenizer makes token {largest}, but the model knows only {vocabulary:,} tokens",
+            where=where(vocabulary),
+            fix="give the model's own --tokenizer, or name the tokens that are to be added with --new-tokens",
+        )
 
 
 def raw_rows(source: Source, options: TokenOptions, sample_by: str, seed: int) -> Iterator[RawRow]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.data.audit import build_audit, check_anything_left
-from swiftlite.data.build import bad_row_error, build_entry
+from swiftlite.data.build import bad_row_error, build_entry, check_vocabulary
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
 from swiftlite.data.rows import check_columns
 from swiftlite.data.sources import Source, content_hash, parse_spec, resolve
@@ -88,13 +88,13 @@ def prepare_data(
     _check(config)
     identity = tokenizer_key(config, load_tokenizer)
     if config.streaming:
-        return _prepare_stream(config, identity, load_tokenizer, progress)
+        return _prepare_stream(config, identity, load_tokenizer, progress, vocabulary)
     train = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.dataset]
     held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
     check_anything_left(train)
     check_anything_left(held_out)
     for entry in [*train, *held_out]:
-        _check_vocabulary(entry, vocabulary)
+        check_vocabulary(entry.meta["largest_token"], vocabulary, entry.store.where_from)
     parts, eval_parts = _split(config, train, held_out)
     plan, eval_plan = BatchPlan(parts, _plan_options(config)), _eval_plan(config, eval_parts)
     return PreparedData(
@@ -104,17 +104,6 @@ def prepare_data(
         rejected=Rejected([entry.rejected for entry in [*train, *held_out]]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
     )
-
-
-def _check_vocabulary(entry: Entry, vocabulary: int | None) -> None:
-    """Raises UserError where rows hold tokens that the model has no embedding of: on a GPU that is an assertion."""
-    largest = entry.meta.get("largest_token", -1)
-    if vocabulary is not None and largest >= vocabulary:
-        raise UserError(
-            f"the tokenizer makes token {largest}, but the model knows only {vocabulary:,} tokens",
-            where=entry.store.where_above(vocabulary - 1),
-            fix="give the model's own --tokenizer, or name the tokens that are to be added with --new-tokens",
-        )
 
 
 def _plan_options(config: RunConfig) -> PlanOptions:
@@ -136,11 +125,17 @@ def _eval_plan(config: RunConfig, parts: list[Part]) -> BatchPlan | None:
 
 
 def _prepare_stream(
-    config: RunConfig, identity: str, load_tokenizer: LoadTokenizer, progress: Progress | None
+    config: RunConfig,
+    identity: str,
+    load_tokenizer: LoadTokenizer,
+    progress: Progress | None,
+    vocabulary: int | None,
 ) -> PreparedData:
     """The same for `--streaming`: only evaluation rows and the first window of text are read before training."""
     held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
     check_anything_left(held_out)
+    for entry in held_out:
+        check_vocabulary(entry.meta["largest_token"], vocabulary, entry.store.where_from)
     sources = [resolve(parse_spec(text)) for text in config.dataset]
     for source in sources:
         if source.spec.count is not None:
@@ -162,6 +157,7 @@ def _prepare_stream(
         sample_by=config.sample_by,
         stop_at_bad_row=config.on_bad_row == "error",
         record=cache_root(config) / "streams" / f"{key}.jsonl",
+        vocabulary=vocabulary,
     )
     order = (key, [source.spec.weight for source in sources], config.seed, config.shuffle, config.global_batch_size)
     eval_parts = [_part(entry) for entry in held_out]

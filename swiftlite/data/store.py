@@ -173,9 +173,9 @@ class SequenceStore:
         runs = columns.runs[columns.run_offsets[place] : columns.run_offsets[place + 1]]
         return ids, flags_of(runs, len(ids)), f"{self._labels[columns.file[place]]}:{columns.line[place]}"
 
-    def where_above(self, token: int) -> str:
-        """`file:line` of the first sequence that holds a token of a higher number; there has to be one."""
-        return next(where for ids, _, where in map(self.read, range(len(self))) if ids.max(initial=-1) > token)
+    def where_from(self, token: int) -> str:
+        """`file:line` of the first sequence that holds this token or a higher one; there has to be one."""
+        return next(where for ids, _, where in map(self.read, range(len(self))) if ids.max(initial=-1) >= token)
 
     def preference(self, index: int) -> Preference | None:
         """How the answers of a sequence are laid out, None where it holds none to compare."""

@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swiftlite.data.build import bad_row_error, format_of
+from swiftlite.data.build import bad_row_error, check_vocabulary, format_of
 from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
 from swiftlite.data.packing import best_fit_decreasing
 from swiftlite.data.sources import DataFile, Source
@@ -66,15 +67,16 @@ class StreamPlan:
         sample_by: str,
         stop_at_bad_row: bool,
         record: Path,
+        vocabulary: int | None = None,
     ) -> None:
-        """record: the file that keeps the pack count of each window. Reads the first window, so that what is wrong
-        with tokenizer or rows shows before the model loads.
+        """record: the file that keeps the pack count of each window; vocabulary: how many tokens the model knows.
+        Reads the first window, so that what is wrong with tokenizer or rows shows before the model loads.
 
         Raises UserError for files that cannot be streamed and for bad rows.
         """
         self.total_steps = options.max_steps
         self._options, self._tokens, self._sample_by = options, tokens, sample_by
-        self._stop_at_bad_row, self._record = stop_at_bad_row, record
+        self._stop_at_bad_row, self._record, self._vocabulary = stop_at_bad_row, record, vocabulary
         self._files = [file for source in sources for file in source.files]
         self._windows = list_windows(self._files, sample_by)
         owners = [place for place, source in enumerate(sources) for _ in source.files]
@@ -200,6 +202,7 @@ class StreamPlan:
         """The packs of one window, in the order that its epoch gives them."""
         window = self._windows[place.window]
         batch = self._run(list(self._rows(window)))
+        check_vocabulary(batch.largest(), self._vocabulary, partial(self._where_from, window, batch))
         sequences = [
             Sequence(ids, flags_of(runs, len(ids)), self._run_where(window, line))
             for ids, runs, (_, _, line) in zip(batch.ids, batch.runs, batch.rows, strict=True)
@@ -220,6 +223,13 @@ class StreamPlan:
         file = self._files[window.file]
         for number, (position, payload) in enumerate(read_window(file, window, self._sample_by)):
             yield RawRow(window.file, position, number, self._formats[window.file], payload)
+
+    def _where_from(self, window: Window, batch: TokenBatch, token: int) -> str:
+        """`file:line` of the first row with this token or a higher one."""
+        rows = zip(batch.ids, batch.rows, strict=True)
+        line = next(line for ids, (_, _, line) in rows if ids.max(initial=-1) >= token)
+        row = self._with_line(window, {"file": self._files[window.file].label, "line": line})
+        return f"{row['file']}:{row['line']}"
 
     def _run_where(self, window: Window, position: int) -> str:
         return _by_byte(self._files[window.file], self._sample_by).where(position)

@@ -67,6 +67,10 @@ class TokenBatch:
     dropped: Counter[str] = field(default_factory=Counter)
     rejected: list[dict[str, Any]] = field(default_factory=list)
 
+    def largest(self) -> int:
+        """The highest token of all, -1 where there is none."""
+        return max((int(ids.max(initial=-1)) for ids in self.ids), default=-1)
+
 
 @dataclass(frozen=True)
 class _Text:
