@@ -93,6 +93,13 @@ def test_slips_are_told_with_the_fix(words, what, fix):
     assert what in caught.value.what and fix in caught.value.fix
 
 
+def test_all_unknown_flags_are_told_at_once():
+    with pytest.raises(UserError) as caught:
+        read_line("sft", "--modle x --datset a b --lr 1 --batch-siez=3".split())
+    wrong = caught.value.what
+    assert all(text in wrong for text in ("3 flags", "`--model`", "`--dataset`", "batch-siez")) and "belongs" not in wrong
+
+
 @pytest.fixture
 def run(capsys):
     def call(*words):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from swiftlite.config.flags import ELSEWHERE, Flag, all_flags, find_flag, known_names, nearest
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, all_in_one
 
 TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
 RECIPE = ("--recipe", "--config", "-r")
@@ -40,7 +40,7 @@ class Line:
 def read_line(command: str, words: list[str], own: Iterable[Flag] = ()) -> Line:
     """Read the words behind a command that takes the schema's flags. own: further flags of that command.
 
-    Raises UserError for an unknown flag, a flag without its value and a word that belongs to no flag.
+    Raises UserError for unknown flags (all of them), a flag without its value and a word that belongs to no flag.
     """
     reader = _Reader(command, words, {flag.name: flag for flag in own})
     return reader.read()
@@ -53,6 +53,7 @@ class _Reader:
         self._command, self._words, self._own = command, words, own
         self._at = 0
         self._line = Line()
+        self._unknown: list[UserError] = []
 
     def read(self) -> Line:
         while self._at < len(self._words):
@@ -71,6 +72,8 @@ class _Reader:
                     where=self._where(),
                     fix="put a flag in front of it, or quote a value that holds blanks",
                 )
+        if self._unknown:
+            raise all_in_one(self._unknown, "flags are unknown")
         return self._line
 
     def _recipe(self, option: str, value: str | None) -> None:
@@ -83,7 +86,13 @@ class _Reader:
             )
 
     def _flag(self, option: str, value: str | None) -> None:
-        flag, negated = self._find(option)
+        found = self._find(option)
+        if found is None:
+            self._unknown.append(self._unknown_flag(option))
+            while self._next() is not None:
+                self._at += 1
+            return
+        flag, negated = found
         if flag.kind == "bool":
             words = [self._truth(option, value, negated)]
         elif flag.kind in ("list", "map"):
@@ -98,8 +107,8 @@ class _Reader:
         self._line.values[flag.name] = words
         self._line.typed[flag.name] = option
 
-    def _find(self, option: str) -> tuple[Flag, bool]:
-        """The flag and whether it stands as `--no-...`."""
+    def _find(self, option: str) -> tuple[Flag, bool] | None:
+        """The flag and whether it stands as `--no-...`; None where there is no such flag."""
         if not option.startswith("--"):
             for flag in all_flags().values():
                 if option == f"-{flag.short}":
@@ -111,9 +120,9 @@ class _Reader:
             flag = self._own.get(name[3:]) or find_flag(name[3:])
             if name.startswith("no_") and flag and flag.kind == "bool":
                 return flag, True
-        raise self._unknown(option)
+        return None
 
-    def _unknown(self, option: str) -> UserError:
+    def _unknown_flag(self, option: str) -> UserError:
         name = option.lstrip("-").replace("-", "_")
         negated = [f"no_{flag.name}" for flag in all_flags().values() if flag.kind == "bool"]
         near = nearest(name, [*known_names(), *negated, *self._own, "recipe"])
