@@ -257,10 +257,22 @@ def test_a_generation_prompt_that_opens_thinking(make_tokenizer, answer, trained
     assert trained_texts(make_tokenizer(THINKING_PROMPT), chat(["Hi", answer])) == [[trained + "<|im_end|>"]]
 
 
+def test_thinking_that_the_template_drops_of_every_answer_is_learnt_whole(make_tokenizer):
+    """As DeepSeek R1's does: an answer is learnt as the model gives it, and read without its thinking later on."""
+    turns = ["Hi", "<think>hm</think>Hello.", "Sure?", "<think>yes</think>Quite.", "Bye", "Bye."]
+    parts = ChatRenderer(make_tokenizer(DROPS_THINKING), "2025-03-09").render(chat(turns))
+    learnt = [[part.text[start:end] for start, end in part.spans] for part in parts]
+    assert learnt == [["<think>hm</think>Hello.<|im_end|>"], ["<think>yes</think>Quite.<|im_end|>"], ["Bye.<|im_end|>"]]
+    assert "hm" not in parts[1].text and "yes" not in parts[2].text and "Hello." in parts[2].text
+    opens = DROPS_THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    asked = chat(["Hi", "<think>\nhm\n</think>\n\nHello."])
+    assert trained_texts(make_tokenizer(opens), asked) == [["hm\n</think>\n\nHello.<|im_end|>"]]
+
+
 def test_content_that_the_template_drops_is_a_bad_row(make_tokenizer):
-    tokenizer = make_tokenizer(DROPS_THINKING)
+    tokenizer = make_tokenizer(DROPS_THINKING.replace("split('</think>')", "split('###')"))
     with pytest.raises(BadRow) as failure:
-        ChatRenderer(tokenizer, "2025-03-09").render(chat(["Hi", "<think>hm</think>Hello."]))
+        ChatRenderer(tokenizer, "2025-03-09").render(chat(["Hi", "Hm. ### Hello."]))
     assert failure.value.reason == "template_drops_content"
     reasoning = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello.", "thinking": "hm"}]
     with pytest.raises(BadRow, match="message 1"):

@@ -30,6 +30,7 @@ _DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 OPENING = 64  # characters; a generation prompt that goes on behind its header (`<think>`) is far shorter
 _PROBE = [{"role": "user", "content": "x"}]
 _ANSWER = "ANSWER"
+_THOUGHT = "</think>"  # what ends the thinking of DeepSeek R1 and of most that came after it
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class ChatRenderer:
 
     def _between(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
         """(text up to the end of the answer, the one span behind the generation prompt)."""
-        text = self._render(chat, index + 1)
+        text = self._answered(chat, index)
         prompt = self._render(chat, index, generation=True) if index else self._opening_prompt(chat, text)
         if text.startswith(prompt):
             return text, [(len(prompt), len(text))]
@@ -148,6 +149,24 @@ class ChatRenderer:
             return text, [(self._after_header(chat, index, text, prompt, len(before)), len(text))]
         text = prompt + self._behind_question(chat, index, text, prompt)
         return text, [(len(prompt), len(text))]
+
+    def _answered(self, chat: Chat, index: int) -> str:
+        """The conversation up to and with an answer.
+
+        DeepSeek R1's template drops what stands before an answer's `</think>`, be it the one that is learnt. Such an
+        answer goes whole where the template writes the rest of it, as the model gives it; the earlier ones stay cut.
+        """
+        text, content = self._render(chat, index + 1), chat.messages[index]["content"]
+        rest = content.rpartition(_THOUGHT)[2]
+        if rest == content or _squash(content) in _squash(text) or self._saying(chat, index, rest) != text:
+            return text
+        before, found, behind = self._saying(chat, index, _ANSWER).rpartition(_ANSWER)
+        return before + content + behind if found else text
+
+    def _saying(self, chat: Chat, index: int, content: str) -> str:
+        """The conversation up to an answer that says something else."""
+        messages = [*chat.messages[:index], chat.messages[index] | {"content": content}]
+        return self._render(replace(chat, messages=messages), index + 1)
 
     def _behind_question(self, chat: Chat, index: int, text: str, prompt: str) -> str:
         """What stands behind the message before an answer that changes what the template writes of earlier ones.
