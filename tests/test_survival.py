@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -22,6 +23,7 @@ from swiftlite.training import loop as loop_module
 from swiftlite.training import setup
 from swiftlite.training.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
 from swiftlite.training.step import DirectStep
+from swiftlite.training.stopping import stop_requests
 from swiftlite.training.watchdog import watchdog
 
 
@@ -50,6 +52,17 @@ def test_time_is_up_after_a_step_and_the_run_goes_on_later(base, tmp_path, monke
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("out", "whole")]
     assert same_weights(*files)
     assert steps_of(tmp_path / "out") == steps_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_the_run_at_once_with_the_code_of_the_first(monkeypatch, number, code):
+    clock = iter([10.0, 12.0, 12.0])
+    monkeypatch.setattr("swiftlite.training.stopping.time.monotonic", lambda: next(clock))
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended, stop_requests(None, 0.0) as requested:
+        signal.raise_signal(number)
+        assert requested() == number
+        signal.raise_signal(number)
+    assert getattr(ended.value, "code", 130) == code
 
 
 def test_numbers_that_are_not_finite_leave_a_checkpoint_of_the_step_before(base, tmp_path):
@@ -124,6 +137,11 @@ def test_a_run_that_is_interrupted_leaves_no_empty_stacks(tmp_path):
     with pytest.raises(KeyboardInterrupt), watchdog(tmp_path / "stacks", 0):
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
+
+
+def test_stacks_that_somebody_cleared_away_end_no_run(tmp_path):
+    with watchdog(tmp_path / "stacks", 0):
+        shutil.rmtree(tmp_path / "stacks")
 
 
 def test_the_disk_is_asked_before_the_first_step(base, tmp_path, monkeypatch):
