@@ -46,7 +46,7 @@ def atomic_folder(final: Path, *, manifest: bool = True, again: str = GO_ON) -> 
             raise RunError(f"{final.name} is already there", where=str(final), fix="move it away or name another place")
         _clear_leftovers(final)
         partial.mkdir()
-        lock = _lock(partial)
+        lock = lock_folder(partial)
         try:
             yield partial
             _seal(partial, with_manifest=manifest)
@@ -103,7 +103,7 @@ def _clear_leftovers(final: Path) -> None:
     for entry in list(final.parent.iterdir()):
         if entry.name in own or (STEP.fullmatch(final.name) and HIDDEN_STEP.fullmatch(entry.name)):
             try:
-                os.close(_lock(entry))
+                os.close(lock_folder(entry))
             except BlockingIOError:
                 raise RunError(
                     "another process is saving into the same folder",
@@ -115,7 +115,7 @@ def _clear_leftovers(final: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _lock(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Hold a folder for as long as this process lives or the handle is open. Raises BlockingIOError if another does."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
