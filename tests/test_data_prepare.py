@@ -120,9 +120,7 @@ def test_a_damaged_cache_entry_is_built_again(prepare, write_rows, chat_rows, tm
     assert prepare.loads == 2
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_cached_as_what_it_was(
-    prepare, write_rows, chat_rows, monkeypatch
-):
+def test_a_file_that_changes_while_it_is_read_is_not_cached_as_what_it_was(prepare, write_rows, chat_rows, monkeypatch):
     path = write_rows("a.jsonl", chat_rows)
     whole = path.read_bytes()
 

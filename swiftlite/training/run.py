@@ -89,6 +89,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
             reporter.message(f"warning: {warning}")
         with reporter.phase("loading the model"):
+            _check_same_rows(world, prepared.fingerprint)
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout)
             trainee.check(config.max_length)
@@ -105,6 +106,15 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         except Stopped as stopped:
             reporter.message(f"stopped {stopped.words}; go on with --resume auto --output-dir {output}")
             raise SystemExit(stopped.exit_code) from None
+
+
+def _check_same_rows(world: World, fingerprint: str) -> None:
+    """Raises RunError where this process has read other rows than the first: each would train its own steps."""
+    if world.same("rows", fingerprint) != fingerprint:
+        raise RunError(
+            f"process {world.rank} has read other rows, or another tokenizer, than process 0",
+            fix="start again when nothing writes to the data; on several machines give all of them the same files",
+        )
 
 
 def saved_progress(state: dict[str, Any], checkpoint: Path, method: dict[str, Any]) -> Progress:

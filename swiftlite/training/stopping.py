@@ -35,8 +35,8 @@ def stop_requests(stop_after: str | None, began: float) -> Iterator[Callable[[],
     """Yields a function that gives a reason to stop, or None.
 
     stop_after: a checked `Duration`, counted from `began` (of time.monotonic). SIGINT and SIGTERM ask once; another one
-    a second later ends the run at once, with the exit code of the first. A terminal signals every process of a run, and the one that started them passes
-    it on: what follows at once is the same signal.
+    a second later ends the run at once, with the exit code of the first. A terminal signals every process of a run, and
+    the one that started them passes it on: what follows at once is the same signal.
     """
     seen: list[int] = []
     first = 0.0
