@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def find_resume(config: RunConfig, output: Path, claim: Claim, world: World, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to go on from, or None for a fresh run. Raises UserError where neither is possible.
 
-    claim: on the output folder, taken by rank 0 if that is there; say: is told which newer checkpoints were passed over, and why, and which settings have changed. Rank 0 reads and
-    hashes them for all.
+    claim: on the output folder, taken by rank 0 if that is there; say: is told which newer checkpoints were passed
+    over, and why, and which settings have changed. Rank 0 reads and hashes them for all.
     """
     if world.rank == 0 and output.is_dir():
         claim.take()
