@@ -29,15 +29,16 @@ def seen_signal() -> int | None:
 def raise_seen_signal() -> None:
     """Raise again what a signal raised and somebody caught. Nothing where no signal came."""
     if _seen:
-        _raise(_seen[0])
+        raise_signal(_seen[0])
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
     if not _seen and number == signal.SIGTERM:
         os.write(2, b"terminated\n")  # print is not safe in a signal handler
     _seen.append(number)
-    _raise(number)
+    raise_signal(number)
 
 
-def _raise(number: int) -> None:
+def raise_signal(number: int) -> None:
+    """End the program as a signal of this number does."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -164,6 +164,16 @@ def test_damage_is_found_and_passed_over(tmp_path):
     assert len(names(good.parent)) == 7  # reading removes nothing
 
 
+def test_a_renamed_checkpoint_does_not_hide_newer_ones(tmp_path):
+    save(tmp_path, 4).rename(step_folder(tmp_path, 400))
+    folders = [save(tmp_path, n) for n in (6, 8)]
+    newest, passed_over = newest_checkpoint(tmp_path)
+    assert newest == folders[1]
+    assert passed_over == ["step-00000400: it was saved as step-00000004"]
+    retain(tmp_path, 2)
+    assert list_checkpoints(tmp_path)[1:] == [folders[1], folders[0]]
+
+
 def test_no_checkpoint_at_all(tmp_path):
     assert newest_checkpoint(tmp_path) == (None, [])
     assert check_folder(tmp_path / "gone") == ["it is not a folder"]

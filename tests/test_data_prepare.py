@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from swiftlite.config.resolve import resolve_config
-from swiftlite.data import build
+from swiftlite.data import build, sources
+from swiftlite.data import prepare as prepare_module
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import prepare_data
 from swiftlite.errors import UserError
@@ -117,6 +118,24 @@ def test_a_damaged_cache_entry_is_built_again(prepare, write_rows, chat_rows, tm
         (entry / name).write_bytes(content[: len(content) // 2] + (b"x" * 40 if damage == "changed" else b""))
     assert seen(prepare(path, on_bad_row="skip").train) == expected
     assert prepare.loads == 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_cached_as_what_it_was(prepare, write_rows, chat_rows, monkeypatch):
+    path = write_rows("a.jsonl", chat_rows)
+    whole = path.read_bytes()
+
+    def hash_then_write(files):
+        found = sources.content_hash(files)
+        write_rows("a.jsonl", chat_rows[:5])
+        return found
+
+    monkeypatch.setattr(prepare_module, "content_hash", hash_then_write)
+    with pytest.raises(UserError, match="has changed while its rows were read") as failure:
+        prepare(path)
+    assert failure.value.where == str(path)
+    monkeypatch.undo()
+    path.write_bytes(whole)
+    assert prepare(path).audit["rows"]["read"] == len(chat_rows)
 
 
 def test_an_error_leaves_no_half_entry(prepare, write_rows, chat_rows, tmp_path):
@@ -228,6 +247,16 @@ def test_a_bad_row_stops_with_its_true_line_or_is_skipped_and_counted(
     (row,) = prepared.rejected
     assert (row["file"], row["line"], row["reason"]) == (str(path), 152, reason)
     assert 152 not in lines(prepared.train)
+
+
+def test_a_bad_row_is_told_with_the_file_of_this_run(prepare, write_rows, chat_rows):
+    first, copy = (write_rows(name, [*chat_rows, BAD]) for name in ("a.jsonl", "b.jsonl"))
+    prepare(first, on_bad_row="skip")
+    (row,) = prepare(copy, on_bad_row="skip").rejected
+    assert (row["file"], row["line"]) == (str(copy), len(chat_rows) + 1)
+    with pytest.raises(UserError, match="no assistant turn") as failure:
+        prepare(copy)
+    assert failure.value.where == f"{copy}:{len(chat_rows) + 1}"
 
 
 def test_what_is_lost_is_told_in_words(prepare, write_rows, chat_rows):

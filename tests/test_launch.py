@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +32,12 @@ def flags(tmp_path, tiny_model, write_rows, chat_rows):
 
 def run(*words, **more):
     return subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=180, env=ENV, **more)
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
 
 
 def close(one: Path, other: Path) -> bool:
@@ -269,3 +276,24 @@ def test_two_network_namespaces_are_two_machines(tmp_path, flags):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "4 processes: 2 x full sharding, 2 x replicas" in done.stdout
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2]
+
+
+def test_processes_that_read_other_rows_do_not_train(tmp_path, flags, write_rows, chat_rows):
+    """As on machines whose copies of a file differ."""
+    other = write_rows("other.jsonl", chat_rows[1:])
+    words = [*SWIFTLITE, "sft", *flags, "--max-steps", "2", "-o", str(tmp_path / "out")]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [*words, *more], stderr=subprocess.PIPE, text=True, env=ENV | place | {"RANK": rank, "LOCAL_RANK": rank}
+        )
+        for rank, more in (("0", []), ("1", ["--dataset", str(other)]))
+    ]
+    try:
+        ends = [(process.communicate(timeout=60)[1], process.returncode) for process in reversed(started)]
+    finally:
+        for process in started:
+            process.kill()
+    assert [code for _, code in ends] == [1, 1], ends
+    assert sum("process 1 has read other rows" in said for said, _ in ends) == 1, ends
+    assert not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -19,9 +20,11 @@ from swiftlite.checkpoint.space import Space
 from swiftlite.config.types import seconds_of
 from swiftlite.errors import RunError, UserError
 from swiftlite.training import loop as loop_module
+from swiftlite.training import run as run_module
 from swiftlite.training import setup
 from swiftlite.training.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
 from swiftlite.training.step import DirectStep
+from swiftlite.training.stopping import stop_requests
 from swiftlite.training.watchdog import watchdog
 
 
@@ -50,6 +53,17 @@ def test_time_is_up_after_a_step_and_the_run_goes_on_later(base, tmp_path, monke
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("out", "whole")]
     assert same_weights(*files)
     assert steps_of(tmp_path / "out") == steps_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_the_run_at_once_with_the_code_of_the_first(monkeypatch, number, code):
+    clock = iter([10.0, 12.0, 12.0])
+    monkeypatch.setattr("swiftlite.training.stopping.time.monotonic", lambda: next(clock))
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended, stop_requests(None, 0.0) as requested:
+        signal.raise_signal(number)
+        assert requested() == number
+        signal.raise_signal(number)
+    assert getattr(ended.value, "code", 130) == code
 
 
 def test_numbers_that_are_not_finite_leave_a_checkpoint_of_the_step_before(base, tmp_path):
@@ -124,6 +138,11 @@ def test_a_run_that_is_interrupted_leaves_no_empty_stacks(tmp_path):
     with pytest.raises(KeyboardInterrupt), watchdog(tmp_path / "stacks", 0):
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
+
+
+def test_stacks_that_somebody_cleared_away_end_no_run(tmp_path):
+    with watchdog(tmp_path / "stacks", 0):
+        shutil.rmtree(tmp_path / "stacks")
 
 
 def test_the_disk_is_asked_before_the_first_step(base, tmp_path, monkeypatch):
@@ -303,3 +322,48 @@ def test_a_spike_is_far_beyond_what_came_before():
     assert not watch.is_spike(2.2) and watch.count == 0
     steady = SpikeWatch([0.001] * 30)
     assert not steady.is_spike(0.9) and steady.is_spike(4.0)
+
+
+def test_a_folder_that_is_removed_while_the_run_works_is_made_again(base, tmp_path, monkeypatch, capsys):
+    real = loop_module.set_rate
+    steps = iter(range(1, 100))
+
+    def remove_in_the_third(*arguments):
+        if next(steps) == 3:
+            shutil.rmtree(tmp_path / "out")
+        return real(*arguments)
+
+    monkeypatch.setattr(loop_module, "set_rate", remove_in_the_third)
+    train(base)
+    assert "the output folder was removed" in capsys.readouterr().out
+    assert steps_of(tmp_path / "out") == [3, 4, 5, 6]
+    assert {"config.yaml", "audit.json", "model"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    train(base, max_steps=8, resume="auto")
+    assert steps_of(tmp_path / "out") == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_two_runs_cannot_have_one_output_folder(base, tmp_path, monkeypatch, resume):
+    """The second one begins while the first trains, or has looked at the folder before the first made it."""
+    if resume == "auto":
+        train(base)
+    real, tried = run_module.Session.train, []
+
+    def begin_another(self, began):
+        if not tried:
+            tried.append(self)
+            more = {"resume": resume, "max_steps": 8}
+            if resume == "auto":
+                with pytest.raises(UserError, match="another run is writing into the output folder"):
+                    train(base, **more)
+            else:
+                train(base, **more)
+        real(self, began)
+
+    monkeypatch.setattr(run_module.Session, "train", begin_another)
+    if resume == "auto":
+        train(base, resume="auto", max_steps=9)
+    else:
+        with pytest.raises(UserError, match="exists and is not empty"):
+            train(base)
+    assert steps_of(tmp_path / "out") == list(range(1, 10 if resume == "auto" else 9))

@@ -46,10 +46,10 @@ def atomic_folder(final: Path, *, manifest: bool = True, again: str = GO_ON) -> 
             raise RunError(f"{final.name} is already there", where=str(final), fix="move it away or name another place")
         _clear_leftovers(final)
         partial.mkdir()
-        lock = _lock(partial)
+        lock = lock_folder(partial)
         try:
             yield partial
-            _seal(partial, with_manifest=manifest)
+            _seal(partial, final.name if manifest else None)
             partial.rename(final)
             _sync(final.parent)
         except BaseException:
@@ -103,7 +103,7 @@ def _clear_leftovers(final: Path) -> None:
     for entry in list(final.parent.iterdir()):
         if entry.name in own or (STEP.fullmatch(final.name) and HIDDEN_STEP.fullmatch(entry.name)):
             try:
-                os.close(_lock(entry))
+                os.close(lock_folder(entry))
             except BlockingIOError:
                 raise RunError(
                     "another process is saving into the same folder",
@@ -115,7 +115,7 @@ def _clear_leftovers(final: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _lock(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Hold a folder for as long as this process lives or the handle is open. Raises BlockingIOError if another does."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -128,19 +128,19 @@ def _lock(folder: Path) -> int:
     return handle
 
 
-def _seal(folder: Path, *, with_manifest: bool) -> None:
-    """Bring every file and folder to the disk, the manifest after all others."""
+def _seal(folder: Path, name: str | None) -> None:
+    """Bring every file and folder to the disk, the manifest after all others. name: for it, None without one."""
     files = _files(folder)
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         list(pool.map(_sync, files))
-        hashes = list(pool.map(hash_file, files)) if with_manifest else []
-    if with_manifest:
+        hashes = list(pool.map(hash_file, files)) if name is not None else []
+    if name is not None:
         entries = {
             path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest}
             for path, digest in zip(files, hashes, strict=True)
         }
         path = folder / MANIFEST
-        path.write_text(json.dumps({"format": 1, "files": entries}, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({"format": 1, "name": name, "files": entries}, indent=2) + "\n", encoding="utf-8")
         _sync(path)
     for path in [*folder.rglob("*"), folder]:
         if path.is_dir():
@@ -185,6 +185,12 @@ def check_folder(folder: Path, *, deep: bool = False) -> list[str]:
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         found = pool.map(lambda item: _hash_problem(folder, item[0], item[1][1]), entries.items())
         return [problem for problem in found if problem]
+
+
+def _other_name(folder: Path) -> list[str]:
+    """What is wrong with a sound checkpoint that was renamed: as one of another step it would hide those behind it."""
+    name = read_json_file(folder / MANIFEST).get("name", folder.name)  # older ones do not tell
+    return [] if name == folder.name else [f"it was saved as {printable(str(name)[:100])}"]
 
 
 def _size_problem(folder: Path, name: str, size: int) -> str | None:
@@ -232,7 +238,7 @@ def newest_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
     passed_over: dict[int, str] = {}
     newest = None
     for step, folder in _numbered(output, STEP):
-        problems = check_folder(folder, deep=True)
+        problems = check_folder(folder, deep=True) or _other_name(folder)
         if not problems:
             newest = folder
             partial = {other: line for other, line in partial.items() if other > step}
@@ -257,13 +263,13 @@ def point_at(output: Path, targets: Mapping[str, Path | None]) -> None:
 def retain(output: Path, keep: int, *, protect: Collection[Path] = ()) -> None:
     """Delete what is older than the newest `keep` complete checkpoints (at least one), but for the protected.
 
-    A damaged folder does not count as one of the `keep`. Raises RunError where a folder cannot be moved.
+    A damaged or renamed folder does not count as one of the `keep`. Raises RunError where a folder cannot be moved.
     """
     complete = 0
     for folder in list_checkpoints(output):
         if complete >= max(1, keep) and folder not in protect:
             discard(folder)
-        elif not check_folder(folder):
+        elif not check_folder(folder) and not _other_name(folder):
             complete += 1
 
 

@@ -75,7 +75,12 @@ def build_entry(
             largest = max(largest, batch.largest())
             if progress is not None:
                 progress(counts["read"], max(expected_rows, counts["read"]))
-    return {"counts": dict(counts), "dropped": dict(dropped), "largest_token": largest}
+    return {
+        "counts": dict(counts),
+        "dropped": dict(dropped),
+        "largest_token": largest,
+        "labels": [file.label for file in source.files],
+    }
 
 
 def bad_row_error(row: dict[str, Any]) -> UserError:

@@ -17,7 +17,7 @@ from swiftlite.data.audit import build_audit, check_anything_left
 from swiftlite.data.build import bad_row_error, build_entry, check_vocabulary
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
 from swiftlite.data.rows import check_columns
-from swiftlite.data.sources import Source, content_hash, parse_spec, resolve
+from swiftlite.data.sources import Source, check_unchanged, content_hash, file_states, parse_spec, resolve
 from swiftlite.data.store import REJECTED, SequenceStore, load_or_build
 from swiftlite.data.stream import StreamPlan, stream_identity
 from swiftlite.data.tokenize import TokenOptions
@@ -40,15 +40,17 @@ LoadTokenizer = Callable[[], "PreTrainedTokenizerBase"]
 class Rejected:
     """The rows that were left out under `--on-bad-row skip`: dicts with file, line, reason, detail and row."""
 
-    paths: list[Path]
+    entries: list[Entry]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for path in self.paths:
-            with path.open(encoding="utf-8") as file:
-                yield from map(json.loads, file)
+        for entry in self.entries:
+            now = dict(zip(entry.meta["labels"], (file.label for file in entry.source.files), strict=True))
+            with entry.rejected.open(encoding="utf-8") as file:
+                for row in map(json.loads, file):  # the cache knows files by content: it may have met another copy
+                    yield row | {"file": now[row["file"]]}
 
     def __bool__(self) -> bool:
-        return any(path.stat().st_size for path in self.paths)
+        return any(entry.rejected.stat().st_size for entry in self.entries)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def prepare_data(
         train=plan,
         eval=eval_plan,
         audit=build_audit(train, plan, held_out, eval_plan),
-        rejected=Rejected([entry.rejected for entry in [*train, *held_out]]),
+        rejected=Rejected([*train, *held_out]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
     )
 
@@ -190,6 +192,7 @@ def _prepare_one(
 ) -> Entry:
     source = resolve(parse_spec(text))
     options = token_options(config)
+    before = file_states(source.files)
     content, lines = content_hash(source.files)
     count = source.spec.count
     layout = (options.share_prompt,) if options.method in PAIRED else ()
@@ -200,7 +203,7 @@ def _prepare_one(
     )  # fmt: skip
 
     def build(folder: Path) -> dict[str, Any]:
-        return build_entry(
+        meta = build_entry(
             folder,
             source,
             load_tokenizer(),
@@ -212,13 +215,16 @@ def _prepare_one(
             expected_rows=min(lines, count or lines),
             progress=progress,
         )
+        check_unchanged(source.files, before)  # else the tokens would be kept under the hash of other rows
+        return meta
 
     folder, meta = load_or_build(cache_root(config) / "tokens", key, build)
-    if config.on_bad_row == "error":
-        for row in Rejected([folder / REJECTED]):
-            raise bad_row_error(row)
     store = SequenceStore(folder, [file.label for file in source.files])
-    return Entry(source, key, store, meta, folder / REJECTED)
+    entry = Entry(source, key, store, meta, folder / REJECTED)
+    if config.on_bad_row == "error":
+        for row in Rejected([entry]):
+            raise bad_row_error(row)
+    return entry
 
 
 def token_options(config: RunConfig) -> TokenOptions:

@@ -213,6 +213,30 @@ def _in_split(path: Path, split: str) -> bool:
     return any(re.fullmatch(rf"{re.escape(split)}([-_.].*|\d*)", name, re.IGNORECASE) for name in names)
 
 
+def file_states(files: list[DataFile]) -> list[tuple[int, int, int] | None]:
+    """What changes with a file that is written or replaced; None for one that is gone, or lies on the hub."""
+    return [_file_state(file.path) for file in files]
+
+
+def _file_state(path: Path | None) -> tuple[int, int, int] | None:
+    try:
+        found = path and path.stat()
+    except OSError:
+        return None
+    return found and (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def check_unchanged(files: list[DataFile], before: list[tuple[int, int, int] | None]) -> None:
+    """Raises UserError where a file is not as it was. before: of `file_states`."""
+    for file, then, now in zip(files, before, file_states(files), strict=True):
+        if then != now:
+            raise UserError(
+                "the file has changed while its rows were read",
+                where=file.label,
+                fix="run again when nothing writes to it any more, or train on a copy",
+            )
+
+
 def content_hash(files: list[DataFile]) -> tuple[str, int]:
     """(hash over kinds and bytes of the files in order, their line count: an estimate of the rows for progress)."""
     with ThreadPoolExecutor(max_workers=4) as pool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,19 @@ class MetricsFile:
     def write(self, row: dict[str, Any]) -> None:
         """Append a row and hand it to the system. Raises RunError where the disk is full."""
         with disk_errors(self._path):
+            if not self._is_open():
+                self.close()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8")
             self._file.write(_line(row))
             self._file.flush()
+
+    def _is_open(self) -> bool:
+        """Whether the file of this name is the one that is open: rows in one that was removed are seen by nobody."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Close the file; a row that did not fit on the disk was reported before."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swiftlite.checkpoint.claim import Claim
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints, newest_checkpoint
 from swiftlite.checkpoint.space import check_place
 from swiftlite.config.changes import FIXED, changed_settings
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
-def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[str], None]) -> Path | None:
+def find_resume(config: RunConfig, output: Path, claim: Claim, world: World, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to go on from, or None for a fresh run. Raises UserError where neither is possible.
 
-    say: is told which newer checkpoints were passed over, and why, and which settings have changed. Rank 0 reads and
-    hashes them for all.
+    claim: on the output folder, taken by rank 0 if that is there; say: is told which newer checkpoints were passed
+    over, and why, and which settings have changed. Rank 0 reads and hashes them for all.
     """
+    if world.rank == 0 and output.is_dir():
+        claim.take()
     found = _find_resume(config, output, say) if world.rank == 0 else None
     if found is not None:
         _compare_settings(config, found, say)
@@ -31,14 +34,9 @@ def find_resume(config: RunConfig, output: Path, world: World, say: Callable[[st
 
 def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) -> Path | None:
     check_place(output)
-    used = output.exists() and any(not entry.name.startswith(".") for entry in output.iterdir())
+    used = _is_used(output)
     if config.resume == "never":
-        if used:
-            raise UserError(
-                "the output folder exists and is not empty",
-                where=str(output),
-                fix="choose another --output-dir, or go on with --resume auto",
-            )
+        check_unused(output)
         return None
     if config.resume != "auto":
         return _named_checkpoint(Path(config.resume).expanduser(), output, used)
@@ -56,6 +54,20 @@ def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) ->
             fix="choose another --output-dir, or move model/ away to train from the start",
         )
     return newest
+
+
+def check_unused(output: Path) -> None:
+    """Raises UserError for a folder that holds something."""
+    if _is_used(output):
+        raise UserError(
+            "the output folder exists and is not empty",
+            where=str(output),
+            fix="choose another --output-dir, or go on with --resume auto",
+        )
+
+
+def _is_used(output: Path) -> bool:
+    return output.exists() and any(not entry.name.startswith(".") for entry in output.iterdir())
 
 
 def _named_checkpoint(folder: Path, output: Path, used: bool) -> Path:

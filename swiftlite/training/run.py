@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swiftlite.checkpoint.claim import Claim
 from swiftlite.checkpoint.export import create_model_files
 from swiftlite.checkpoint.folder import (
     discard,
@@ -50,7 +51,7 @@ from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
-from swiftlite.training.resume import find_resume, run_settings
+from swiftlite.training.resume import check_unused, find_resume, run_settings
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method
 from swiftlite.training.stopping import Stopped, stop_requests
@@ -73,8 +74,8 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
     """
     began, output = time.monotonic(), Path(config.output_dir)
     reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
-    with reporter:
-        resume = find_resume(config, output, world, reporter.message)
+    with reporter, closing(Claim(output)) as claim:
+        resume = find_resume(config, output, claim, world, reporter.message)
         load = tokenizer_loader(config)
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, resume)
@@ -88,6 +89,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
             reporter.message(f"warning: {warning}")
         with reporter.phase("loading the model"):
+            _check_same_rows(world, prepared.fingerprint)
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout)
             trainee.check(config.max_length)
@@ -97,13 +99,22 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
 
         parts = MethodParts(config, loss, prepared, trainee, resume is None, build_start, load, reporter)
         method = build_method(parts)
-        session = Session(config, output, prepared, trainee, method, load, reporter)
+        session = Session(config, output, claim, prepared, trainee, method, load, reporter)
         session.restore(resume)
         try:
             session.train(began)
         except Stopped as stopped:
             reporter.message(f"stopped {stopped.words}; go on with --resume auto --output-dir {output}")
             raise SystemExit(stopped.exit_code) from None
+
+
+def _check_same_rows(world: World, fingerprint: str) -> None:
+    """Raises RunError where this process has read other rows than the first: each would train its own steps."""
+    if world.same("rows", fingerprint) != fingerprint:
+        raise RunError(
+            f"process {world.rank} has read other rows, or another tokenizer, than process 0",
+            fix="start again when nothing writes to the data; on several machines give all of them the same files",
+        )
 
 
 def saved_progress(state: dict[str, Any], checkpoint: Path, method: dict[str, Any]) -> Progress:
@@ -127,13 +138,14 @@ class Session:
         self,
         config: RunConfig,
         output: Path,
+        claim: Claim,
         prepared: PreparedData,
         trainee: Trainee,
         method: Method,
         load_tokenizer: Any,
         reporter: Reporter,
     ) -> None:
-        self._config, self._output, self._prepared = config, output, prepared
+        self._config, self._output, self._claim, self._prepared = config, output, claim, prepared
         self._trainee, self._method = trainee, method
         self._load_tokenizer, self._reporter = load_tokenizer, reporter
         self._mesh = trainee.mesh
@@ -289,6 +301,7 @@ class Session:
 
     def _make_way(self, final: Path) -> None:
         """A checkpoint of a step that this run went past without it was damaged; a result is one of fewer steps."""
+        self._keep_folder()
         discard(final)
         model = self._output / "model"
         if model.exists():
@@ -311,9 +324,8 @@ class Session:
         path = self._output / "config.yaml"
         is_new = self._leads and not path.exists()
         if self._leads:
-            with disk_errors(self._output):
-                self._output.mkdir(parents=True, exist_ok=True)
-                save_config(self._config, path)
+            self._take_folder()
+            self._write_settings()
         try:
             yield
         except BaseException:
@@ -322,6 +334,32 @@ class Session:
                 with suppress(OSError):  # it holds something
                     self._output.rmdir()
             raise
+
+    def _take_folder(self) -> None:
+        """Make the output folder and hold it. Raises UserError where another run was quicker."""
+        if self._claim.holds:
+            return
+        with disk_errors(self._output):
+            self._output.mkdir(parents=True, exist_ok=True)
+        self._claim.take()
+        if self._config.resume == "never":
+            check_unused(self._output)
+
+    def _write_settings(self) -> None:
+        with disk_errors(self._output):
+            save_config(self._config, self._output / "config.yaml")
+
+    def _keep_folder(self) -> None:
+        """Where somebody has cleared the output folder away, make it again: what is saved in it must be a run's."""
+        if self._claim.holds and (self._output / "config.yaml").exists():
+            return
+        with disk_errors(self._output):
+            self._output.mkdir(parents=True, exist_ok=True)
+        self._claim.take()
+        self._write_settings()
+        with disk_errors(self._output):
+            self._write_audit()
+        self._reporter.message("warning: the output folder was removed; it is made again, what was in it is lost")
 
     def _write_audit(self) -> None:
         """What became of the rows. A streamed data set knows it only at the end, so it is written there again."""
@@ -334,6 +372,7 @@ class Session:
 
     def _write_result(self) -> None:
         model = self._output / "model"
+        in_turn(self._mesh, self._keep_folder if self._leads else nothing)
         if not self._mesh.any(model.exists()):
             write_together(self._mesh, model, self._create_model, self._write_model, manifest=False)
         if self._leads:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from swiftlite.config.types import seconds_of
+from swiftlite.ending import raise_signal
 
 TIME_IS_UP = 1  # beside the numbers of the signals that are handled, and below them: a signal goes first
 
@@ -34,8 +35,8 @@ def stop_requests(stop_after: str | None, began: float) -> Iterator[Callable[[],
     """Yields a function that gives a reason to stop, or None.
 
     stop_after: a checked `Duration`, counted from `began` (of time.monotonic). SIGINT and SIGTERM ask once; another one
-    a second later interrupts at once. A terminal signals every process of a run, and the one that started them passes
-    it on: what follows at once is the same signal.
+    a second later ends the run at once, with the exit code of the first. A terminal signals every process of a run, and
+    the one that started them passes it on: what follows at once is the same signal.
     """
     seen: list[int] = []
     first = 0.0
@@ -44,7 +45,7 @@ def stop_requests(stop_after: str | None, began: float) -> Iterator[Callable[[],
     def note(number: int, _frame: object) -> None:
         nonlocal first
         if seen and time.monotonic() - first > 1:
-            raise KeyboardInterrupt
+            raise_signal(seen[0])
         if not seen:
             seen.append(number)
             first = time.monotonic()

@@ -35,7 +35,7 @@ def watchdog(folder: Path, rank: int) -> Iterator[Callable[[], None]]:
             finally:
                 faulthandler.cancel_dump_traceback_later()
     finally:  # a run that was interrupted has not hung
-        if not path.stat().st_size:
-            path.unlink()
-            with suppress(OSError):  # others' stacks lie there
+        with suppress(OSError):  # others' stacks lie there, or somebody has cleared the folder away
+            if not path.stat().st_size:
+                path.unlink()
                 folder.rmdir()
