@@ -96,9 +96,10 @@ def _sum_in_background(units: list[nn.Module], mesh: Mesh) -> None:
     replicated = mesh.size("dp_replicate") > 1
     sums = BackgroundSums(mesh.stored["dp_replicate"].get_group() if replicated else None)
     for unit in units:
-        unit.set_custom_reduce_scatter(sums)
+        of_unit = sums.of_unit()
+        unit.set_custom_reduce_scatter(of_unit)
         if replicated:
-            unit.set_all_reduce_hook(sums.over_replicas)
+            unit.set_all_reduce_hook(of_unit.over_replicas)
 
 
 def _units(layer: nn.Module, min_params: int) -> list[nn.Module]:
