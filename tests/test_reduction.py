@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from curves import Case, build, steps
+from curves import Case, build, steps, whole
 from worlds import run_world
 
 from swiftlite.config.layout import Layout
@@ -129,3 +129,26 @@ def looped_body(rank: int, sizes: dict) -> bool:
 @pytest.mark.parametrize("sizes", [SHARDS, REPLICAS, SHARDS | {"dp_replicate": 2}], ids=["shards", "replicas", "both"])
 def test_a_layer_that_runs_twice_has_all_its_gradients(sizes):
     assert all(run_world(Layout(**sizes).world, looped_body, sizes))
+
+
+def shared_body(_rank: int, sizes: dict) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of a model whose second layer has the feed-forward weights of its first: (as units, in one piece)"""
+    mesh, found = build_mesh(Layout(**sizes), torch.device("cpu")), []
+    for divided in (True, False):
+        scorer, base = build(Case("llama", mesh.layout))
+        first, second = dissect(base).layers
+        second.mlp = first.mlp
+        if divided:
+            shard_over_data(scorer, dissect(base).layers, mesh, DataParallel(torch.float32, mesh.layout.sharding))
+        for batch in next(steps())[:1] if divided else next(steps())[:1] * mesh.layout.data_ranks:
+            supervised_loss(scorer(batch).logprobs, 10).backward()
+        found.append([whole(parameter.grad) for parameter in scorer.parameters()])
+    return tuple(found)
+
+
+@pytest.mark.parametrize("sizes", [SHARDS, REPLICAS], ids=["shards", "replicas"])
+def test_layers_that_share_weights(sizes):
+    for divided, alone in run_world(2, shared_body, sizes):
+        assert len(divided) == len(alone) > 0
+        for ours, theirs in zip(divided, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
