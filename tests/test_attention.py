@@ -150,6 +150,13 @@ def test_an_unknown_output_head_is_refused():
         TokenScorer(model, model).check()
 
 
+def test_a_head_with_more_weights_is_refused_where_they_do_not_show_yet():
+    model = build("llama", attention.register())
+    model.lm_head.logit_scale = torch.nn.Parameter(torch.ones(512))
+    with pytest.raises(UserError, match="output head with weights that swiftlite does not know: logit_scale"):
+        TokenScorer(model, model)
+
+
 @pytest.mark.parametrize(
     ("sizes", "dtype", "wanted"),
     [

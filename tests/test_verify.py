@@ -74,6 +74,12 @@ def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects, changed: 
     return found
 
 
+def test_three_processes(tmp_path, monkeypatch):
+    chosen = ("ddp 3", "fsdp full 3", "pp 3", "cp 3")
+    for verdict in in_real_processes(tmp_path, monkeypatch, 3, chosen, Subject("llama", "llama", FULL)):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
 def test_four_processes_in_products(tmp_path, monkeypatch):
     both = Subject("gemma3", "gemma3", FULL), Subject("gemma3", "gemma3, LoRA", LORA)
     for verdict in in_real_processes(tmp_path, monkeypatch, 4, ("hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"), *both):

@@ -82,6 +82,12 @@ def dissect(model: PreTrainedModel) -> Anatomy:
             f"{type(model).__name__} has no separate decoder and output head",
             fix="use a decoder-only model for causal language modelling",
         )
+    if strange := {name.rpartition(".")[2] for name, _ in head.named_parameters()} - {"weight", "bias"}:
+        raise UserError(  # where they are near 1 or 0, logits would not show that nobody trains them
+            f"{type(model).__name__} has an output head with weights that swiftlite does not know: "
+            f"{', '.join(sorted(strange))}",
+            fix="use another model, or report the architecture",
+        )
     return Anatomy(
         decoder=decoder,
         layers=_find_layers(decoder, config.num_hidden_layers),

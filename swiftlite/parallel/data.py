@@ -8,6 +8,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,7 +71,7 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
     in_background = mesh.device.type == "cpu" and options.background_sums  # a GPU has streams for it
     copies = mesh.size("dp_replicate") > 1 and not in_background  # that FSDP is to know of
     shared = mesh.stored["dp_replicate", "fsdp"] if copies else mesh.stored["fsdp"]
-    of_layers = [_units(layer, options.min_params) for layer in layers]
+    of_layers = [_units(layer, options.min_params) for layer in _apart(layers)]
     units = [unit for of_layer in of_layers for unit in of_layer]
     for experts in (unit for of_layer in of_layers for unit in of_layer[1:]):
         hand_out_copies(experts)
@@ -96,9 +97,18 @@ def _sum_in_background(units: list[nn.Module], mesh: Mesh) -> None:
     replicated = mesh.size("dp_replicate") > 1
     sums = BackgroundSums(mesh.stored["dp_replicate"].get_group() if replicated else None)
     for unit in units:
-        unit.set_custom_reduce_scatter(sums)
+        of_unit = sums.of_unit()
+        unit.set_custom_reduce_scatter(of_unit)
         if replicated:
-            unit.set_all_reduce_hook(sums.over_replicas)
+            unit.set_all_reduce_hook(of_unit.over_replicas)
+
+
+def _apart(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that share no weights with another one (as Zamba's do): two units cannot have the same, so what is shared
+    stays with the rest of the model."""
+    layers = list(layers)
+    owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    return [layer for layer in layers if all(owners[id(parameter)] == 1 for parameter in layer.parameters())]
 
 
 def _units(layer: nn.Module, min_params: int) -> list[nn.Module]:

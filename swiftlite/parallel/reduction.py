@@ -19,7 +19,8 @@ UNDER_WAY = 2  # sums at a time: each holds a unit's whole gradients
 class BackgroundSums(DefaultReduceScatter):
     """FSDP's sums for units whose gradients nobody reads, or adds to, before the end of the backward pass.
 
-    A unit's sum over shards is an instance's call, that over replicas, which follows it, is `over_replicas`.
+    A unit's sum over shards is an instance's call, that over replicas, which follows it, is `over_replicas`; units have
+    both from `of_unit`.
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html, `set_custom_reduce_scatter` and
     `set_all_reduce_hook`.
     """
@@ -46,6 +47,9 @@ class BackgroundSums(DefaultReduceScatter):
         self._over_shards.append((work, output_tensor))
         return work
 
+    def of_unit(self) -> SumsOfUnit:
+        return SumsOfUnit(self, self._replicas)
+
     def over_replicas(self, output: torch.Tensor) -> None:
         """Sum up over replicas what `__call__` sums up over shards, or all gradients where there is one shard."""
         if not self._in_pass():
@@ -57,7 +61,7 @@ class BackgroundSums(DefaultReduceScatter):
         """Whether a backward pass is under way, and will wait; a pipeline's schedule sums up behind its passes."""
         now = torch._C._current_graph_task_id()
         if now not in (-1, self._pass):
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
             self._pass = now
         return now != -1
 
@@ -71,9 +75,47 @@ class BackgroundSums(DefaultReduceScatter):
     def _begin_replicas(self, output: torch.Tensor) -> None:
         self._over_replicas.append(dist.all_reduce(output, group=self._replicas, async_op=True))
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until all that are under way are there."""
         with record_function("rs_wait of sums in the background"):
             while self._over_shards:
                 self._finish_shards()
             while self._over_replicas:
                 self._over_replicas.pop().wait()
+
+
+class SumsOfUnit(DefaultReduceScatter):
+    """One unit's. A layer that a model runs several times may have several in a backward pass: the first for gradients
+    of earlier micro-batches. FSDP adds the others to it, so each has to be there by then.
+    """
+
+    def __init__(self, sums: BackgroundSums, replicas: dist.ProcessGroup | None) -> None:
+        self._sums, self._replicas = sums, replicas
+        self._pass, self._is_later, self._begun = -1, False, False
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._begin()
+        run = super().__call__ if self._is_later else self._sums
+        return run(output_tensor, input_tensor, group, op, async_op)
+
+    def over_replicas(self, output: torch.Tensor) -> None:
+        if not self._begun:  # there is one shard, and so no sum over shards before this one
+            self._begin()
+        self._begun = False
+        if self._is_later:
+            dist.all_reduce(output, group=self._replicas)
+        else:
+            self._sums.over_replicas(output)
+
+    def _begin(self) -> None:
+        now = torch._C._current_graph_task_id()
+        self._is_later, self._pass, self._begun = now == self._pass != -1, now, True
+        if self._is_later:
+            self._sums.wait()

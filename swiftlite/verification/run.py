@@ -78,7 +78,7 @@ class Verification:
         """The verdict of each cell as it is reached, on rank 0; every process has to run through them."""
         for number, subject in enumerate(subjects):
             flags = _shared_flags(self._folder, self._models[subject.architecture], subject.method) | subject.flags
-            flags["global_batch_size"] = max(8, 2 * self._world.size)  # every data rank has a micro-batch of two
+            flags["global_batch_size"] = _global_batch(self._world.size)
             reference = self._folder / f"reference-{number}"
             if self._resumed:
                 flags |= {"save_steps": 1, "keep_checkpoints": STEPS}
@@ -199,6 +199,11 @@ def _shared_flags(folder: Path, model: str, method: str) -> dict[str, Any]:
         "micro_batch_size": 2, "learning_rate": 1e-3, "adam_epsilon": 1e-6, "precision": "fp32",
         "cache_dir": str(folder / "cache"), "save_steps": 1000, "workers": 1,
     }  # fmt: skip
+
+
+def _global_batch(world: int) -> int:
+    """Eight sequences, or as many more as give every data rank micro-batches of two."""
+    return -(-8 // (2 * world)) * 2 * world
 
 
 def write_rows(folder: Path) -> None:
