@@ -235,6 +235,15 @@ def test_lora_writes_an_adapter_that_peft_loads(base, tmp_path, options):
     assert not any("base_layer" in name for name in names)
 
 
+@pytest.mark.parametrize(
+    ("setting", "names"), [("target_modules", ["q_proj", "nope"]), ("modules_to_save", ["nope", "lm_head"])]
+)
+def test_modules_that_are_not_there_are_told(base, setting, names):
+    with pytest.raises(UserError, match="no module 'nope'") as caught:
+        train(base, tuner="lora", **{setting: names})
+    assert caught.value.where == f"--{setting.replace('_', '-')}" and "q_proj, k_proj" in caught.value.fix
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_dora_begins_where_the_base_model_is(base, tmp_path, tiny_model, family):
     for dora in (False, True):
