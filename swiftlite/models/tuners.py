@@ -18,6 +18,7 @@ from torch import nn
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD, Anatomy, head_of
 from swiftlite.quick_imports import quick_imports
+from swiftlite.untrusted import existing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,6 +169,8 @@ def _continue_adapter(peft, model: PreTrainedModel, adapter: Path) -> nn.Module:
 def _wrap(peft, model: PreTrainedModel, settings) -> nn.Module:  # noqa: ANN001
     wrapped = peft.get_peft_model(model, settings)
     found = wrapped.peft_config["default"]
+    if base := existing(model.name_or_path):  # the adapter finds it from any folder
+        found.base_model_name_or_path = str(base.absolute())
     if found.modules_to_save:  # to which peft adds a classifier's head each time
         found.modules_to_save = list(dict.fromkeys(found.modules_to_save))
     return wrapped
