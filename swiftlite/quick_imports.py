@@ -273,6 +273,7 @@ class _Marks:
     def __init__(self, compiler: _Postponed) -> None:
         self._compiler = compiler
         self._made: list[tuple[str, Callable[..., Any]]] = []
+        self._disabled: list[Callable[[], None]] = []
         self._is_there = False
 
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -283,6 +284,8 @@ class _Marks:
         self._is_there = True
         for name, function in self._made:
             getattr(self._compiler, name)(function)
+        for disable in self._disabled:
+            disable()
 
     def _keep(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if self._is_there:
@@ -296,14 +299,18 @@ class _Marks:
             return functools.partial(self._disable, recursive=recursive, **options)
         if not isinstance(function, FunctionType) and not self._is_there:
             self._compiler.run()
-        disabled = functools.cache(lambda: self._compiler.disable(function, recursive, **options))
         if self._is_there:
-            return disabled()
+            return self._compiler.disable(function, recursive, **options)
+        marked = [function]
+
+        def hand_on() -> None:
+            marked[0] = self._compiler.disable(function, recursive, **options)
 
         @functools.wraps(function)
         def call(*positional: Any, **named: Any) -> Any:
-            return (disabled() if self._is_there else function)(*positional, **named)
+            return marked[0](*positional, **named)
 
+        self._disabled.append(hand_on)
         return call
 
 

@@ -166,6 +166,7 @@ def test_the_saved_config_gives_the_same_run(tmp_path):
         model="qwen-7b",
         dataset=["alpaca-en#5", "org/b, c"],
         learning_rate="3e-7",
+        report_to=["trackio"],
         run_name="0123",
         columns={"instruction": "a: b, {c}"},
         new_tokens=["<a>", "null", " x", "a,b", "#", "é"],

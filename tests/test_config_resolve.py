@@ -220,6 +220,22 @@ def test_flags_win_over_environment_over_recipe(tmp_path):
     assert resolved.notes == ["nproc_per_node has no effect under torchrun, which starts the processes"]
 
 
+@pytest.mark.parametrize(
+    ("values", "idle"),
+    [
+        ({"lr_scheduler": "constant", "min_lr_ratio": "0.1", "warmup_steps": "5"}, ["min_lr_ratio", "warmup_steps"]),
+        ({"lr_scheduler": "constant_with_warmup", "min_lr_ratio": "0.1", "warmup_steps": "5"}, ["min_lr_ratio"]),
+        ({"profile": "true", "max_steps": "3"}, ["profile"]),
+        ({"profile": "true", "max_steps": "4"}, []),
+        ({"run_name": "mine"}, ["run_name"]),
+        ({"run_name": "mine", "report_to": "wandb"}, []),
+    ],
+)
+def test_a_setting_without_effect_is_told(values, idle):
+    given = {name: Given(value, name, "flag") for name, value in (NAMED | values).items()}
+    assert [note.split()[0] for note in resolve("sft", given, env={}).notes] == idle
+
+
 def test_machines_are_numbered_from_0():
     named = {"model": "a/b", "dataset": ["c/d"], "nnodes": 2, "nproc_per_node": 2}
     assert resolve_config("sft", **named, node_rank=1).node_rank == 1

@@ -139,9 +139,12 @@ def test_one_process_imports_no_compiler_and_nothing_that_divides(
 
 
 MARKED = """
+import warnings
 import torch._dynamo
 
 marked = []
+
+warnings.simplefilter("error")  # --compile would show them to a user
 
 @torch._dynamo.allow_in_graph
 def in_graph(x):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,6 +234,23 @@ def test_lora_writes_an_adapter_that_peft_loads(base, tmp_path, options):
     names = load_file(tmp_path / "out" / "model" / "adapter_model.safetensors")
     assert any("lora_A" in name for name in names)
     assert not any("base_layer" in name for name in names)
+
+
+def test_an_adapter_names_its_base_for_any_folder(base, tmp_path, monkeypatch):
+    model = Path(base["model"])
+    monkeypatch.chdir(model.parent)
+    train(base, model=model.name, tuner="lora")
+    named = json.loads((tmp_path / "out" / "model" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert Path(named) == model.absolute()
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"), [("target_modules", ["q_proj", "nope"]), ("modules_to_save", ["nope", "lm_head"])]
+)
+def test_modules_that_are_not_there_are_told(base, setting, names):
+    with pytest.raises(UserError, match="no module 'nope'") as caught:
+        train(base, tuner="lora", **{setting: names})
+    assert caught.value.where == f"--{setting.replace('_', '-')}" and "q_proj, k_proj" in caught.value.fix
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -260,8 +260,16 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _ineffective_preference(config)
     if config.lr_scheduler != "wsd":
         yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"
+    if config.lr_scheduler.startswith("constant"):
+        yield "min_lr_ratio", f"with --lr-scheduler {config.lr_scheduler}, which does not decay"
+    if config.lr_scheduler == "constant":
+        yield from ((name, "with --lr-scheduler constant") for name in ("warmup_ratio", "warmup_steps"))
     if config.max_steps is not None:
         yield "epochs", "beside --max-steps"
+    if config.max_steps is not None and config.max_steps < 4:
+        yield "profile", "in a run that has no step 4"
+    if not config.report_to:
+        yield "run_name", "without --report-to"
     if config.warmup_steps is not None:
         yield "warmup_ratio", "beside --warmup-steps"
     if config.tensor_parallel_size == 1:

@@ -18,6 +18,7 @@ from torch import nn
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD, Anatomy, head_of
 from swiftlite.quick_imports import quick_imports
+from swiftlite.untrusted import existing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,8 +117,38 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
                 where="--target-modules",
                 fix="name other linear layers of the model, or use --tuner full",
             ) from error
+    _refuse_unknown_names(wrapped, config)
     _refuse_adapted_head(wrapped)
     return wrapped
+
+
+def _refuse_unknown_names(wrapped: nn.Module, config: RunConfig) -> None:
+    """peft passes over a name that no module has, as long as another one has a module. A name that is gone from its
+    settings was understood: `all-linear`, and those of experts' matrices that lie in one parameter.
+    """
+    model, settings = wrapped.get_base_model(), wrapped.peft_config["default"]
+    known = [name for name, _ in model.named_modules()]
+    given = {
+        "--target-modules": [name for name in config.target_modules if name in (settings.target_modules or ())],
+        "--modules-to-save": config.modules_to_save,
+    }
+    for option, wanted in given.items():
+        for word in wanted:
+            if not any(name == word or name.endswith(f".{word}") for name in known):
+                fix = f"name some of {', '.join(_matrices(model))}"
+                raise UserError(f"the model has no module {word!r}", where=option, fix=fix)
+
+
+def _matrices(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of the model's matrices, each once, in its order, as they are without adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    kinds, inside = (
+        (nn.Linear, nn.Embedding, BaseTunerLayer),
+        ("lora_A", "lora_B", "original_module", "modules_to_save"),
+    )
+    names = [name.split(".") for name, module in model.named_modules() if isinstance(module, kinds)]
+    return list(dict.fromkeys(parts[-1] for parts in names if parts[-1] != "base_layer" and not {*parts} & {*inside}))
 
 
 def _continue_adapter(peft, model: PreTrainedModel, adapter: Path) -> nn.Module:  # noqa: ANN001
@@ -138,6 +169,8 @@ def _continue_adapter(peft, model: PreTrainedModel, adapter: Path) -> nn.Module:
 def _wrap(peft, model: PreTrainedModel, settings) -> nn.Module:  # noqa: ANN001
     wrapped = peft.get_peft_model(model, settings)
     found = wrapped.peft_config["default"]
+    if base := existing(model.name_or_path):  # the adapter finds it from any folder
+        found.base_model_name_or_path = str(base.absolute())
     if found.modules_to_save:  # to which peft adds a classifier's head each time
         found.modules_to_save = list(dict.fromkeys(found.modules_to_save))
     return wrapped
