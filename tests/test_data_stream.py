@@ -146,6 +146,21 @@ def test_a_bad_line_is_named_by_its_number_or_skipped(open_stream, tmp_path):
     assert prepared.audit["rows"]["dropped"] == {"invalid_json": 1}
 
 
+def test_a_run_that_goes_on_counts_what_it_has_read_before(open_stream, tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"text": line}) for line in LINES]
+    rows[20] = '{"text": '
+    path.write_text("\n".join(rows) + "\n")
+    whole = open_stream(path, max_steps=30, on_bad_row="skip", shuffle=False)
+    before = [s.where for batch in whole.train.steps() if batch.step < 30 for pack in batch.packs for s in pack]
+    copy = path.rename(tmp_path / "copy.jsonl")
+    again = open_stream(copy, max_steps=30, on_bad_row="skip", shuffle=False)
+    list(again.train.steps(29))
+    assert [(row["file"], row["line"]) for row in again.rejected] == [(str(copy), 21)]
+    assert again.audit["rows"]["dropped"] == {"invalid_json": 1}
+    assert again.audit["rows"]["used"] >= len(set(before)) > 100
+
+
 def test_stopping_early_ends_the_thread(open_stream, text_file):
     import threading
 

@@ -2,13 +2,12 @@
 
 The data are cut into windows that can be read on their own. A window's rows are tokenised, shuffled and packed by
 themselves; the order of the windows is a permutation of (seed, epoch). A step is the next `global_batch_size` packs, so
-finding a step needs only how many packs each earlier window has: a number that is written down when it is first known.
+finding a step needs only how many packs each earlier window has: that is written down when it is first known.
 Without that record (another machine) earlier windows are tokenised once more, and the steps are still the same.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import threading
@@ -26,9 +25,10 @@ from swiftlite.data.build import bad_row_error, check_vocabulary, format_of
 from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
 from swiftlite.data.packing import best_fit_decreasing
 from swiftlite.data.sources import DataFile, Source
+from swiftlite.data.stream_record import WindowRecord, append_record, read_records
 from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions, flags_of
 from swiftlite.data.windows import Window, identity, line_at, list_windows, read_window
-from swiftlite.errors import RunError, UserError
+from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class StreamPlan:
         record: Path,
         vocabulary: int | None = None,
     ) -> None:
-        """record: the file that keeps the pack count of each window; vocabulary: how many tokens the model knows.
+        """record: the file that keeps what is known of each window; vocabulary: how many tokens the model knows.
         Reads the first window, so that what is wrong with tokenizer or rows shows before the model loads.
 
         Raises UserError for files that cannot be streamed and for bad rows.
@@ -84,7 +84,7 @@ class StreamPlan:
         self._weights = [source.spec.weight for source in sources]
         self._formats = [format_of(file, tokens, sample_by) for file in self._files]
         self._run = RowTokenizer(load_tokenizer(), tokens, [_by_byte(file, sample_by) for file in self._files])
-        self._counts = _read_record(record)
+        self._records = read_records(record)
         self._seen: set[int] = set()
         self._totals: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
@@ -168,10 +168,13 @@ class StreamPlan:
                 if not packs_in_epoch:
                     raise UserError("no row of the stream can be trained on", fix="see rejected_rows.jsonl")
                 packs_in_epoch, epoch = 0, place.epoch
-            count = self._counts.get(place.window)
-            passed = count is not None and count <= skip
-            packs = None if passed else self._ready.pop(place, None) or self._read(place)
-            count = count if packs is None else len(packs)
+            known = self._records.get(place.window)
+            if known is not None and known.packs <= skip:
+                self._account(place.window, known)
+                count = known.packs
+            else:
+                packs = self._ready.pop(place, None) or self._read(place)
+                count = len(packs)
             packs_in_epoch += count
             if count <= skip:
                 skip -= count
@@ -216,7 +219,7 @@ class StreamPlan:
             packs = [[sequences[i] for i in pack] for pack in best_fit_decreasing(lengths, self._options.capacity)]
             if self._options.shuffle:
                 packs = [packs[i] for i in permutation(len(packs), *key, "packs").tolist()]
-        self._account(place.window, batch, packs)
+        self._record_window(place.window, batch, packs)
         return packs
 
     def _rows(self, window: Window) -> Iterator[RawRow]:
@@ -234,24 +237,32 @@ class StreamPlan:
     def _run_where(self, window: Window, position: int) -> str:
         return _by_byte(self._files[window.file], self._sample_by).where(position)
 
-    def _account(self, window: int, batch: TokenBatch, packs: list[Pack]) -> None:
-        """Count each window once, however often it is visited, and write down how many packs it has."""
-        if window in self._seen:
-            return
-        self._seen.add(window)
-        rejected = [self._with_line(self._windows[window], row) for row in batch.rejected]
+    def _record_window(self, number: int, batch: TokenBatch, packs: list[Pack]) -> None:
+        """Count a window, and write down what is known of it now. Raises UserError for a bad row that is to stop."""
+        rejected = [self._with_line(self._windows[number], row) for row in batch.rejected]
         if rejected and self._stop_at_bad_row:
             raise bad_row_error(rejected[0])
-        self.rejected += rejected
-        self._totals.update(batch.counts)
-        self._dropped.update(batch.dropped)
-        self._totals["packs"] += len(packs)
-        self._totals["tokens"] += sum(len(ids) for ids in batch.ids)
-        self._totals["trained_tokens"] += sum(int((runs[1::2] - runs[::2]).sum()) for runs in batch.runs)
+        totals = dict(batch.counts) | {
+            "packs": len(packs),
+            "tokens": sum(len(ids) for ids in batch.ids),
+            "trained_tokens": sum(int((runs[1::2] - runs[::2]).sum()) for runs in batch.runs),
+        }
+        record = WindowRecord(totals, dict(batch.dropped), rejected)
+        self._account(number, record)
+        if number not in self._records:
+            self._records[number] = record
+            append_record(self._record, number, record)
+
+    def _account(self, number: int, record: WindowRecord) -> None:
+        """Count each window once, however often it is visited, and those that an earlier start of the run has read."""
+        if number in self._seen:
+            return
+        self._seen.add(number)
+        label = self._files[self._windows[number].file].label  # of this copy: the record knows files by their content
+        self.rejected += [row | {"file": label} for row in record.rejected]
+        self._totals.update(record.totals)
+        self._dropped.update(record.dropped)
         self.audit |= self._audit()
-        if window not in self._counts:
-            self._counts[window] = len(packs)
-            _append_record(self._record, window, len(packs))
 
     def _with_line(self, window: Window, row: dict[str, Any]) -> dict[str, Any]:
         file = self._files[window.file]
@@ -267,25 +278,3 @@ def _is_by_byte(file: DataFile, sample_by: str) -> bool:
 def _by_byte(file: DataFile, sample_by: str) -> DataFile:
     """The file under a name that says that rows are told by the byte they start at: lines are not counted."""
     return replace(file, label=f"{file.label}@byte") if _is_by_byte(file, sample_by) else file
-
-
-def _read_record(path: Path) -> dict[int, int]:
-    """Window -> packs; a line that was cut off by a crash is left out."""
-    found: dict[int, int] = {}
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, TypeError):
-                window, packs = json.loads(line)
-                found[window] = packs
-    return found
-
-
-def _append_record(path: Path, window: int, packs: int) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([window, packs]) + "\n")
-    except OSError as error:
-        raise RunError(
-            f"cannot write to the cache: {error.strerror or error}", where=str(path), fix="choose another --cache-dir"
-        ) from error
