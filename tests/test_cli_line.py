@@ -115,6 +115,12 @@ def run(capsys):
 DRY = ("--model", "m/x", "--dataset", "d/x", "--dry-run")
 
 
+def test_a_command_may_be_told_its_own_method_and_no_other(run):
+    assert run("sft", "--method", "sft", *DRY)[0] == 0
+    code, _, err = run("sft", "--method", "dpo", *DRY)
+    assert code == 2 and "contradicts" in err and "`swiftlite dpo`" in err
+
+
 def test_the_recipe_may_stand_before_the_command(run):
     code, out, err = run("--recipe", "llama3/8b-sft-fsdp", "sft", "--dry-run")
     assert (code, err) == (0, "") and "Meta-Llama-3-8B" in out

@@ -55,15 +55,13 @@ class RunCommand:
         def run(context: typer.Context, **values: Any) -> None:
             self._run(context.obj, values)
 
+        told = [all_flags()["method"]] if self.method else []  # by the command's name; another one is an error
         parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-        parameters += [_recipe_parameter(), *(_parameter(flag) for flag in self._flags())]
+        flags = [*self.own, *all_flags().values()]
+        parameters += [_recipe_parameter(), *(_parameter(flag, hidden=flag in told) for flag in flags)]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
-
-    def _flags(self) -> list[Flag]:
-        shown = [flag for flag in all_flags().values() if self.method is None or flag.name != "method"]
-        return [*self.own, *shown]
 
     def _run(self, session: Session, values: dict[str, Any]) -> None:
         from swiftlite.config.recipe import load_recipe
@@ -146,7 +144,7 @@ def _choices_in_sentence(flag: Flag) -> bool:
     return len("|".join(flag.choices)) > WIDEST_CHOICES
 
 
-def _parameter(flag: Flag) -> inspect.Parameter:
+def _parameter(flag: Flag, *, hidden: bool = False) -> inspect.Parameter:
     from swiftlite.config.setting import RUN
 
     names = [flag.option, *([f"-{flag.short}"] if flag.short else [])]
@@ -159,6 +157,7 @@ def _parameter(flag: Flag) -> inspect.Parameter:
         metavar=metavar,
         rich_help_panel="Options" if flag.panel == RUN else flag.panel,
         show_default=False,
+        hidden=hidden,
     )
     return _keyword(flag.name, Annotated[kind, option])
 
