@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,18 @@ def free_port() -> str:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return str(found.getsockname()[1])
+
+
+def is_listening(port: str) -> bool:
+    with socket.socket() as found:
+        return found.connect_ex(("127.0.0.1", int(port))) == 0
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def close(one: Path, other: Path) -> bool:
@@ -297,3 +310,17 @@ def test_processes_that_read_other_rows_do_not_train(tmp_path, flags, write_rows
     assert [code for _, code in ends] == [1, 1], ends
     assert sum("process 1 has read other rows" in said for said, _ in ends) == 1, ends
     assert not (tmp_path / "out").exists()
+
+
+def test_a_process_that_waits_for_the_others_can_be_ended(tmp_path, flags):
+    """Where it waits inside PyTorch no signal would be heard before its time-out of minutes."""
+    place = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    words = [*SWIFTLITE, "sft", *flags, "-o", str(tmp_path / "out")]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=ENV | place)
+    try:
+        wait_until(lambda: is_listening(place["MASTER_PORT"]), seconds=60)
+        process.terminate()
+        assert process.communicate(timeout=20)[1].endswith("terminated\n")
+        assert process.returncode == 128 + signal.SIGTERM
+    finally:
+        process.kill()

@@ -49,7 +49,7 @@ from swiftlite.training.pipeline_step import PipelineStep, StageScorer, Work, pa
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import DirectStep
 
-STEPS = 5
+STEPS = 4
 FP32 = Precision("fp32", torch.float32)
 CPU = torch.device("cpu")
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 
 import pytest
 from test_launch import ENV, SWIFTLITE
@@ -57,7 +58,8 @@ def test_preferences_go_on_in_other_layouts(tmp_path):
 
 
 def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects, changed: str | None = None) -> list:
-    """Verdicts of these subjects, of one architecture, in these layouts. changed: of CHANGES."""
+    """Verdicts of these subjects, of one architecture, in these layouts, after three steps. changed: of CHANGES."""
+    subjects = [replace(subject, flags={"max_steps": 3} | subject.flags) for subject in subjects]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (name,) = {subject.architecture for subject in subjects}
     models = {name: str(write_toy(tmp_path / "model", toy_config(name, 4)))}
@@ -65,9 +67,7 @@ def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects, changed: 
     picked = [case for case in cases(count) if case.name in chosen]
     assert len(picked) == len(chosen)
     with pytest.raises(SystemExit) as ended:
-        start_processes(
-            Machines(count), changed_process, changed, str(tmp_path), models, list(subjects), picked, show_error
-        )
+        start_processes(Machines(count), changed_process, changed, str(tmp_path), models, subjects, picked, show_error)
     assert ended.value.code == 0
     found = read_verdicts(tmp_path)
     assert len(found) == len(picked) * len(subjects)

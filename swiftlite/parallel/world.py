@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -113,7 +115,9 @@ def joined() -> Iterator[World]:
         )
     device = _own_device()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))
+    store = _interruptibly(lambda: next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))[0])
+    world = World(device, rank, size, dist.PrefixStore("notes", store))
+    world.meet("world")  # the group would wait for the others where no signal is heard
     dist.init_process_group(
         backend_for(device),
         store=dist.PrefixStore("group", store),
@@ -121,8 +125,22 @@ def joined() -> Iterator[World]:
         world_size=size,
         timeout=PATIENCE,
     )
-    yield World(device, rank, size, dist.PrefixStore("notes", store))
+    yield world
     dist.destroy_process_group()  # not after an error: the others may be in a collective that will never end
+
+
+def _interruptibly(wait: Callable[[], dist.Store]) -> dist.Store:
+    """What a call returns that waits outside Python: in another thread, so that signals are answered meanwhile."""
+    made: Future[dist.Store] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(wait())
+        except Exception as error:  # raised where it is waited for
+            made.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return made.result()
 
 
 def _own_device() -> torch.device:
