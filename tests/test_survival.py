@@ -367,3 +367,17 @@ def test_two_runs_cannot_have_one_output_folder(base, tmp_path, monkeypatch, res
         with pytest.raises(UserError, match="exists and is not empty"):
             train(base)
     assert steps_of(tmp_path / "out") == list(range(1, 10 if resume == "auto" else 9))
+
+
+def test_what_other_processes_of_a_run_have_put_into_its_folder_is_no_other_run(base, tmp_path, monkeypatch):
+    """They write down where they are (stacks/), and may be quicker than the first one."""
+    real = run_module.Session.train
+
+    def train_later(self, began):
+        (tmp_path / "out" / "stacks").mkdir(parents=True)
+        (tmp_path / "out" / "stacks" / "rank-00001.txt").touch()
+        real(self, began)
+
+    monkeypatch.setattr(run_module.Session, "train", train_later)
+    train(base)
+    assert (tmp_path / "out" / "model").is_dir()

@@ -36,7 +36,8 @@ def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) ->
     check_place(output)
     used = _is_used(output)
     if config.resume == "never":
-        check_unused(output)
+        if used:
+            raise used_already(output)
         return None
     if config.resume != "auto":
         return _named_checkpoint(Path(config.resume).expanduser(), output, used)
@@ -56,14 +57,13 @@ def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) ->
     return newest
 
 
-def check_unused(output: Path) -> None:
-    """Raises UserError for a folder that holds something."""
-    if _is_used(output):
-        raise UserError(
-            "the output folder exists and is not empty",
-            where=str(output),
-            fix="choose another --output-dir, or go on with --resume auto",
-        )
+def used_already(output: Path) -> UserError:
+    """The error for a fresh run into a folder that holds something."""
+    return UserError(
+        "the output folder exists and is not empty",
+        where=str(output),
+        fix="choose another --output-dir, or go on with --resume auto",
+    )
 
 
 def _is_used(output: Path) -> bool:

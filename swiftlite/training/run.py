@@ -51,7 +51,7 @@ from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
-from swiftlite.training.resume import check_unused, find_resume, run_settings
+from swiftlite.training.resume import find_resume, run_settings, used_already
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method
 from swiftlite.training.stopping import Stopped, stop_requests
@@ -342,8 +342,8 @@ class Session:
         with disk_errors(self._output):
             self._output.mkdir(parents=True, exist_ok=True)
         self._claim.take()
-        if self._config.resume == "never":
-            check_unused(self._output)
+        if self._config.resume == "never" and (self._output / "config.yaml").exists():  # others' stacks/ may be there
+            raise used_already(self._output)
 
     def _write_settings(self) -> None:
         with disk_errors(self._output):
