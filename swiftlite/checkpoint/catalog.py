@@ -1,13 +1,15 @@
 """Which tensor on disk is which part of which parameter.
 
 Names and shapes differ between memory and disk: adapters wrap modules, tied weights have one entry, the experts of a
-mixture are one fused tensor in memory and many on the hub. transformers and peft know how to turn a state of memory
-into one of disk; they are asked once, with tensors on `meta`, and since all they do is rename and cut, each result is
-a view that tells which box of which parameter it came from. Reading and saving then work on boxes alone.
+mixture are one fused tensor in memory and many on the hub, and queries, keys and values may be one on the hub.
+transformers and peft know how to turn a state of memory into one of disk; they are asked once, with tensors on `meta`,
+and since all they do is rename, cut and join, each result is made of views that tell which box of which parameter they
+came from. Reading and saving then work on boxes alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,10 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor on disk: `shape` of it is the box of `owner`, a parameter or buffer by its name in memory.
+    """A tensor on disk, or a part of one: what stands from `start` on is the box of `owner`, a parameter or buffer by
+    its name in memory.
 
-    dims: for each dimension on disk the one of the owner along which it runs (one that was cut to a single index is
-    left out on disk).
+    shape: of the whole tensor on disk; dims: for each dimension on disk the one of the owner along which it runs (one
+    that was cut to a single index is left out on disk); start: an index for each dimension on disk, () for the first.
     """
 
     name: str
@@ -38,6 +41,15 @@ class Entry:
     owner: str
     box: Box
     dims: tuple[int, ...]
+    start: tuple[int, ...] = ()
+
+    def on_disk(self, place: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where a part of the box lies in the tensor on disk. place: a slice of the box for each of its dimensions."""
+        starts = self.start or (0,) * len(self.dims)
+        return tuple(
+            slice(first + place[dim].start, first + place[dim].stop)
+            for first, dim in zip(starts, self.dims, strict=True)
+        )
 
 
 Catalog = list[Entry]
@@ -46,20 +58,21 @@ Catalog = list[Entry]
 def catalog_model(model: PreTrainedModel) -> Catalog:
     """The tensors of `model` as the hub has them. model: on any device, without adapters.
 
-    Raises UserError where transformers does more than rename and cut (then only its own loader could read the files).
+    Raises UserError where transformers does more than rename, cut and join (then only its own loader could read the
+    files).
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: _stand_in(tensor) for name, tensor in stored_tensors(model)}
-    with _KeepViews():
+    with _KeepViews() as views:
         on_disk = revert_weight_conversion(model, dict(state))
-    return _entries(state, on_disk, type(model).__name__)
+    return _entries(state, on_disk, views, type(model).__name__)
 
 
 def catalog_adapter(model: nn.Module) -> Catalog:
     """The tensors of a peft model's adapter as peft writes them, a tied one by each of its names."""
-    state, on_disk = _adapter_on_disk(model)
-    return _entries(state, on_disk, type(model).__name__)
+    state, on_disk, views = _adapter_on_disk(model)
+    return _entries(state, on_disk, views, type(model).__name__)
 
 
 def check_adapter(model: nn.Module, names: Iterable[str], where: Path) -> None:
@@ -77,15 +90,15 @@ def check_adapter(model: nn.Module, names: Iterable[str], where: Path) -> None:
             )
 
 
-def _adapter_on_disk(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(stand-ins of a peft model's tensors by their names in memory, what peft makes of them for its file)."""
+def _adapter_on_disk(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], _KeepViews]:
+    """(stand-ins of a peft model's tensors by their names in memory, what peft makes of them for its file, and how)."""
     from peft import get_peft_model_state_dict
 
     state = {name: _stand_in(tensor) for name, tensor in stored_tensors(model)}
     tied = {name: state[first] for name, first in _tied_names(model).items()}
-    with _KeepViews():
+    with _KeepViews() as views:
         on_disk = get_peft_model_state_dict(model, state_dict=state | tied, save_embedding_layers=False)
-    return state, on_disk
+    return state, on_disk, views
 
 
 def _plain(name: str) -> str:
@@ -111,27 +124,50 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _KeepViews(TorchFunctionMode):
-    """Views stay views: a copy made only to be contiguous would forget where it came from."""
+    """Views stay views: a copy made only to be contiguous would forget where it came from. What is joined is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         if function in (torch.Tensor.contiguous, torch.Tensor.clone):
             return args[0]
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if function is torch.cat:
+            tensors, dim = list(args[0]), args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+            self._joined[id(result)] = result, tensors, dim % result.ndim
+        return result
+
+    def pieces(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+        """(what a tensor was joined of, where each begins in it), or the tensor itself."""
+        if id(tensor) not in self._joined:
+            return [(tensor, ())]
+        _, tensors, dim = self._joined[id(tensor)]
+        ends = itertools.accumulate(piece.shape[dim] for piece in tensors)
+        places = [end - piece.shape[dim] for piece, end in zip(tensors, ends, strict=True)]
+        return [
+            (piece, tuple(place if axis == dim else 0 for axis in range(tensor.ndim)))
+            for piece, place in zip(tensors, places, strict=True)
+        ]
 
 
-def _entries(state: dict[str, torch.Tensor], on_disk: dict[str, torch.Tensor], architecture: str) -> Catalog:
+def _entries(
+    state: dict[str, torch.Tensor], on_disk: dict[str, torch.Tensor], views: _KeepViews, architecture: str
+) -> Catalog:
     owners = {id(tensor): name for name, tensor in state.items()}
     found = []
-    for name, view in on_disk.items():
-        base = view if id(view) in owners else view._base
-        owner = owners.get(id(base))
-        if owner is None:
-            raise UserError(
-                f"the files of {architecture} hold {name} in a form that swiftlite cannot cut",
-                fix="use another model, or report the architecture",
-            )
-        box, dims = _trace(view, base)
-        found.append(Entry(name, tuple(view.shape), owner, box, dims))
+    for name, tensor in on_disk.items():
+        for view, start in views.pieces(tensor):
+            base = view if id(view) in owners else view._base
+            owner = owners.get(id(base))
+            if owner is None:
+                raise UserError(
+                    f"the files of {architecture} hold {name} in a form that swiftlite cannot cut",
+                    fix="use another model, or report the architecture",
+                )
+            box, dims = _trace(view, base)
+            found.append(Entry(name, tuple(tensor.shape), owner, box, dims, start))
     return found
 
 

@@ -8,6 +8,7 @@ Format: https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -59,7 +60,7 @@ class FilePlan:
     def _lay_out(self, file: str, shard: list[tuple[Entry, torch.dtype]]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for entry, dtype in shard:
+        for entry, dtype in _whole(shard):
             end = offset + _bytes(entry, dtype)
             header[entry.name] = {"dtype": NAMES[dtype], "shape": list(entry.shape), "data_offsets": [offset, end]}
             offset = end
@@ -84,7 +85,7 @@ class FilePlan:
                 handle.write(header)
                 handle.truncate(self._sizes[file])
         if len(self._headers) > 1:
-            total = sum(_bytes(slot.entry, slot.dtype) for slot in self.slots)
+            total = sum(_bytes(*tensor) for tensor in _whole((slot.entry, slot.dtype) for slot in self.slots))
             index = {
                 "metadata": {"total_size": total},
                 "weight_map": {slot.entry.name: slot.file for slot in sorted(self.slots, key=lambda s: s.entry.name)},
@@ -118,11 +119,17 @@ def _bytes(entry: Entry, dtype: torch.dtype) -> int:
     return math.prod(entry.shape) * dtype.itemsize
 
 
+def _whole(tensors: Iterable[tuple[Entry, torch.dtype]]) -> Iterable[tuple[Entry, torch.dtype]]:
+    """Each tensor on disk once, whose parts follow each other."""
+    return (next(parts) for _, parts in itertools.groupby(tensors, key=lambda pair: pair[0].name))
+
+
 def _shards(tensors: Iterable[tuple[Entry, torch.dtype]], largest: int | None) -> list[list[tuple[Entry, torch.dtype]]]:
     shards: list[list[tuple[Entry, torch.dtype]]] = [[]]
     size = 0
     for entry, dtype in sorted(tensors, key=lambda pair: -pair[1].itemsize):  # stable; large elements first: aligned
-        length = _bytes(entry, dtype)
+        is_further_part = bool(shards[-1]) and shards[-1][-1][0].name == entry.name
+        length = 0 if is_further_part else _bytes(entry, dtype)
         if shards[-1] and largest is not None and size + length > largest:
             shards.append([])
             size = 0
@@ -139,8 +146,8 @@ def _write_overlap(handle: int, slot: Slot, holding: Holding) -> None:
     piece = holding.tensor[common.slices_of(holding.box)]
     left_out = [dim for dim in range(piece.ndim) if dim not in entry.dims]
     piece = piece.permute((*entry.dims, *left_out)).reshape([piece.shape[dim] for dim in entry.dims])
-    place = common.slices_of(entry.box)
-    target = Box(tuple(place[dim].start for dim in entry.dims), tuple(piece.shape))
+    place = entry.on_disk(common.slices_of(entry.box))
+    target = Box(tuple(part.start for part in place), tuple(piece.shape))
     data = piece.to(device="cpu", dtype=slot.dtype).contiguous()
     raw = memoryview(data.reshape(-1).view(torch.uint8).numpy())
     done = 0

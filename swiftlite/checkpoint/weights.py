@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,7 +60,7 @@ class TensorFolder:
         others = [name for name, entry in named if self.entries[name].shape != entry.shape]
         if others:
             raise self._misfit(others, f"have another shape than config.json says: {_shown(others)}")
-        return [Entry(name, entry.shape, entry.owner, entry.box, entry.dims) for name, entry in named]
+        return [replace(entry, name=name) for name, entry in named]
 
     def _find(self, name: str, prefix: str) -> str | None:
         candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
@@ -83,8 +84,7 @@ def read_overlap(folder: TensorFolder, entry: Entry, holding: Holding) -> None:
     common = entry.box.overlap(holding.box)
     if common is None:
         return
-    place = common.slices_of(entry.box)
-    part = tuple(place[dim] for dim in entry.dims)
+    part = entry.on_disk(common.slices_of(entry.box))
     left_out = [dim for dim in range(len(entry.box.shape)) if dim not in entry.dims]
     data = folder.read(entry.name, part)
     data = data.reshape([*data.shape, *[1] * len(left_out)])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.checkpoint.catalog import Catalog, Entry, catalog_model, stored_tensors
+from swiftlite.checkpoint.catalog import Catalog, catalog_model, stored_tensors
 from swiftlite.checkpoint.weights import TensorFolder
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD, dissect
@@ -53,11 +54,7 @@ def in_wrapped_names(catalog: Catalog, plain: dict[int, str], model: nn.Module) 
         copy = _trained_copy(name)
         if id(parameter) in plain and copy in names and copy != name:
             wrapped[plain[id(parameter)]].append(copy)
-    return [
-        Entry(entry.name, entry.shape, owner, entry.box, entry.dims)
-        for entry in catalog
-        for owner in wrapped[entry.owner]
-    ]
+    return [replace(entry, owner=owner) for entry in catalog for owner in wrapped[entry.owner]]
 
 
 def _trained_copy(name: str) -> str:
