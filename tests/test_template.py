@@ -266,7 +266,10 @@ def test_thinking_that_the_template_drops_of_every_answer_is_learnt_whole(make_t
     assert "hm" not in parts[1].text and "yes" not in parts[2].text and "Hello." in parts[2].text
     opens = DROPS_THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     asked = chat(["Hi", "<think>\nhm\n</think>\n\nHello."])
-    assert trained_texts(make_tokenizer(opens), asked) == [["hm\n</think>\n\nHello.<|im_end|>"]]
+    apart = chat(["Hi", "Hello."])
+    apart.messages[1]["reasoning_content"] = "hm"
+    for row in (asked, apart):
+        assert trained_texts(make_tokenizer(opens), row) == [["hm\n</think>\n\nHello.<|im_end|>"]]
 
 
 def test_content_that_the_template_drops_is_a_bad_row(make_tokenizer):
@@ -274,9 +277,10 @@ def test_content_that_the_template_drops_is_a_bad_row(make_tokenizer):
     with pytest.raises(BadRow) as failure:
         ChatRenderer(tokenizer, "2025-03-09").render(chat(["Hi", "Hm. ### Hello."]))
     assert failure.value.reason == "template_drops_content"
-    reasoning = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello.", "thinking": "hm"}]
+    reasoning = chat(["Hi", "Hello."])
+    reasoning.messages[1]["thinking"] = "hm"
     with pytest.raises(BadRow, match="message 1"):
-        ChatRenderer(tokenizer, "2025-03-09").render(chat(reasoning))
+        ChatRenderer(tokenizer, "2025-03-09").render(reasoning)
 
 
 def test_a_template_without_end_token_asks_for_eos(make_tokenizer):

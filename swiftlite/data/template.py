@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.forms import BadRow, Chat
@@ -156,10 +156,12 @@ class ChatRenderer:
         DeepSeek R1's template drops what stands before an answer's `</think>`, be it the one that is learnt. Such an
         answer goes whole where the template writes the rest of it, as the model gives it; the earlier ones stay cut.
         """
-        text, content = self._render(chat, index + 1), chat.messages[index]["content"]
+        text, content = self._render(chat, index + 1), _with_thinking(chat.messages[index])
         rest = content.rpartition(_THOUGHT)[2]
-        if rest == content or _squash(content) in _squash(text) or self._saying(chat, index, rest) != text:
+        if rest == content or _squash(content) in _squash(text):
             return text
+        if any(_squash(self._saying(chat, index, what)) != _squash(text) for what in (content, rest)):
+            return text  # it does something else
         before, found, behind = self._saying(chat, index, _ANSWER).rpartition(_ANSWER)
         return before + content + behind if found else text
 
@@ -314,6 +316,16 @@ def _template_failure(error: Exception) -> Exception:
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     return added | set(tokenizer.all_special_tokens)
+
+
+def _with_thinking(message: dict[str, Any]) -> str:
+    """The answer with its thinking, as models give it whose thinking ends with `</think>`."""
+    content = message["content"]
+    thinking = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
+    if not thinking or _THOUGHT in content:
+        return content
+    thinking, answer = thinking.strip("\n"), content.lstrip("\n")
+    return f"<think>\n{thinking}\n{_THOUGHT}\n\n{answer}"
 
 
 def _ends_within(part: str, opening: str, found: str) -> bool:
