@@ -171,6 +171,31 @@ def test_settings_without_effect_are_noted():
 
 
 @pytest.mark.parametrize(
+    ("values", "idle"),
+    [
+        ({"sharding": "full"}, {"sharding"}),
+        ({"fsdp_min_params": 5, "sync_every_microbatch": True}, {"fsdp_min_params", "sync_every_microbatch"}),
+        ({"fsdp_min_params": 5, "sync_every_microbatch": True, "offload": "cpu"}, set()),
+        ({"fsdp_min_params": 5, "sync_every_microbatch": True, "nproc_per_node": 2}, set()),
+        ({"sync_every_microbatch": True, "nproc_per_node": 8}, {"sync_every_microbatch"}),  # one micro-batch a step
+        ({"sync_every_microbatch": True, "nproc_per_node": 4, "parallel": "megatron", "pipeline_parallel_size": 2},
+         {"sync_every_microbatch"}),
+        ({"sharding": "grad_op", "tensor_parallel_size": 2}, {"sharding"}),
+        ({"sharding": "full", "context_parallel_size": 2}, set()),
+        ({"sharding": "hybrid", "mesh": "2x1"}, {"sharding"}),
+        ({"sharding": "none"}, set()),
+    ],
+)  # fmt: skip
+def test_settings_of_several_processes_are_noted_where_they_cannot_act(values, idle):
+    assert {note.split(" has no effect ")[0] for note in plan(**values).notes} == idle
+
+
+def test_a_revision_of_a_local_folder_is_noted(tmp_path):
+    assert "revision has no effect" in " ".join(plan(model=str(tmp_path), revision="v2").notes)
+    assert plan(revision="v2").notes == []
+
+
+@pytest.mark.parametrize(
     ("method", "values", "named"),
     [
         ("sft", {"beta": 0.1, "loss": ["sigmoid"], "share_prompt": False}, ["loss", "beta", "share_prompt"]),
@@ -334,6 +359,7 @@ def test_flags_become_a_mesh(values, mesh, sharding):
         ({"parallel": "none", "nproc_per_node": 2}, "--parallel auto"),
         ({"parallel": "none", "tensor_parallel_size": 2}, "--parallel auto"),
         ({"parallel": "ddp", "sharding": "full", "nproc_per_node": 2}, "--parallel fsdp"),
+        ({"parallel": "none", "sharding": "full"}, "--parallel fsdp"),
         ({"sharding": "none", "mesh": "2x2"}, "--sharding hybrid"),
         ({"mesh": "2by4"}, "2x4"),
         ({"mesh": "0x4"}, "2x4"),

@@ -87,7 +87,7 @@ def resolve(
         config = config.model_copy(update={"max_length": positions})
     check_together(config, {name: item.where for name, item in given.items()})
     by = {name: item.by for name, item in given.items()}
-    notes += unused(config, by)
+    notes += unused(config, layout, by)
     if under_torchrun(env):
         why = "under torchrun, which starts the processes"
         notes += [f"{name} has no effect {why}" for name in STARTED_BY_SWIFTLITE if by.get(name) == "flag"]
