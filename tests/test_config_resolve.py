@@ -138,6 +138,9 @@ def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
         ({"streaming": "true"}, "leave --streaming out"),
         ({"lr_scheduler": "wsd", "decay_ratio": 0.99}, "--decay-ratio"),
         ({"template_date": "3.2.2031"}, "YYYY-MM-DD"),
+        ({"method": "kto", "global_batch_size": 1, "packing": False}, "apo_zero_unpaired"),
+        ({"method": "dpo", "loss": "kto"}, "`swiftlite kto`"),
+        ({"method": "kto", "loss": "apo_zero"}, "`swiftlite dpo`"),
         (
             {"activation_checkpointing": "selective", "pipeline_schedule": "zero-bubble", "nproc_per_node": "2",
              "pipeline_parallel_size": "2"},

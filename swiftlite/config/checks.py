@@ -79,6 +79,15 @@ def _data_rules(config: RunConfig) -> list[Rule]:
             "use truncate, drop or error",
         ),
         (
+            config.method == "kto"
+            and losses_of("kto", config.loss) == [("kto", 1.0)]
+            and config.global_batch_size == 1
+            and not config.packing,
+            "kto takes its reference point from other rows of a step, but a step has one row",
+            ("global_batch_size", "packing"),
+            "use --global-batch-size 2 or more, or --loss apo_zero_unpaired, which has no such point",
+        ),
+        (
             not _is_date(config.template_date),
             f"{config.template_date!r} is not a date",
             ("template_date",),
