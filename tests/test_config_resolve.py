@@ -370,6 +370,10 @@ def test_flags_become_a_mesh(values, mesh, sharding):
         ({"pipeline_parallel_size": 4, "global_batch_size": 2}, "--global-batch-size 4"),
         ({"nproc_per_node": 3, "global_batch_size": 8}, "--global-batch-size 6 or 9"),
         ({"pipeline_parallel_size": 2, "num_microbatches": 4, "gradient_accumulation_steps": 8}, "leave one"),
+        (
+            {"pipeline_parallel_size": 2, "num_microbatches": 2, "global_batch_size": 4, "micro_batch_size": 1},
+            "--num-microbatches 4",
+        ),
     ],
 )
 def test_illegal_layouts_name_the_nearest(values, fix):
