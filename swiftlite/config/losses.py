@@ -74,13 +74,12 @@ def _known(spelled: str, known: Sequence[str], where: str) -> str:
         return name
     meant = METHODS.get(name, name)
     longer = [other for other in known if other.startswith(meant)] if meant else []
-    if name in (*PAIR_LOSSES, *UNPAIRED_LOSSES):
-        other = "dpo" if name in PAIR_LOSSES else "kto"
-        raise UserError(
-            f"`{spelled}` is a loss of {other}", where=where, fix=f"use `swiftlite {other}`, or another loss"
-        )
     near = longer[0] if longer else nearest(meant, known)
-    fix = (f"did you mean `{near}`? " if near else "") + f"the losses are {', '.join(known)}"
+    hint = f"did you mean `{near}`? " if near else ""
+    for method, names in (("dpo", PAIR_LOSSES), ("kto", UNPAIRED_LOSSES)):
+        if name in names:  # and not in those of this method
+            hint = f"`swiftlite {method}` has it; "
+    fix = f"{hint}the losses are {', '.join(known)}"
     raise UserError(f"unknown loss `{spelled}`", where=where, fix=fix)
 
 
