@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_parity import settings
 
 from swiftlite.cli.app import main
-from swiftlite.config.recipe import shipped_recipes
+from swiftlite.config.recipe import load_recipe, shipped_recipes
 
 HEAVY = ("torch", "transformers", "datasets", "peft", "numpy", "pyarrow")
 
@@ -219,5 +220,10 @@ def test_recipes_are_copied_but_never_over_a_file(run, tmp_path):
     assert code == 0 and (tmp_path / "8b-sft-lora.yaml").is_file()
     code, _, err = run("recipes", "copy", "llama3/8b-sft-lora", tmp_path)
     assert code == 2 and "exists" in err
+    for name in shipped_recipes():
+        run("recipes", "copy", name, tmp_path / f"{name.replace('/', '-')}.yaml")
+    copied = load_recipe(str(tmp_path / "smollm2-135m-quickstart.yaml")).entries["dataset"].value
+    assert len(copied) == 2 and all(Path(path).is_file() for path in copied)  # they lie beside the recipe, not the copy
+    assert load_recipe(str(tmp_path / "qwen3-8b-sft-lora.yaml")).entries["dataset"].value == "alpaca-cleaned"
     code, out, _ = run("recipes", "schema")
     assert "max_length" in json.loads(out)["properties"]

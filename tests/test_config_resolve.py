@@ -138,6 +138,9 @@ def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
         ({"streaming": "true"}, "leave --streaming out"),
         ({"lr_scheduler": "wsd", "decay_ratio": 0.99}, "--decay-ratio"),
         ({"template_date": "3.2.2031"}, "YYYY-MM-DD"),
+        ({"method": "kto", "global_batch_size": 1, "packing": False}, "apo_zero_unpaired"),
+        ({"method": "dpo", "loss": "kto"}, "`swiftlite kto`"),
+        ({"method": "kto", "loss": "apo_zero"}, "`swiftlite dpo`"),
         (
             {"activation_checkpointing": "selective", "pipeline_schedule": "zero-bubble", "nproc_per_node": "2",
              "pipeline_parallel_size": "2"},
@@ -168,6 +171,31 @@ def test_settings_without_effect_are_noted():
     notes = " ".join(plan(tuner="full", lora_rank=16, num_microbatches=4, epochs=2, max_steps=3).notes)
     assert all(name in notes for name in ("lora_rank", "num_microbatches", "epochs"))
     assert plan(lora_rank=8).notes == []
+
+
+@pytest.mark.parametrize(
+    ("values", "idle"),
+    [
+        ({"sharding": "full"}, {"sharding"}),
+        ({"fsdp_min_params": 5, "sync_every_microbatch": True}, {"fsdp_min_params", "sync_every_microbatch"}),
+        ({"fsdp_min_params": 5, "sync_every_microbatch": True, "offload": "cpu"}, set()),
+        ({"fsdp_min_params": 5, "sync_every_microbatch": True, "nproc_per_node": 2}, set()),
+        ({"sync_every_microbatch": True, "nproc_per_node": 8}, {"sync_every_microbatch"}),  # one micro-batch a step
+        ({"sync_every_microbatch": True, "nproc_per_node": 4, "parallel": "megatron", "pipeline_parallel_size": 2},
+         {"sync_every_microbatch"}),
+        ({"sharding": "grad_op", "tensor_parallel_size": 2}, {"sharding"}),
+        ({"sharding": "full", "context_parallel_size": 2}, set()),
+        ({"sharding": "hybrid", "mesh": "2x1"}, {"sharding"}),
+        ({"sharding": "none"}, set()),
+    ],
+)  # fmt: skip
+def test_settings_of_several_processes_are_noted_where_they_cannot_act(values, idle):
+    assert {note.split(" has no effect ")[0] for note in plan(**values).notes} == idle
+
+
+def test_a_revision_of_a_local_folder_is_noted(tmp_path):
+    assert "revision has no effect" in " ".join(plan(model=str(tmp_path), revision="v2").notes)
+    assert plan(revision="v2").notes == []
 
 
 @pytest.mark.parametrize(
@@ -334,6 +362,7 @@ def test_flags_become_a_mesh(values, mesh, sharding):
         ({"parallel": "none", "nproc_per_node": 2}, "--parallel auto"),
         ({"parallel": "none", "tensor_parallel_size": 2}, "--parallel auto"),
         ({"parallel": "ddp", "sharding": "full", "nproc_per_node": 2}, "--parallel fsdp"),
+        ({"parallel": "none", "sharding": "full"}, "--parallel fsdp"),
         ({"sharding": "none", "mesh": "2x2"}, "--sharding hybrid"),
         ({"mesh": "2by4"}, "2x4"),
         ({"mesh": "0x4"}, "2x4"),
@@ -341,6 +370,10 @@ def test_flags_become_a_mesh(values, mesh, sharding):
         ({"pipeline_parallel_size": 4, "global_batch_size": 2}, "--global-batch-size 4"),
         ({"nproc_per_node": 3, "global_batch_size": 8}, "--global-batch-size 6 or 9"),
         ({"pipeline_parallel_size": 2, "num_microbatches": 4, "gradient_accumulation_steps": 8}, "leave one"),
+        (
+            {"pipeline_parallel_size": 2, "num_microbatches": 2, "global_batch_size": 4, "micro_batch_size": 1},
+            "--num-microbatches 4",
+        ),
     ],
 )
 def test_illegal_layouts_name_the_nearest(values, fix):

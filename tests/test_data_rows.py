@@ -200,6 +200,20 @@ def test_bad_rows_have_a_reason_and_a_sentence(row, reason):
     assert len(failure.value.detail) > 10
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (message_row(ASK, ("assistant", 5)), "messages[1].content must be a string or a list of text parts"),
+        ({"conversations": [{"from": "human", "value": 5}]}, "conversations[0].value must be a string"),
+        ({"conversations": [{"from": "human", "value": [{"type": "image"}]}]}, "conversations[0].value has a part"),
+    ],
+)
+def test_a_bad_content_is_named_as_the_row_writes_it(row, said):
+    with pytest.raises(BadRow) as failure:
+        form(row)
+    assert failure.value.detail.startswith(said)
+
+
 def test_a_row_without_the_keys_of_its_file():
     known = detect_format({"instruction": "a", "output": "b"}, "sft")
     with pytest.raises(BadRow, match="output") as failure:

@@ -77,6 +77,8 @@ def test_lines_and_rows_are_numbered_as_an_editor_does(tmp_path):
     array = tmp_path / "a.json"
     array.write_text('[\n {"text": "a"},\n\n {"text":\n  "b"}\n]')
     assert read(array) == [(2, {"text": "a"}), (4, {"text": "b"})]
+    array.write_text('[{"text": "a"}, {"text": "b"}, {"text": "c"}]\n')
+    assert [place for place, _ in read(array)] == [1, 2, 3]  # on one line, whose number would tell nothing
 
 
 def test_text_by_line_paragraph_and_document(tmp_path):

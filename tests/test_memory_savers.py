@@ -135,6 +135,9 @@ def test_layouts_train_the_same(tmp_path, monkeypatch):
             assert verdict.passed and verdict.difference is not None, verdict
 
 
-def test_paged_moments_on_a_cpu_are_said_to_be_without_effect(start, capsys):
-    start("paged", optimizer="paged_adamw")
-    assert "--optimizer paged_adamw has no effect on a CPU" in capsys.readouterr().out
+def test_what_moves_to_the_host_is_said_to_be_without_effect_on_a_cpu(start, capsys):
+    start("moved", optimizer="paged_adamw", offload="cpu", activation_checkpointing="offload")
+    said = capsys.readouterr().out
+    for flag in ("--optimizer paged_adamw", "--offload cpu"):
+        assert f"{flag} has no effect on a CPU" in said
+    assert "--activation-checkpointing offload is full on a CPU" in said

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from swiftlite.config.layout import Layout
+from swiftlite.config.schema import RunConfig
 from swiftlite.parallel.mesh import build_mesh
 from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.precision import resolve_precision
-from swiftlite.training.schedule import rate_at, warmup_steps
+from swiftlite.training.schedule import rate_at, schedule_note, warmup_steps
 from swiftlite.training.step import derive_seed
 
 
@@ -35,6 +36,23 @@ def test_wsd_is_flat_then_falls_over_the_last_part():
     got = rates("wsd", decay_ratio=0.25)
     assert got[4:16] == [2.0] * 12
     assert got[15:] == pytest.approx([2.0, 1.6, 1.2, 0.8, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"warmup_steps": 11}, "the run has 10"),
+        ({"warmup_steps": 11, "lr_scheduler": "constant"}, None),  # which is noted to have no warm-up at all
+        ({"warmup_steps": 10}, None),
+        ({"warmup_steps": 6, "lr_scheduler": "wsd", "decay_ratio": 0.5}, "overlap"),
+        ({"warmup_steps": 5, "lr_scheduler": "wsd", "decay_ratio": 0.5}, None),
+        ({}, None),
+    ],
+)
+def test_a_warmup_that_does_not_fit_the_run_is_told(values, said):
+    config = RunConfig(**values)
+    note = schedule_note(config, 10, warmup_steps(10, config.warmup_steps, config.warmup_ratio))
+    assert said in note if said else note is None
 
 
 def test_linear_and_constant():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -59,8 +60,21 @@ def copy(
         raise UserError("the file exists", where=str(target), fix="name another file")
     if not target.parent.is_dir():
         raise UserError("there is no such folder", where=str(target.parent), fix="make it first, or name another")
-    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    target.write_text(_with_whole_paths(source.read_text(encoding="utf-8"), source.parent), encoding="utf-8")
     typer.echo(f"copied to {target}")
+
+
+def _with_whole_paths(text: str, folder: Path) -> str:
+    """A recipe with the data that lie in its folder under their whole paths: a copy looks beside itself."""
+
+    def whole(name: re.Match) -> str:
+        path = folder.resolve() / name[0]
+        return str(path) if path.exists() else name[0]
+
+    def placed(line: re.Match) -> str:
+        return line[1] + re.sub(r"[\w.][\w./-]*\w", whole, line[2])
+
+    return re.sub(r"^((?:eval_)?dataset:)(.*)$", placed, text, flags=re.MULTILINE)
 
 
 def schema() -> None:

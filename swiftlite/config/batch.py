@@ -38,8 +38,11 @@ def weigh(flags: Mapping[str, int], recipe: Mapping[str, int]) -> tuple[dict[str
     return keep, [name for name in order if name in spare]
 
 
-def solve_batch(sizes: Mapping[str, int], ranks: int, *, stages: int = 1) -> Batch:
-    """Fill in what is missing. ranks: data ranks; stages: of the pipeline, each of which needs a micro-batch of a step.
+def solve_batch(
+    sizes: Mapping[str, int], ranks: int, *, stages: int = 1, said: str = "--gradient-accumulation-steps"
+) -> Batch:
+    """Fill in what is missing. ranks: data ranks; stages: of the pipeline, each of which needs a micro-batch of a step;
+    said: the flag that the accumulation was given by.
 
     Raises UserError naming the numbers that would agree.
     """
@@ -49,7 +52,7 @@ def solve_batch(sizes: Mapping[str, int], ranks: int, *, stages: int = 1) -> Bat
         accumulation = accumulation or max(stages, math.ceil(DEFAULT_GLOBAL / (micro * ranks)))
         return _checked(Batch(micro * accumulation * ranks, micro, accumulation), stages)
     if micro is not None and accumulation is not None and total != micro * accumulation * ranks:
-        raise _disagree(total, micro, accumulation, ranks)
+        raise _disagree(total, micro, accumulation, ranks, said)
     if accumulation is None:
         micro = micro or 1
         _check_divides(total, micro * ranks, f"micro-batch {micro} x {_ranks(ranks)}")
@@ -69,10 +72,10 @@ def _checked(batch: Batch, stages: int) -> Batch:
     return batch
 
 
-def _disagree(total: int, micro: int, accumulation: int, ranks: int) -> UserError:
+def _disagree(total: int, micro: int, accumulation: int, ranks: int, said: str) -> UserError:
     agree = [f"--global-batch-size {micro * accumulation * ranks}"]
     if total % (micro * ranks) == 0:
-        agree.append(f"--gradient-accumulation-steps {total // (micro * ranks)}")
+        agree.append(f"{said} {total // (micro * ranks)}")
     if total % (accumulation * ranks) == 0:
         agree.append(f"--micro-batch-size {total // (accumulation * ranks)}")
     return UserError(

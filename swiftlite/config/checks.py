@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftlite.config.flags import all_flags
@@ -12,6 +13,7 @@ from swiftlite.config.methods import PREFERENCE
 from swiftlite.errors import UserError, all_in_one
 
 if TYPE_CHECKING:
+    from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
 
 Rule = tuple[bool, str, tuple[str, ...], str]  # broken, what is wrong, the settings, what to do
@@ -75,6 +77,15 @@ def _data_rules(config: RunConfig) -> list[Rule]:
             f"--overlong split would tear answers apart that {config.method} compares",
             ("overlong",),
             "use truncate, drop or error",
+        ),
+        (
+            config.method == "kto"
+            and losses_of("kto", config.loss) == [("kto", 1.0)]
+            and config.global_batch_size == 1
+            and not config.packing,
+            "kto takes its reference point from other rows of a step, but a step has one row",
+            ("global_batch_size", "packing"),
+            "use --global-batch-size 2 or more, or --loss apo_zero_unpaired, which has no such point",
         ),
         (
             not _is_date(config.template_date),
@@ -240,17 +251,30 @@ def _backward_rules(config: RunConfig) -> list[Rule]:
     ]
 
 
-def unused(config: RunConfig, by: Mapping[str, str]) -> list[str]:
+def unused(config: RunConfig, layout: Layout, by: Mapping[str, str]) -> list[str]:
     """A note for each setting without effect in this run: those of the command line, and those set to no default.
 
     by: who gave a value (flag, env, recipe); a saved config.yaml gives them all.
     """
     values = config.model_dump()
     given = {name for name, who in by.items() if who == "flag" or values[name] != all_flags()[name].default}
-    return [f"{name} has no effect {why}" for name, why in _ineffective(config) if name in given]
+    ineffective = [*_ineffective(config), *_ineffective_layout(config, layout)]
+    return [f"{name} has no effect {why}" for name, why in ineffective if name in given]
+
+
+def unused_on_cpu(config: RunConfig) -> list[str]:
+    """A note for each setting that moves from a GPU to the host what lies there in a run on CPUs."""
+    moved = (
+        (config.optimizer == "paged_adamw", "--optimizer paged_adamw has no effect", "moments are"),
+        (config.offload == "cpu", "--offload cpu has no effect", "weights and optimizer state are"),
+        (config.activation_checkpointing == "offload", "--activation-checkpointing offload is full", "inputs are"),
+    )
+    return [f"{what} on a CPU: {lies} in the host's memory" for on, what, lies in moved if on]
 
 
 def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if Path(config.model).expanduser().is_dir():
+        yield "revision", "with a local folder, which is what it is"
     if config.tuner != "lora":
         yield from ((name, f"with --tuner {config.tuner}") for name in (*LORA_SHAPE, "modules_to_save"))
     if config.tuner != "freeze":
@@ -272,12 +296,25 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "run_name", "without --report-to"
     if config.warmup_steps is not None:
         yield "warmup_ratio", "beside --warmup-steps"
-    if config.tensor_parallel_size == 1:
-        yield "sequence_parallel", "without --tensor-parallel-size"
-    if config.pipeline_parallel_size == 1:
-        yield from ((name, "without a pipeline") for name in ("pipeline_schedule", "num_microbatches"))
     if not (config.eval_dataset or config.eval_fraction):
         yield "eval_steps", "without --eval-dataset or --eval-fraction"
+
+
+def _ineffective_layout(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
+    if layout.tp == 1:
+        yield "sequence_parallel", "without --tensor-parallel-size"
+    if layout.pp == 1:
+        yield from ((name, "without a pipeline") for name in ("pipeline_schedule", "num_microbatches"))
+    reducing = layout.data_ranks * layout.cp  # they hold gradients of the same weights
+    why = "in one process" if layout.world == 1 else "without several data ranks"
+    if layout.dp_shard * layout.cp == 1 and config.sharding != "none":  # which is what happens
+        yield "sharding", why if reducing == 1 else "where each data rank is a replica"
+    if reducing == 1 and config.offload == "none":  # which takes weights layer by layer, and gradients with them
+        yield from ((name, why) for name in ("fsdp_min_params", "sync_every_microbatch"))
+    elif layout.pp > 1:
+        yield "sync_every_microbatch", "in a pipeline, which reduces gradients once a step"
+    elif config.gradient_accumulation_steps == 1:
+        yield "sync_every_microbatch", "with one micro-batch a step"
 
 
 def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -120,9 +120,10 @@ def _check_method(config: RunConfig) -> None:
             "--parallel none contradicts the tensor, pipeline, context or expert parallel size",
             fix="use --parallel auto, or leave the sizes at 1",
         )
-    if config.parallel == "ddp" and (config.mesh or config.sharding not in (None, "none")):
+    if config.parallel in ("none", "ddp") and (config.mesh or config.sharding not in (None, "none")):
         raise UserError(
-            "--parallel ddp shards nothing, which contradicts --sharding or --mesh", fix="use --parallel fsdp"
+            f"--parallel {config.parallel} shards nothing, which contradicts --sharding or --mesh",
+            fix="use --parallel fsdp",
         )
     if config.sharding == "none" and config.mesh:
         raise UserError(

@@ -75,7 +75,11 @@ def _known(spelled: str, known: Sequence[str], where: str) -> str:
     meant = METHODS.get(name, name)
     longer = [other for other in known if other.startswith(meant)] if meant else []
     near = longer[0] if longer else nearest(meant, known)
-    fix = (f"did you mean `{near}`? " if near else "") + f"the losses are {', '.join(known)}"
+    hint = f"did you mean `{near}`? " if near else ""
+    for method, names in (("dpo", PAIR_LOSSES), ("kto", UNPAIRED_LOSSES)):
+        if name in names:  # and not in those of this method
+            hint = f"`swiftlite {method}` has it; "
+    fix = f"{hint}the losses are {', '.join(known)}"
     raise UserError(f"unknown loss `{spelled}`", where=where, fix=fix)
 
 

@@ -87,7 +87,7 @@ def resolve(
         config = config.model_copy(update={"max_length": positions})
     check_together(config, {name: item.where for name, item in given.items()})
     by = {name: item.by for name, item in given.items()}
-    notes += unused(config, by)
+    notes += unused(config, layout, by)
     if under_torchrun(env):
         why = "under torchrun, which starts the processes"
         notes += [f"{name} has no effect {why}" for name in STARTED_BY_SWIFTLITE if by.get(name) == "flag"]
@@ -167,6 +167,7 @@ def _batch(config: RunConfig, given: Mapping[str, Given], layout: Layout) -> tup
         if size is not None:
             sizes[given[name].by][name] = size
     accumulation, by = config.gradient_accumulation_steps, given.get(ACCUMULATION)
+    said = "--gradient-accumulation-steps"
     if layout.pp > 1 and config.num_microbatches is not None:
         if accumulation not in (None, config.num_microbatches):
             raise UserError(
@@ -175,10 +176,11 @@ def _batch(config: RunConfig, given: Mapping[str, Given], layout: Layout) -> tup
                 fix="leave one of them out",
             )
         accumulation, by = config.num_microbatches, given["num_microbatches"]
+        said = "--num-microbatches"
     if accumulation is not None and by is not None:
         sizes[by.by][ACCUMULATION] = accumulation
     kept, gave_way = weigh(sizes["flag"], sizes["recipe"])
-    batch = solve_batch(kept, layout.data_ranks, stages=layout.pp)
+    batch = solve_batch(kept, layout.data_ranks, stages=layout.pp, said=said)
     return batch, [f"the recipe's {name} {sizes['recipe'][name]} gives way to the flags" for name in gave_way]
 
 

@@ -201,7 +201,7 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
         raise BadRow("unknown_role", f"{name} has the role {given_role!r:.40}; known: {', '.join(ROLES)}")
     if role in ("system", "user") and given.get(content_key) is None:
         raise BadRow("missing_key", f"{name} has no {content_key}; found {names_of(given)}")
-    message = {"role": role, "content": _content(given.get(content_key), name)}
+    message = {"role": role, "content": _content(given.get(content_key), f"{name}.{content_key}")}
     # Templates ask whether a key is there: "tool_calls": [] would be a call without a function.
     message |= {key: value for key, value in given.items() if key not in OWN_KEYS and value not in (None, [])}
     if role == "function_call":
@@ -233,13 +233,14 @@ def _content(value: object, name: str) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return string(value, f"{name}.content")
-    parts = array(value, f"{name}.content")
-    for part in parts:
+        return string(value, name)
+    if not isinstance(value, list):
+        raise BadRow("wrong_type", f"{name} must be a string or a list of text parts, it is {json_type(value)}")
+    for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else json_type(part)
-            raise BadRow("wrong_type", f"{name}.content has a part of type {kind}; only text is trained")
-    return "".join(string(part.get("text"), f"{name}.content") for part in parts)
+            raise BadRow("wrong_type", f"{name} has a part of type {kind}; only text is trained")
+    return "".join(string(part.get("text"), name) for part in value)
 
 
 def _json_value(text: str, name: str) -> Any:

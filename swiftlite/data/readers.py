@@ -166,12 +166,15 @@ def _first_line_is_complete(file: DataFile) -> bool:
 
 
 def _array_items(file: DataFile, text: str) -> Iterator[tuple[int, Payload]]:
+    """Each with its line; where the whole array stands on one, which would tell nothing, with its number."""
+    by_number = "\n" not in text.strip()
     decoder = json.JSONDecoder(object_pairs_hook=unequal_keys)
     blank = re.compile(r"\s*")
     position, line, counted = text.index("[") + 1, 1, 0
-    position = blank.match(text, position).end()
+    position, number = blank.match(text, position).end(), 0
     while text[position : position + 1] != "]":
         line, counted = line + text.count("\n", counted, position), position
+        number += 1
         try:
             row, end = decoder.raw_decode(text, position)
             check_depth(row, text.count("[", position, end) + text.count("{", position, end))
@@ -179,10 +182,11 @@ def _array_items(file: DataFile, text: str) -> Iterator[tuple[int, Payload]]:
         except (ValueError, RecursionError) as error:
             at = error.lineno if isinstance(error, json.JSONDecodeError) else line
             raise UserError(f"not valid JSON: {error}", where=file.where(at), fix="mend the file there") from error
+        place = number if by_number else line
         try:
-            yield line, _as_object(row)
+            yield place, _as_object(row)
         except BadRow as bad:
-            yield line, bad
+            yield place, bad
         position = blank.match(text, position).end()
         if text[position : position + 1] == ",":
             position = blank.match(text, position + 1).end()

@@ -64,7 +64,7 @@ class DataFile:
     hub: DatasetSpec | None = None
 
     def where(self, line: int) -> str:
-        """`file.jsonl:17`: the line (of text files) or the row (of the others), counted from 1."""
+        """`file.jsonl:17`: the line (of text files) or the row (of the others, and of an array on one line), from 1."""
         return f"{self.label}:{line}"
 
 

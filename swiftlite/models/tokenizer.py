@@ -26,8 +26,13 @@ BUILT_IN_TEMPLATES = {"chatml": CHATML}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
-def tokenizer_loader(config: RunConfig) -> Callable[[], PreTrainedTokenizerBase]:
-    """A function that loads the run's tokenizer once, at its first call: a cached data set needs none to start."""
+def tokenizer_loader(
+    config: RunConfig, tell: Callable[[str], None] = lambda _text: None
+) -> Callable[[], PreTrainedTokenizerBase]:
+    """A function that loads the run's tokenizer once, at its first call: a cached data set needs none to start.
+
+    tell: is told which of `--new-tokens` are not new.
+    """
     loaded: list[PreTrainedTokenizerBase] = []
 
     def load() -> PreTrainedTokenizerBase:
@@ -40,6 +45,7 @@ def tokenizer_loader(config: RunConfig) -> Callable[[], PreTrainedTokenizerBase]
                     trust_remote_code=config.trust_remote_code,
                     chat_template=config.chat_template,
                     new_tokens=config.new_tokens,
+                    tell=tell,
                 )
             )
         return loaded[0]
@@ -55,10 +61,12 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
     new_tokens: list[str] | None = None,
+    tell: Callable[[str], None] = lambda _text: None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer, with the chat template and the new tokens that were asked for.
 
-    chat_template: a built-in name (`chatml`) or a Jinja file. Raises UserError where it cannot be had.
+    chat_template: a built-in name (`chatml`) or a Jinja file; revision: of the model, another tokenizer has its own;
+    tell: is told which new tokens are known. Raises UserError where it cannot be had.
     """
     with quick_imports():
         from transformers import AutoTokenizer
@@ -76,8 +84,12 @@ def load_tokenizer(
             fix="copy tokenizer.json and tokenizer_config.json into it, or give --tokenizer",
         )
     with hub_errors(source, "tokenizer"):
-        loaded = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        its_revision = revision if source == model else None
+        loaded = AutoTokenizer.from_pretrained(source, revision=its_revision, trust_remote_code=trust_remote_code)
     if new_tokens:
+        vocabulary = loaded.get_vocab()
+        if known := [token for token in new_tokens if token in vocabulary]:
+            tell(f"note: the tokenizer knows {', '.join(known)} of --new-tokens already")
         loaded.add_tokens(new_tokens)
     if chat_template is not None:
         loaded.chat_template = read_chat_template(chat_template)

@@ -33,6 +33,7 @@ from swiftlite.checkpoint.state import (
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.changes import changed_settings
+from swiftlite.config.checks import unused_on_cpu
 from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
@@ -76,12 +77,12 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
     reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
     with reporter, closing(Claim(output)) as claim:
         resume = find_resume(config, output, claim, world, reporter.message)
-        load = tokenizer_loader(config)
+        load = tokenizer_loader(config, reporter.message)
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, resume)
             loss = preference_of(config)
-        if config.optimizer == "paged_adamw" and world.device.type == "cpu":
-            reporter.message("note: --optimizer paged_adamw has no effect on a CPU: moments are in the host's memory")
+        for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
+            reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(config, load, update, vocabulary_of(config, model_config))
         if losses := losses_in_words(prepared.audit):

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
 
 
 def warmup_steps(total: int, steps: int | None, ratio: float) -> int:
     """Steps of linear warm-up: given, or a share of the run, rounded up as in Hugging Face's trainer."""
     return min(total, steps if steps is not None else math.ceil(total * ratio))
+
+
+def schedule_note(config: RunConfig, total: int, warmup: int) -> str | None:
+    """What is not as `--warmup-steps` says in a run of so many steps, if anything is not. warmup: as they are taken."""
+    steps, kind = config.warmup_steps, config.lr_scheduler
+    if steps is None or kind == "constant":
+        return None
+    if steps > total:
+        return f"--warmup-steps {steps:,}, but the run has {total:,}: the learning rate rises to its peak in these"
+    decay = math.ceil(total * config.decay_ratio)
+    if kind == "wsd" and warmup + decay > total:
+        return (
+            f"warm-up ({warmup:,} steps) and decay ({decay:,}) overlap: from its peak the learning rate falls at once"
+        )
+    return None
 
 
 def rate_at(
