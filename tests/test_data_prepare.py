@@ -405,3 +405,16 @@ def test_a_missing_data_set_makes_no_files(prepare, tmp_path):
     with pytest.raises(UserError, match="no such file"):
         prepare(tmp_path / "none.jsonl")
     assert not os.path.exists(tmp_path / "out")
+
+
+def test_long_rows_go_to_the_tokenizer_a_few_at_a_time():
+    """What it returns takes a hundred times the text: 128 books at once would fill the memory."""
+
+    def sizes(payloads):
+        rows = (build.RawRow(0, line, line, None, payload) for line, payload in enumerate(payloads))
+        return [len(chunk) for chunk in build._chunks(rows)]
+
+    book = b"x" * (build.CHUNK_BYTES // 2)
+    assert sizes([b"{}"] * 300) == [128, 128, 44]
+    assert sizes([book] * 5) == [2, 2, 1]
+    assert sizes([b"{}", {"text": book.decode() * 3}, {"text": "short", "n": 1}]) == [2, 1]

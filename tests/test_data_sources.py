@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from swiftlite.data.audit import losses_in_words, unread_files
 from swiftlite.data.forms import BadRow
 from swiftlite.data.readers import MAX_LINE, parse_payload, read_rows
 from swiftlite.data.sources import as_data_file, content_hash, parse_spec, resolve
@@ -149,6 +150,19 @@ def test_folders_are_read_in_order_and_by_split(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no data file"):
         resolve(parse_spec(str(tmp_path / "empty")))
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path):
+    for name in ("a.jsonl", "sub/b.jsonl.zst", "c.csv.bak", "_d.jsonl", "README.md", ".e.jsonl", "_SUCCESS"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name)
+    source = resolve(parse_spec(str(tmp_path)))
+    assert [file.path.name for file in source.files] == ["a.jsonl"]
+    unread = [str(tmp_path / name) for name in ("_d.jsonl", "c.csv.bak", "sub/b.jsonl.zst")]
+    assert unread_files([source]) == {"unread_files": unread}
+    rows = {"rows": {"read": 1, "dropped": {}}}
+    assert losses_in_words(rows | {"unread_files": unread[:1]}) == f"1 file may hold rows and is not read ({unread[0]})"
+    assert losses_in_words(rows | {"unread_files": [*unread, "z"]}).startswith("4 files may hold rows and are not read")
 
 
 def test_a_missing_file_names_the_nearest(tmp_path):

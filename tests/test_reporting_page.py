@@ -217,6 +217,15 @@ def test_the_command_names_what_is_missing(tmp_path):
     assert "no step is logged yet" in command(tmp_path).output
 
 
+def test_the_command_counts_the_lines_it_leaves_out(run):
+    output = run()
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('null\n\n{"step": "x"}\n{"step": 5, "lo')
+    result = command(output)
+    assert result.exit_code == 0
+    assert "left out of metrics.jsonl: 3 lines that hold no step" in result.stderr
+
+
 def test_the_picture_of_the_terminal_is_drawn_from_a_run(run, tmp_path):
     output, picture = run(), tmp_path / "docs" / "run.svg"
     script = Path(__file__).parents[1] / "scripts" / "render_run_picture.py"

@@ -353,6 +353,22 @@ PRINTED = "<{{ c.function.name }}{{ c.function.arguments }}>"  # as Functionary 
 DUMPED = "<{{ c.function.name }}{{ c.function.arguments | tojson }}>"
 
 
+def test_marks_that_hold_more_than_the_answer(make_tokenizer):
+    """As TRL's do: the header with the answer (gpt-oss), and an end-of-text behind the last one (Phi-3)."""
+    header = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    with_header = CHATML_MARKED.replace(header, "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n")
+    with_header = with_header.replace("{% else %}", "{% else %}<|im_start|>{{ m.role }}\n")
+    opens_thinking = with_header.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    with_eos = CHATML_MARKED_WIDE.replace(
+        "{% if add_generation_prompt %}", "{% if not add_generation_prompt %}{% generation %}<|end|>{% endgeneration %}"
+        "{% else %}",
+    )  # fmt: skip
+    for template in (with_header, opens_thinking, with_eos):
+        tokenizer = make_tokenizer(template, ["<|end|>"])
+        assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["I am small.<|im_end|>", "Now I answer.<|im_end|>"]]
+        assert trained_texts(tokenizer, chat(TWO_TURNS[:2])) == [["I am small.<|im_end|>"]]
+
+
 @pytest.mark.parametrize("written", [JOINED, PRINTED, DUMPED], ids=["joined", "printed", "dumped"])
 @pytest.mark.parametrize("given", [{"a": [1, None]}, '{"a": [1, null]}'], ids=["object", "text"])
 def test_arguments_are_written_as_json_whatever_the_template_takes(make_tokenizer, written, given):

@@ -168,6 +168,8 @@ def audit_table(audit: dict[str, Any]) -> Table:
         table.add_row(
             f"rows {key.replace('_', ' ')}", *(f"{section['rows'].get(key, 0):,}" for section in sections.values())
         )
+    if unread := audit.get("unread_files"):
+        table.add_row("files not read", f"{len(unread):,}")
     reasons = dict.fromkeys(reason for section in sections.values() for reason in section["rows"]["dropped"])
     for reason in reasons:
         counts = (section["rows"]["dropped"].get(reason, 0) for section in sections.values())

@@ -11,11 +11,13 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from swiftlite.data.order import BatchPlan
     from swiftlite.data.prepare import Entry
+    from swiftlite.data.sources import Source
 
 NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs", "fill")
 IN_BALANCE = (1.0, 4 / 3)
 ROUNDING = 0.005  # of weights that are told in three digits
 OUTCOMES = ("read", "used", "truncated", "split", "split_by_template", "tools_left_out")
+UNREAD_TOLD = 3  # names of files
 ALWAYS_TOLD = 5  # of them; the others where there are any
 
 
@@ -29,13 +31,14 @@ def build_audit(
     is kept is under `dropped` with its reason; one that is kept in part is under `truncated`, `split` (several
     sequences by length) or `split_by_template` (several because the chat template writes history differently);
     `tools_left_out`: the template does not write the tools of so many rows.
-    `held_out` rows went to the evaluation set.
+    `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read.
     """
     parts = plan.describe_parts()
     datasets = {
         entry.source.spec.text: {"rows": _rows([entry])} | _numbers(parts[entry.source.spec.text]) for entry in train
     }
     audit = {"rows": _rows(train)} | _numbers(plan.describe()) | {"datasets": datasets}
+    audit |= unread_files([entry.source for entry in (*train, *held_out)])
     if eval_plan is None:
         return audit
     audit["eval"] = {"rows": _rows(held_out)} | _numbers(eval_plan.describe())
@@ -48,6 +51,12 @@ def build_audit(
             rows["used"] -= count
         audit["eval"]["rows"] |= dict.fromkeys(("read", "used"), sum(counts.values()))
     return audit
+
+
+def unread_files(sources: list[Source]) -> dict[str, list[str]]:
+    """The files of data folders that may hold rows and are not read, where there are any."""
+    unread = [name for source in sources for name in source.unread]
+    return {"unread_files": unread} if unread else {}
 
 
 def _numbers(described: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +108,10 @@ def losses_in_words(audit: dict[str, Any]) -> str | None:
         parts = [f"{sum(rows['dropped'].values()):,} dropped ({dropped})"] if dropped else []
         parts += [f"{rows[key]:,} {key.replace('_', ' ')}" for key in OUTCOMES[2:] if rows.get(key)]
         told += [f"of {rows['read']:,} {name}rows {', '.join(parts)}"] if parts else []
+    if unread := audit.get("unread_files"):
+        names = ", ".join(unread[:UNREAD_TOLD]) + (" and others" if len(unread) > UNREAD_TOLD else "")
+        files = "1 file may hold rows and is" if len(unread) == 1 else f"{len(unread):,} files may hold rows and are"
+        told.append(f"{files} not read ({names})")
     return "; ".join(told) or None
 
 

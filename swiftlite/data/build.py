@@ -22,7 +22,7 @@ import numpy as np
 from swiftlite.config.methods import PREFERENCE
 from swiftlite.data.forms import BadRow
 from swiftlite.data.order import permutation
-from swiftlite.data.readers import parse_payload, read_rows
+from swiftlite.data.readers import Payload, parse_payload, read_rows
 from swiftlite.data.rows import detect_format, rename_columns
 from swiftlite.data.sources import DataFile, Source
 from swiftlite.data.store import SequenceWriter
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK = 128  # rows a task: large enough that the batched call of the tokenizer pays, small enough for a lively bar
+CHUNK_BYTES = 2 << 20  # of their text: what a tokenizer returns takes a hundred times as much
 POOL_FROM_ROWS = 500  # below it, starting processes costs more than it gains
 IN_FLIGHT = 3  # tasks a process, so that memory stays flat when the writer is slow
 
@@ -170,9 +171,23 @@ def _processes(workers: int | None) -> int:
 
 
 def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
-    iterator = iter(rows)
-    while chunk := list(itertools.islice(iterator, CHUNK)):
+    """Tasks of `CHUNK` rows, or of fewer that are long: memory follows the longest row, not what stands beside it."""
+    chunk, size = [], 0
+    for row in rows:
+        chunk.append(row)
+        size += _text_size(row.payload)
+        if len(chunk) == CHUNK or size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
         yield chunk
+
+
+def _text_size(payload: Payload) -> int:
+    """Roughly, of a row that is parsed already."""
+    if isinstance(payload, dict):
+        return sum(len(cell) for cell in payload.values() if isinstance(cell, str))
+    return len(payload) if isinstance(payload, bytes) else 0
 
 
 def _map_in_order(run: RowTokenizer, chunks: Iterator[list[RawRow]], processes: int) -> Iterator[TokenBatch]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.schema import RunConfig
 
-FORMAT_VERSION = 4  # raise it when the same rows and options give other tokens than before
+FORMAT_VERSION = 5  # raise it when the same rows and options give other tokens than before
 Progress = Callable[[int, int], None]
 LoadTokenizer = Callable[[], "PreTrainedTokenizerBase"]
 

@@ -25,6 +25,8 @@ KINDS = {
 }
 # Written beside the rows by `datasets.save_to_disk`; they hold no rows themselves.
 SIDE_FILES = {"state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json"}
+# Names that may hold rows all the same, and are told where they are left out.
+NOT_READ = {".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".xlsx", ".feather", ".avro", ".orc", ".pkl"}
 OTHER_SPLITS = ("test", "validation", "valid", "val", "eval", "dev")
 HASH_BLOCK = 1 << 20
 LARGEST_WEIGHT = 10_000  # visits of a row in an epoch; they are listed in memory
@@ -70,10 +72,11 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Source:
-    """A spec and the files it stands for."""
+    """A spec and the files it stands for. unread: those of its folder that may hold rows and are not read."""
 
     spec: DatasetSpec
     files: list[DataFile]
+    unread: tuple[str, ...] = ()
 
 
 def parse_spec(text: str) -> DatasetSpec:
@@ -128,7 +131,8 @@ def resolve(spec: DatasetSpec) -> Source:
             raise missing_file(spec)
         return Source(spec, [DataFile(label=spec.name, kind="hub", hub=spec)])
     if spec.path.is_dir():
-        return Source(spec, _folder_files(spec))
+        files, unread = _folder_files(spec)
+        return Source(spec, files, tuple(unread))
     if spec.split or spec.subset:
         raise UserError(
             "a single file has neither splits nor subsets", where=f"--dataset {spec.text}", fix=f"name {spec.name}"
@@ -171,8 +175,8 @@ def missing_file(spec: DatasetSpec) -> UserError:
     return UserError("no such file", where=str(path), fix=fix)
 
 
-def _folder_files(spec: DatasetSpec) -> list[DataFile]:
-    """Every readable file below a folder in the order of its path, or those of one split.
+def _folder_files(spec: DatasetSpec) -> tuple[list[DataFile], list[str]]:
+    """Every readable file below a folder in the order of its path, or those of one split; and what may hold rows too.
 
     The split of a file is told by its folders and its name, as on the hub (`train-00000.parquet`, `test/a.jsonl`).
     Without `@SPLIT` a folder that has a `train` split gives that one, any other folder gives everything.
@@ -185,9 +189,11 @@ def _folder_files(spec: DatasetSpec) -> list[DataFile]:
         for path in (root.rglob("*") if root.is_dir() else ())
         if path.is_file()
         and path.name not in SIDE_FILES
-        and not any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+        and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )
-    files = [(path.relative_to(root), file) for path in found if (file := as_data_file(path))]
+    aside = {path for path in found if any(part.startswith("_") for part in path.relative_to(root).parts)}
+    files = [(path.relative_to(root), file) for path in found if path not in aside and (file := as_data_file(path))]
+    unread = [str(path) for path in found if _may_hold_rows(path) and (path in aside or not as_data_file(path))]
     if spec.split:
         files = [(path, file) for path, file in files if _in_split(path, spec.split)]
     elif any(_in_split(path, "train") for path, _ in files) and any(
@@ -205,7 +211,11 @@ def _folder_files(spec: DatasetSpec) -> list[DataFile]:
             raise UserError(
                 "the file is a link that leaves the data folder", where=file.label, fix="name the file itself"
             )
-    return [file for _, file in files]
+    return [file for _, file in files], unread
+
+
+def _may_hold_rows(path: Path) -> bool:
+    return any(suffix.lower() in KINDS.keys() | NOT_READ for suffix in path.suffixes)
 
 
 def _in_split(path: Path, split: str) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from swiftlite.data.audit import unread_files
 from swiftlite.data.build import bad_row_error, check_vocabulary, format_of
 from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
 from swiftlite.data.packing import best_fit_decreasing
@@ -91,7 +92,7 @@ class StreamPlan:
         self.rejected: list[dict[str, Any]] = []
         if not self._windows:
             raise UserError("the data set holds no row", where=sources[0].spec.text, fix="check the files")
-        self.audit: dict[str, Any] = {}
+        self.audit: dict[str, Any] = unread_files(sources)
         first = next(self._places())
         self._ready = {first: self._read(first)}
 

@@ -120,15 +120,29 @@ class ChatRenderer:
         return ends[::-1]
 
     def _marked(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
-        """(text up to the end of the answer, spans the template marks for it)."""
+        """(text up to the end of the answer, spans the template marks for it).
+
+        Some mark the header too, or an end-of-text behind the last answer: neither is the answer's.
+        """
         text, marks = self._render_marks(chat, index + 1)
-        answers = [i for i in range(index) if chat.messages[i]["role"] == "assistant"]
-        earlier = len(self._render_marks(chat, answers[-1] + 1)[1]) if answers else 0
-        spans = [(start, end) for start, end in marks[earlier:] if end > start]
+        begin = self._answer_start(chat, index, text) if index else 0
+        if begin is None:  # earlier messages are written anew, so only the number of marks tells whose they are
+            answers = [i for i in range(index) if chat.messages[i]["role"] == "assistant"]
+            marks = marks[len(self._render_marks(chat, answers[-1] + 1)[1]) if answers else 0 :]
+        spans = _without_gaps([(max(start, begin or 0), end) for start, end in marks])
         if not spans:
             raise BadRow("template_error", f"the template's generation marks leave out message {index}")
         end = self._over_end_token(text, spans[-1][1], chat.messages[index]["content"].rstrip())
         return text, [*spans[:-1], (spans[-1][0], end)]
+
+    def _answer_start(self, chat: Chat, index: int, text: str) -> int | None:
+        """Where a marked answer starts at the earliest; None where the text does not go on from the question's."""
+        prompt = self._render(chat, index, generation=True)
+        if text.startswith(prompt):
+            return len(prompt)
+        before = self._render(chat, index)
+        same = text.startswith(before) and os.path.commonprefix([text, prompt]) != before
+        return self._after_header(chat, index, text, prompt, len(before)) if same else None
 
     def _over_end_token(self, text: str, end: int, content: str) -> int:
         """The end of the span, moved over an end-of-turn token that the template leaves outside its marks."""
@@ -296,6 +310,17 @@ class ChatRenderer:
         except Exception as error:
             raise _template_failure(error) from error
         return texts[0], marks[0]
+
+
+def _without_gaps(spans: list[Span]) -> list[Span]:
+    """The spans that hold anything, with those that touch as one."""
+    found: list[Span] = []
+    for start, end in spans:
+        if end > start and found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        elif end > start:
+            found.append((start, end))
+    return found
 
 
 def _joined(turns: list[_Turn]) -> Rendered:

@@ -57,15 +57,24 @@ def _line(row: dict[str, Any]) -> str:
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
     """The rows of a run; lines that are no row, such as a last one cut off by a kill, are left out."""
+    return [row for row in _read(output) if row is not None]
+
+
+def count_damaged(output: Path) -> int:
+    """How many lines of a run's metrics are no row of a step."""
+    return sum(row is None for row in _read(output))
+
+
+def _read(output: Path) -> list[dict[str, Any] | None]:
+    """A row a line, None for one that holds none; blank lines are none."""
     path = output / FILE
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            rows.append(row)
-    return rows
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return [_row(line) for line in text.splitlines() if line.strip()]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
