@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from swiftlite.config.batch import solve_batch, weigh
 from swiftlite.config.checks import PREFERENCE_SETTINGS
 from swiftlite.config.flags import all_flags, find_flag
-from swiftlite.config.layout import plan_layout
+from swiftlite.config.layout import Layout, plan_layout
 from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import resolve, resolve_config
@@ -414,3 +414,12 @@ def test_a_rank_that_is_none_of_the_world_is_told(rank):
 def test_a_huge_world_is_checked_at_once():
     with pytest.raises(UserError):
         plan(nproc_per_node=10**9 + 7, tensor_parallel_size=4)
+
+
+def test_a_recipes_layout_gives_way_to_the_command_line():
+    tensor = load_recipe("llama3/3.1-8b-sft-full-fsdp-tp2")
+    shared = {"parallel": Given("none", "--parallel", "flag")}
+    alone = resolve("sft", shared, tensor, env={})
+    assert alone.layout == Layout() and "the recipe's tensor_parallel_size 2 gives way to --parallel none" in alone.notes
+    with pytest.raises(UserError, match="contradicts the tensor"):
+        resolve("sft", shared | {"tensor_parallel_size": Given("2", "--tp", "flag")}, tensor, env={})

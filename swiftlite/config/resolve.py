@@ -23,6 +23,11 @@ from swiftlite.errors import UserError
 from swiftlite.untrusted import read_json_file
 
 STARTED_BY_SWIFTLITE = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts")
+SHARDED = ("sharding", "mesh")
+DIVIDED = (
+    "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size", "nproc_per_node",
+)  # fmt: skip
+CONTRADICTED = {"none": (*SHARDED, *DIVIDED), "ddp": SHARDED}  # by --parallel of the command line, in a recipe
 PREFERENCE_RATES = {"lora": 1e-5, "full": 1e-6, "freeze": 1e-6}  # losses against a reference bear less than SFT
 LEARNING_RATES = {  # (method, tuner): adapters bear ten times the rate of whole weights
     ("sft", "lora"): 1e-4,
@@ -71,11 +76,13 @@ def resolve(
     now = now or datetime.datetime.now()
     given = _merge(flags, recipe, env)
     _settle_method(method, given)
+    gave_way = _let_layout_give_way(given)
     typed = build_config(given)
     _require(typed)
     check_names(typed, {name: item.where for name, item in given.items()})
     base = recipe.path.resolve().parent if recipe else None
     typed, notes = _another_folder(typed, given, base)
+    notes += gave_way
     named = typed.model_copy(update=_names(typed, base))
     layout = plan_layout(named, env)
     batch, gave_way = _batch(named, given, layout)
@@ -122,6 +129,16 @@ def _settle_method(method: str | None, given: dict[str, Given]) -> None:
                 fix=f"use `swiftlite {theirs}`, or `swiftlite train`, which takes the method from the recipe",
             )
     given["method"] = Given(method, "the command", "flag")
+
+
+def _let_layout_give_way(given: dict[str, Given]) -> list[str]:
+    """Take out what a recipe divides where the command line says that nothing is divided. Returns a note for each."""
+    chosen = given.get("parallel")
+    if chosen is None or chosen.by != "flag":
+        return []
+    contradicted = CONTRADICTED.get(build_config({"parallel": chosen}).parallel, ())
+    lost = [name for name in contradicted if name in given and given[name].by == "recipe"]
+    return [f"the recipe's {name} {given.pop(name).value} gives way to {chosen.where} {chosen.value}" for name in lost]
 
 
 def _require(config: RunConfig) -> None:
