@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_parity import metrics, settings
@@ -340,6 +341,21 @@ def test_a_folder_that_is_removed_while_the_run_works_is_made_again(base, tmp_pa
     assert {"config.yaml", "audit.json", "model"} <= {path.name for path in (tmp_path / "out").iterdir()}
     train(base, max_steps=8, resume="auto")
     assert steps_of(tmp_path / "out") == [3, 4, 5, 6, 7, 8]
+
+
+def test_a_token_cache_that_is_removed_while_the_run_works_takes_nothing_from_it(base, tmp_path, monkeypatch):
+    rows = Path(base["dataset"][0])
+    rows.write_text(rows.read_text() + "no JSON\n")
+    real = loop_module.set_rate
+
+    def remove(*arguments):
+        shutil.rmtree(base["cache_dir"], ignore_errors=True)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop_module, "set_rate", remove)
+    train(base, on_bad_row="skip")
+    assert "no JSON" in (tmp_path / "out" / "rejected_rows.jsonl").read_text()
+    assert (tmp_path / "out" / "model" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
