@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from test_parity import metrics
+from torch.distributed import HashStore
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.models.toys import toy_pairs
+from swiftlite.parallel.world import World
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 SWIFTLITE = [sys.executable, "-m", "swiftlite"]
@@ -241,6 +244,39 @@ def test_a_signal_to_processes_that_do_not_yet_listen_ends_them_quietly(around, 
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, ""), (signal.SIGTERM, 1, "process 0 was killed by SIGTERM\n")],
+)
+def test_a_signal_to_one_process_that_loads_ends_the_others_too(number, code, said):
+    script = (
+        "import os, sys, time\n"
+        "from multiprocessing.process import BaseProcess\n"
+        "from swiftlite.errors import RunError\n"
+        "from swiftlite.parallel.start import Machines, start_processes\n"
+        "if __name__ == '__main__':\n"
+        "    start, first = BaseProcess.start, []\n"
+        "    def started(process):\n"
+        "        start(process)\n"
+        f"        if not first: first.append(os.kill(process.pid, {int(number)}))\n"
+        "    BaseProcess.start = started\n"
+        "    try: start_processes(Machines(2), time.sleep, 600)\n"
+        "    except RunError as error: sys.exit(print(error.what) or 1)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")
+
+
+def test_where_one_process_is_interrupted_those_that_wait_for_it_are_too():
+    worlds = [World(torch.device("cpu"), rank, 2, store) for store in [HashStore()] for rank in range(2)]
+    with pytest.raises(SystemExit) as ended, worlds[1].told_once(lambda error: 1):
+        raise KeyboardInterrupt
+    assert ended.value.code == 128 + signal.SIGINT
+    with pytest.raises(SystemExit) as ended, worlds[0].told_once(lambda error: 1):
+        worlds[0].meet("data")
+    assert ended.value.code == 128 + signal.SIGINT
 
 
 def test_a_signal_that_an_import_swallowed_starts_no_process():

@@ -149,7 +149,7 @@ def _begin(parent: int, asked: Any, body: Callable[..., int], *arguments: Any) -
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         code = 128 + asked.value if asked.value else body(*arguments)
     except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+        os._exit(128 + signal.SIGINT)  # not to be met by the others, who may not have had the signal
     except SystemExit as stop:
         if stop.code not in ENDED_WELL:
             os._exit(stop.code)  # at once: threads of a broken process group may never end
@@ -174,10 +174,12 @@ def _verdict(failure: Any, asked: int) -> BaseException:
     asked: a signal that this process was sent and passed on, to some before they could end well; else 0.
     """
     failures = failure.failures
-    if asked and all(f.exitcode in (-asked, *ENDED_WELL, 1) for f in failures.values()):
+    codes = {f.exitcode for f in failures.values()}
+    if asked and codes <= {*(-number for number in STOPPING), *ENDED_WELL, 1}:
         return SystemExit(128 + asked)
-    killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
-    for rank, found in sorted(killed.items()):
+    if codes <= set(ENDED_WELL):
+        return SystemExit(max(codes))
+    for rank, found in sorted((rank, f) for rank, f in failures.items() if f.exitcode < 0):
         name = signal.Signals(-found.exitcode).name
         advice = "; the system may have run out of memory" if name == "SIGKILL" else ""
         return RunError(f"process {rank} was killed by {name}{advice}", fix="go on with --resume auto")
