@@ -327,6 +327,35 @@ def test_two_network_namespaces_are_two_machines(tmp_path, flags):
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2]
 
 
+def test_a_machine_that_waits_for_the_others_can_be_ended(tmp_path, flags):
+    words = ["--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "1", "--master-port", port := free_port()]
+    process = subprocess.Popen(
+        [*SWIFTLITE, "sft", *flags, "-o", str(tmp_path / "out"), *words], stderr=subprocess.PIPE, env=ENV
+    )
+    try:
+        wait_until(lambda: is_listening(port), seconds=60)
+        process.terminate()
+        process.communicate(timeout=20)
+        assert process.returncode == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_port_that_is_in_use_is_told(tmp_path, flags, own):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        more = ["--nproc-per-node", "2", "--master-port", port] if own else []
+        words = [*SWIFTLITE, "sft", *flags, "-o", str(tmp_path / "out"), *more]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=90, env=ENV | ({} if own else place))
+    assert done.returncode == 2, done.stderr
+    assert "the port at which the processes meet is in use" in done.stderr
+    assert ("--master-port" if own else "MASTER_PORT") in done.stderr
+
+
 def test_processes_that_read_other_rows_do_not_train(tmp_path, flags, write_rows, chat_rows):
     """As on machines whose copies of a file differ."""
     other = write_rows("other.jsonl", chat_rows[1:])

@@ -67,7 +67,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class Entry:
-    """One prepared data set. rejected: JSON lines, of a mapped file: a cache that is cleared away takes nothing of it."""
+    """One prepared data set. rejected: JSON lines of a mapped file: a cache that is cleared away does not take them."""
 
     source: Source
     key: str

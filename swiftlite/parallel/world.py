@@ -119,7 +119,8 @@ def joined() -> Iterator[World]:
         )
     device = _own_device()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _interruptibly(lambda: next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))[0])
+    with port_errors("MASTER_PORT"):
+        store = _interruptibly(lambda: next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))[0])
     world = World(device, rank, size, dist.PrefixStore("notes", store))
     world.meet("world")  # the group would wait for the others where no signal is heard
     dist.init_process_group(
@@ -131,6 +132,21 @@ def joined() -> Iterator[World]:
     )
     yield world
     dist.destroy_process_group()  # not after an error: the others may be in a collective that will never end
+
+
+@contextmanager
+def port_errors(where: str) -> Iterator[None]:
+    """UserError where the processes cannot meet at a port because another program has it. where: the port was given."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            "the port at which the processes meet is in use",
+            where=where,
+            fix="give another one, or wait until the program that has it has ended",
+        ) from error
 
 
 def _interruptibly(wait: Callable[[], dist.Store]) -> dist.Store:
