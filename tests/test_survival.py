@@ -385,6 +385,21 @@ def test_two_runs_cannot_have_one_output_folder(base, tmp_path, monkeypatch, res
     assert steps_of(tmp_path / "out") == list(range(1, 10 if resume == "auto" else 9))
 
 
+def test_a_run_goes_not_over_one_that_made_the_folder_meanwhile_and_has_ended(base, tmp_path, monkeypatch):
+    real, tried = run_module.Session.train, []
+
+    def run_another(self, began):
+        if not tried:
+            tried.append(self)
+            train(base, resume="auto", max_steps=8)
+        real(self, began)
+
+    monkeypatch.setattr(run_module.Session, "train", run_another)
+    with pytest.raises(UserError, match="exists and is not empty"):
+        train(base, resume="auto")
+    assert steps_of(tmp_path / "out") == list(range(1, 9))
+
+
 def test_what_other_processes_of_a_run_have_put_into_its_folder_is_no_other_run(base, tmp_path, monkeypatch):
     """They write down where they are (stacks/), and may be quicker than the first one."""
     real = run_module.Session.train
