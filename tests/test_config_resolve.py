@@ -420,6 +420,8 @@ def test_a_recipes_layout_gives_way_to_the_command_line():
     tensor = load_recipe("llama3/3.1-8b-sft-full-fsdp-tp2")
     shared = {"parallel": Given("none", "--parallel", "flag")}
     alone = resolve("sft", shared, tensor, env={})
-    assert alone.layout == Layout() and "the recipe's tensor_parallel_size 2 gives way to --parallel none" in alone.notes
+    assert (
+        alone.layout == Layout() and "the recipe's tensor_parallel_size 2 gives way to --parallel none" in alone.notes
+    )
     with pytest.raises(UserError, match="contradicts the tensor"):
         resolve("sft", shared | {"tensor_parallel_size": Given("2", "--tp", "flag")}, tensor, env={})

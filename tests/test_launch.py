@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from test_parity import metrics
+from torch.distributed import HashStore
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.models.toys import toy_pairs
+from swiftlite.parallel.world import World
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 SWIFTLITE = [sys.executable, "-m", "swiftlite"]
@@ -243,6 +246,39 @@ def test_a_signal_to_processes_that_do_not_yet_listen_ends_them_quietly(around, 
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, ""), (signal.SIGTERM, 1, "process 0 was killed by SIGTERM\n")],
+)
+def test_a_signal_to_one_process_that_loads_ends_the_others_too(number, code, said):
+    script = (
+        "import os, sys, time\n"
+        "from multiprocessing.process import BaseProcess\n"
+        "from swiftlite.errors import RunError\n"
+        "from swiftlite.parallel.start import Machines, start_processes\n"
+        "if __name__ == '__main__':\n"
+        "    start, first = BaseProcess.start, []\n"
+        "    def started(process):\n"
+        "        start(process)\n"
+        f"        if not first: first.append(os.kill(process.pid, {int(number)}))\n"
+        "    BaseProcess.start = started\n"
+        "    try: start_processes(Machines(2), time.sleep, 600)\n"
+        "    except RunError as error: sys.exit(print(error.what) or 1)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")
+
+
+def test_where_one_process_is_interrupted_those_that_wait_for_it_are_too():
+    worlds = [World(torch.device("cpu"), rank, 2, store) for store in [HashStore()] for rank in range(2)]
+    with pytest.raises(SystemExit) as ended, worlds[1].told_once(lambda error: 1):
+        raise KeyboardInterrupt
+    assert ended.value.code == 128 + signal.SIGINT
+    with pytest.raises(SystemExit) as ended, worlds[0].told_once(lambda error: 1):
+        worlds[0].meet("data")
+    assert ended.value.code == 128 + signal.SIGINT
+
+
 def test_a_signal_that_an_import_swallowed_starts_no_process():
     script = (
         "import os, signal\n"
@@ -289,6 +325,35 @@ def test_two_network_namespaces_are_two_machines(tmp_path, flags):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "4 processes: 2 x full sharding, 2 x replicas" in done.stdout
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2]
+
+
+def test_a_machine_that_waits_for_the_others_can_be_ended(tmp_path, flags):
+    words = ["--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "1", "--master-port", port := free_port()]
+    process = subprocess.Popen(
+        [*SWIFTLITE, "sft", *flags, "-o", str(tmp_path / "out"), *words], stderr=subprocess.PIPE, env=ENV
+    )
+    try:
+        wait_until(lambda: is_listening(port), seconds=60)
+        process.terminate()
+        process.communicate(timeout=20)
+        assert process.returncode == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_port_that_is_in_use_is_told(tmp_path, flags, own):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        more = ["--nproc-per-node", "2", "--master-port", port] if own else []
+        words = [*SWIFTLITE, "sft", *flags, "-o", str(tmp_path / "out"), *more]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=90, env=ENV | ({} if own else place))
+    assert done.returncode == 2, done.stderr
+    assert "the port at which the processes meet is in use" in done.stderr
+    assert ("--master-port" if own else "MASTER_PORT") in done.stderr
 
 
 def test_processes_that_read_other_rows_do_not_train(tmp_path, flags, write_rows, chat_rows):

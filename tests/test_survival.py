@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_parity import metrics, settings
@@ -342,6 +343,21 @@ def test_a_folder_that_is_removed_while_the_run_works_is_made_again(base, tmp_pa
     assert steps_of(tmp_path / "out") == [3, 4, 5, 6, 7, 8]
 
 
+def test_a_token_cache_that_is_removed_while_the_run_works_takes_nothing_from_it(base, tmp_path, monkeypatch):
+    rows = Path(base["dataset"][0])
+    rows.write_text(rows.read_text() + "no JSON\n")
+    real = loop_module.set_rate
+
+    def remove(*arguments):
+        shutil.rmtree(base["cache_dir"], ignore_errors=True)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop_module, "set_rate", remove)
+    train(base, on_bad_row="skip")
+    assert "no JSON" in (tmp_path / "out" / "rejected_rows.jsonl").read_text()
+    assert (tmp_path / "out" / "model" / "config.json").is_file()
+
+
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_two_runs_cannot_have_one_output_folder(base, tmp_path, monkeypatch, resume):
     """The second one begins while the first trains, or has looked at the folder before the first made it."""
@@ -367,6 +383,21 @@ def test_two_runs_cannot_have_one_output_folder(base, tmp_path, monkeypatch, res
         with pytest.raises(UserError, match="exists and is not empty"):
             train(base)
     assert steps_of(tmp_path / "out") == list(range(1, 10 if resume == "auto" else 9))
+
+
+def test_a_run_goes_not_over_one_that_made_the_folder_meanwhile_and_has_ended(base, tmp_path, monkeypatch):
+    real, tried = run_module.Session.train, []
+
+    def run_another(self, began):
+        if not tried:
+            tried.append(self)
+            train(base, resume="auto", max_steps=8)
+        real(self, began)
+
+    monkeypatch.setattr(run_module.Session, "train", run_another)
+    with pytest.raises(UserError, match="exists and is not empty"):
+        train(base, resume="auto")
+    assert steps_of(tmp_path / "out") == list(range(1, 9))
 
 
 def test_what_other_processes_of_a_run_have_put_into_its_folder_is_no_other_run(base, tmp_path, monkeypatch):

@@ -24,6 +24,12 @@ UNTOLD = (
     *NOT_SAVED, *DERIVED, "resume", "output_dir", "template_date", "workers", "cache_dir", "node_rank", "master_addr",
     "master_port", "stop_after", "max_restarts", "report_to", "run_name",
 )  # fmt: skip
+# They decide which rows, in which tokens, make up each step.
+OF_THE_ROWS = (
+    "model", "tokenizer", "chat_template", "new_tokens", "method", "dataset", "eval_dataset", "eval_fraction",
+    "columns", "streaming", "sample_by", "max_length", "overlong", "share_prompt", "packing", "shuffle",
+    "global_batch_size", "seed",
+)  # fmt: skip
 
 
 def changed_settings(before: Path, now: RunConfig) -> dict[str, str]:

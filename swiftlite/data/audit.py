@@ -132,8 +132,7 @@ def check_anything_left(entries: list[Entry]) -> None:
         if not read:
             raise UserError("the data set holds no row", where=where, fix="check that it is the right file")
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped_rows([entry]).items())
-        with entry.rejected.open(encoding="utf-8") as file:
-            first = file.readline()
+        first = next(entry.rejected_lines(), None)
         detail = f"; of the first: {json.loads(first)['detail']}" if first else ""  # over-long rows are in no list
         raise UserError(
             f"no row is left to train on: {read:,} read, all dropped ({reasons}){detail}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.data.audit import build_audit, check_anything_left
@@ -45,12 +47,11 @@ class Rejected:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for entry in self.entries:
             now = dict(zip(entry.meta["labels"], (file.label for file in entry.source.files), strict=True))
-            with entry.rejected.open(encoding="utf-8") as file:
-                for row in map(json.loads, file):  # the cache knows files by content: it may have met another copy
-                    yield row | {"file": now[row["file"]]}
+            for row in map(json.loads, entry.rejected_lines()):
+                yield row | {"file": now[row["file"]]}  # the cache knows files by content: it may have met another copy
 
     def __bool__(self) -> bool:
-        return any(entry.rejected.stat().st_size for entry in self.entries)
+        return any(entry.rejected.size for entry in self.entries)
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,16 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class Entry:
-    """One prepared data set."""
+    """One prepared data set. rejected: JSON lines of a mapped file: a cache that is cleared away does not take them."""
 
     source: Source
     key: str
     store: SequenceStore
     meta: dict[str, Any]
-    rejected: Path
+    rejected: pa.Buffer
+
+    def rejected_lines(self) -> Iterator[str]:
+        return io.TextIOWrapper(pa.BufferReader(self.rejected), encoding="utf-8", newline="\n")
 
 
 def prepare_data(
@@ -220,7 +224,7 @@ def _prepare_one(
 
     folder, meta = load_or_build(cache_root(config) / "tokens", key, build)
     store = SequenceStore(folder, [file.label for file in source.files])
-    entry = Entry(source, key, store, meta, folder / REJECTED)
+    entry = Entry(source, key, store, meta, pa.memory_map(str(folder / REJECTED)).read_buffer())
     if config.on_bad_row == "error":
         for row in Rejected([entry]):
             raise bad_row_error(row)

@@ -13,10 +13,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
@@ -25,6 +27,7 @@ from swiftlite.errors import RunError, UserError
 
 PR_SET_PDEATHSIG = 1
 DEFAULT_PORT = 29500
+SECONDS_TO_ANSWER = 2  # that a handler of signals has, where the main thread is not waiting outside Python
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 ENDED_WELL = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -50,6 +53,8 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from swiftlite.parallel.world import port_errors
 
     count = machines.processes
     _check_devices(count)
@@ -82,7 +87,7 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
     before = {number: signal.signal(number, pass_on) for number in STOPPING}
     try:
         raise_seen_signal()  # one that the imports above have swallowed; from here on none is
-        with _held_back_in_new_processes():
+        with _held_back_in_new_processes(), _heard_in_a_wait(asked, pass_on), port_errors("--master-port"):
             codes = launch(os.getpid(), asked, body, *arguments)
     except ChildFailedError as failure:
         raise _verdict(failure, asked.value) from None
@@ -108,6 +113,38 @@ def _held_back_in_new_processes() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         ended.set()
+
+
+@contextmanager
+def _heard_in_a_wait(asked: Any, pass_on: Callable[[int, None], None]) -> Iterator[None]:
+    """While this machine waits for the others, inside PyTorch, Python calls no handler: a thread answers signals then.
+
+    asked: holds the signal once a handler was called.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def listen() -> None:
+        while (number := os.read(reading, 1)) and number[0]:
+            if number[0] not in STOPPING:
+                continue
+            time.sleep(SECONDS_TO_ANSWER)
+            if not asked.value:
+                pass_on(number[0], None)
+                if not any(isinstance(child, SpawnProcess) for child in multiprocessing.active_children()):
+                    os._exit(128 + number[0])
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(writing, b"\0")
+        listener.join()
+        os.close(reading)
+        os.close(writing)
 
 
 def _rendezvous(machines: Machines) -> dict[str, Any]:
@@ -149,7 +186,7 @@ def _begin(parent: int, asked: Any, body: Callable[..., int], *arguments: Any) -
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         code = 128 + asked.value if asked.value else body(*arguments)
     except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+        os._exit(128 + signal.SIGINT)  # not to be met by the others, who may not have had the signal
     except SystemExit as stop:
         if stop.code not in ENDED_WELL:
             os._exit(stop.code)  # at once: threads of a broken process group may never end
@@ -174,10 +211,12 @@ def _verdict(failure: Any, asked: int) -> BaseException:
     asked: a signal that this process was sent and passed on, to some before they could end well; else 0.
     """
     failures = failure.failures
-    if asked and all(f.exitcode in (-asked, *ENDED_WELL, 1) for f in failures.values()):
+    codes = {f.exitcode for f in failures.values()}
+    if asked and codes <= {*(-number for number in STOPPING), *ENDED_WELL, 1}:
         return SystemExit(128 + asked)
-    killed = {rank: f for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
-    for rank, found in sorted(killed.items()):
+    if codes <= set(ENDED_WELL):
+        return SystemExit(max(codes))
+    for rank, found in sorted((rank, f) for rank, f in failures.items() if f.exitcode < 0):
         name = signal.Signals(-found.exitcode).name
         advice = "; the system may have run out of memory" if name == "SIGKILL" else ""
         return RunError(f"process {rank} was killed by {name}{advice}", fix="go on with --resume auto")

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -22,7 +22,7 @@ from swiftlite.config.layout import under_torchrun
 from swiftlite.errors import RunError, UserError
 from swiftlite.parallel.mesh import backend_for, pick_device
 
-FAILED = "failed"
+FAILED, INTERRUPTED = "failed", "interrupted"
 BECAUSE_OF_ANOTHER = 1  # exit code of a process that fails after another one
 # Whoever starts the processes ends all of them when the first one exits: that has to be the one that tells why.
 SECONDS_FOR_THE_FIRST = 10
@@ -54,6 +54,8 @@ class World:
         while not arrived():
             if self.store.add(FAILED, 0):
                 raise AnotherFailed("another process failed")
+            if self.store.check([INTERRUPTED]):
+                raise KeyboardInterrupt
             time.sleep(0.05)
 
     def fails_first(self) -> bool:
@@ -82,6 +84,8 @@ class World:
             if self.store is None or isinstance(error, SystemExit):
                 raise
             if isinstance(error, KeyboardInterrupt):
+                with suppress(RuntimeError):  # the store may have ended before
+                    self.store.set(INTERRUPTED, "")
                 raise SystemExit(128 + signal.SIGINT) from None
             knows_why = not isinstance(error, AnotherFailed)
             if not knows_why:
@@ -115,7 +119,8 @@ def joined() -> Iterator[World]:
         )
     device = _own_device()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _interruptibly(lambda: next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))[0])
+    with port_errors("MASTER_PORT"):
+        store = _interruptibly(lambda: next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))[0])
     world = World(device, rank, size, dist.PrefixStore("notes", store))
     world.meet("world")  # the group would wait for the others where no signal is heard
     dist.init_process_group(
@@ -127,6 +132,21 @@ def joined() -> Iterator[World]:
     )
     yield world
     dist.destroy_process_group()  # not after an error: the others may be in a collective that will never end
+
+
+@contextmanager
+def port_errors(where: str) -> Iterator[None]:
+    """UserError where the processes cannot meet at a port because another program has it. where: the port was given."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            "the port at which the processes meet is in use",
+            where=where,
+            fix="give another one, or wait until the program that has it has ended",
+        ) from error
 
 
 def _interruptibly(wait: Callable[[], dist.Store]) -> dist.Store:

@@ -32,7 +32,7 @@ from swiftlite.checkpoint.state import (
     write_trainer_state,
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
-from swiftlite.config.changes import changed_settings
+from swiftlite.config.changes import OF_THE_ROWS, changed_settings
 from swiftlite.config.checks import unused_on_cpu
 from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning, losses_in_words
@@ -167,10 +167,11 @@ class Session:
             return
         state = read_trainer_state(checkpoint)
         if state["data"] != self._prepared.fingerprint:
-            changed = ", ".join(changed_settings(run_settings(checkpoint), self._config).values())
+            settings = changed_settings(run_settings(checkpoint), self._config)
+            changed = ", ".join(words for name, words in settings.items() if name in OF_THE_ROWS)
             raise UserError(
                 "the data set or the way it is packed has changed since the checkpoint"
-                + (f": {changed}" if changed else ", though no setting has: the rows, or the tokenizer, are others"),
+                + (f": {changed}" if changed else ", through no setting: the rows, or the tokenizer, are others"),
                 where=str(checkpoint),
                 fix="resume with the same data and data flags, or start a new run from its model with --model",
             )
@@ -343,7 +344,7 @@ class Session:
         with disk_errors(self._output):
             self._output.mkdir(parents=True, exist_ok=True)
         self._claim.take()
-        if self._config.resume == "never" and (self._output / "config.yaml").exists():  # others' stacks/ may be there
+        if (self._output / "config.yaml").exists():  # this run's other processes may have made stacks/ meanwhile
             raise used_already(self._output)
 
     def _write_settings(self) -> None:
