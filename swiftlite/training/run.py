@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -34,7 +33,6 @@ from swiftlite.checkpoint.state import (
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.changes import OF_THE_ROWS, changed_settings
 from swiftlite.config.checks import unused_on_cpu
-from swiftlite.config.save import save_config
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.ending import raise_seen_signal
@@ -43,16 +41,16 @@ from swiftlite.heap import give_back
 from swiftlite.models.anatomy import has_dropout
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
-from swiftlite.reporting.files import disk_errors
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.failures import StepFailed, other_memory_errors
 from swiftlite.training.loop import Loop, Parts, Progress
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
+from swiftlite.training.output import OutputFolder
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
-from swiftlite.training.resume import find_resume, run_settings, used_already
+from swiftlite.training.resume import find_resume, run_settings
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method
 from swiftlite.training.stopping import Stopped, stop_requests
@@ -100,7 +98,8 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
 
         parts = MethodParts(config, loss, prepared, trainee, resume is None, build_start, load, reporter)
         method = build_method(parts)
-        session = Session(config, output, claim, prepared, trainee, method, load, reporter)
+        folder = OutputFolder(config, claim, prepared, reporter)
+        session = Session(config, folder, prepared, trainee, method, load, reporter)
         session.restore(resume)
         try:
             session.train(began)
@@ -138,15 +137,14 @@ class Session:
     def __init__(
         self,
         config: RunConfig,
-        output: Path,
-        claim: Claim,
+        folder: OutputFolder,
         prepared: PreparedData,
         trainee: Trainee,
         method: Method,
         load_tokenizer: Any,
         reporter: Reporter,
     ) -> None:
-        self._config, self._output, self._claim, self._prepared = config, output, claim, prepared
+        self._config, self._folder, self._output, self._prepared = config, folder, folder.path, prepared
         self._trainee, self._method = trainee, method
         self._load_tokenizer, self._reporter = load_tokenizer, reporter
         self._mesh = trainee.mesh
@@ -185,10 +183,10 @@ class Session:
         """Run the loop, then write model/, audit, plots and page. began: of the run, by time.monotonic."""
         config, trainee, plan = self._config, self._trainee, self._prepared.train
         in_turn(self._mesh, self._check_space if self._leads else nothing)
-        with self._settings_written():
+        with self._folder.begun() if self._leads else nullcontext():
             self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
         if self._leads:
-            self._write_audit()
+            self._folder.write_audit()
         parts = Parts(
             config=config,
             plan=plan,
@@ -303,7 +301,7 @@ class Session:
 
     def _make_way(self, final: Path) -> None:
         """A checkpoint of a step that this run went past without it was damaged; a result is one of fewer steps."""
-        self._keep_folder()
+        self._folder.keep()
         discard(final)
         model = self._output / "model"
         if model.exists():
@@ -317,68 +315,13 @@ class Session:
     def _write_model(self, folder: Path) -> None:
         self._trainee.files.plan.write(folder, to_write(self._mesh, self._trainee.tensors()))
 
-    @contextmanager
-    def _settings_written(self) -> Iterator[None]:
-        """config.yaml comes before all other files: by it a folder is known as a run's, however soon that is killed.
-
-        It goes again where the block raises, if it was not there before.
-        """
-        path = self._output / "config.yaml"
-        is_new = self._leads and not path.exists()
-        if self._leads:
-            self._take_folder()
-            self._write_settings()
-        try:
-            yield
-        except BaseException:
-            if is_new:
-                path.unlink()
-                with suppress(OSError):  # it holds something
-                    self._output.rmdir()
-            raise
-
-    def _take_folder(self) -> None:
-        """Make the output folder and hold it. Raises UserError where another run was quicker."""
-        if self._claim.holds:
-            return
-        with disk_errors(self._output):
-            self._output.mkdir(parents=True, exist_ok=True)
-        self._claim.take()
-        if (self._output / "config.yaml").exists():  # this run's other processes may have made stacks/ meanwhile
-            raise used_already(self._output)
-
-    def _write_settings(self) -> None:
-        with disk_errors(self._output):
-            save_config(self._config, self._output / "config.yaml")
-
-    def _keep_folder(self) -> None:
-        """Where somebody has cleared the output folder away, make it again: what is saved in it must be a run's."""
-        if self._claim.holds and (self._output / "config.yaml").exists():
-            return
-        with disk_errors(self._output):
-            self._output.mkdir(parents=True, exist_ok=True)
-        self._claim.take()
-        self._write_settings()
-        with disk_errors(self._output):
-            self._write_audit()
-        self._reporter.message("warning: the output folder was removed; it is made again, what was in it is lost")
-
-    def _write_audit(self) -> None:
-        """What became of the rows. A streamed data set knows it only at the end, so it is written there again."""
-        audit = json.dumps(self._prepared.audit, indent=2, ensure_ascii=False)
-        (self._output / "audit.json").write_text(audit + "\n", encoding="utf-8")
-        if self._prepared.rejected:
-            with (self._output / "rejected_rows.jsonl").open("w", encoding="utf-8") as file:
-                for row in self._prepared.rejected:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
     def _write_result(self) -> None:
         model = self._output / "model"
-        in_turn(self._mesh, self._keep_folder if self._leads else nothing)
+        in_turn(self._mesh, self._folder.keep if self._leads else nothing)
         if not self._mesh.any(model.exists()):
             write_together(self._mesh, model, self._create_model, self._write_model, manifest=False)
         if self._leads:
-            self._write_audit()
+            self._folder.write_audit()
             if self._config.streaming and (losses := losses_in_words(self._prepared.audit)):
                 self._reporter.message(f"note: {losses}")
         give_back()  # the plots need memory too, and in pieces of other sizes

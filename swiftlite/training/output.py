@@ -1,0 +1,83 @@
+"""The output folder of a run: held by one run at a time, known as a run's by its config.yaml, with its rows' audit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swiftlite.checkpoint.claim import Claim
+from swiftlite.config.save import save_config
+from swiftlite.reporting.files import disk_errors
+from swiftlite.training.resume import used_already
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.data.prepare import PreparedData
+    from swiftlite.reporting.run import Reporter
+
+
+class OutputFolder:
+    """What the first process of a run does with the folder beside checkpoints and result."""
+
+    def __init__(self, config: RunConfig, claim: Claim, prepared: PreparedData, reporter: Reporter) -> None:
+        """claim: on the folder, taken already where that was there before."""
+        self.path = Path(config.output_dir)
+        self._config, self._claim, self._prepared, self._reporter = config, claim, prepared, reporter
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """config.yaml comes before all other files: by it a folder is known as a run's, however soon that is killed.
+
+        It goes again where the block raises, if it was not there before. Raises UserError where another run was
+        quicker.
+        """
+        path = self.path / "config.yaml"
+        is_new = not path.exists()
+        self._take()
+        self._write_settings()
+        try:
+            yield
+        except BaseException:
+            if is_new:
+                path.unlink()
+                with suppress(OSError):  # it holds something
+                    self.path.rmdir()
+            raise
+
+    def _take(self) -> None:
+        if self._claim.holds:
+            return
+        self._make()
+        if (self.path / "config.yaml").exists():  # this run's other processes may have made stacks/ meanwhile
+            raise used_already(self.path)
+
+    def keep(self) -> None:
+        """Where somebody has cleared the folder away, make it again: what is saved in it must be a run's."""
+        if self._claim.holds and (self.path / "config.yaml").exists():
+            return
+        self._make()
+        self._write_settings()
+        with disk_errors(self.path):
+            self.write_audit()
+        self._reporter.message("warning: the output folder was removed; it is made again, what was in it is lost")
+
+    def _make(self) -> None:
+        with disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._claim.take()
+
+    def _write_settings(self) -> None:
+        with disk_errors(self.path):
+            save_config(self._config, self.path / "config.yaml")
+
+    def write_audit(self) -> None:
+        """What became of the rows. A streamed data set knows it only at the end, so it is written there again."""
+        audit = json.dumps(self._prepared.audit, indent=2, ensure_ascii=False)
+        (self.path / "audit.json").write_text(audit + "\n", encoding="utf-8")
+        if self._prepared.rejected:
+            with (self.path / "rejected_rows.jsonl").open("w", encoding="utf-8") as file:
+                for row in self._prepared.rejected:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
