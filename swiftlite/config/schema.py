@@ -103,12 +103,9 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         False, MODEL, "Run Python code that comes with the model. Only for sources you trust."
     )
     new_tokens: Names = flag(
-        [],
-        MODEL,
-        "Tokens to add to the vocabulary. Under lora, embedding and head are then trained whole.",
-        "add_tokens",
+        [], MODEL, "Tokens to add. Under lora, embedding and head are then trained whole.", "add_tokens",
         metavar="TOKEN ...",
-    )
+    )  # fmt: skip
 
     dataset: Names = flag(
         [],
