@@ -418,3 +418,11 @@ def test_long_rows_go_to_the_tokenizer_a_few_at_a_time():
     assert sizes([b"{}"] * 300) == [128, 128, 44]
     assert sizes([book] * 5) == [2, 2, 1]
     assert sizes([b"{}", {"text": book.decode() * 3}, {"text": "short", "n": 1}]) == [2, 1]
+
+
+@pytest.mark.parametrize("again", ["#2", "*2"])
+def test_rows_held_out_of_one_data_set_are_not_trained_through_another(prepare, write_rows, chat_rows, again):
+    path = write_rows("a.jsonl", chat_rows)
+    assert prepare(path, f"{path}{again}").eval is None
+    with pytest.raises(UserError, match="two data sets share a file"):
+        prepare(path, f"{path}{again}", eval_fraction=0.25)

@@ -252,6 +252,7 @@ def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tupl
     """(training parts, evaluation parts). `eval_fraction` holds out whole rows, so none is ever in both."""
     if not config.eval_fraction:
         return [_part(entry) for entry in train], [_part(entry) for entry in held_out]
+    _check_apart(train)
     parts, eval_parts = [], []
     for place, entry in enumerate(train):
         order = permutation(len(entry.store.firsts), config.seed, "eval", place)
@@ -264,6 +265,20 @@ def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tupl
             "too few rows to hold any out", where="--eval-fraction", fix="give --eval-dataset, or more rows"
         )
     return parts, eval_parts
+
+
+def _check_apart(train: list[Entry]) -> None:
+    """Raises UserError where data sets share a file: a row that is held out of one could be trained through another."""
+    owners: dict[str, str] = {}
+    for entry in train:
+        for file in entry.source.files:
+            place = str(file.path.resolve()) if file.path else file.label
+            if owners.setdefault(place, entry.source.spec.text) != entry.source.spec.text:
+                raise UserError(
+                    "two data sets share a file, so rows held out of one could be trained through the other",
+                    where=f"--eval-fraction, {file.label}",
+                    fix="name the file once, or give --eval-dataset instead",
+                )
 
 
 def _part(entry: Entry, rows: np.ndarray | None = None) -> Part:
