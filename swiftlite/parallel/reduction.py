@@ -7,20 +7,22 @@ begins. Here gloo's threads sum up while the next units compute, and the backwar
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.profiler import record_function
 
+Begin = Callable[[bool], dist.Work | None]
 UNDER_WAY = 2  # sums at a time: each holds a unit's whole gradients
 
 
-class BackgroundSums(DefaultReduceScatter):
+class BackgroundSums:
     """FSDP's sums for units whose gradients nobody reads, or adds to, before the end of the backward pass.
 
-    A unit's sum over shards is an instance's call, that over replicas, which follows it, is `over_replicas`; units have
-    both from `of_unit`.
+    Units have theirs from `of_unit`.
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html, `set_custom_reduce_scatter` and
     `set_all_reduce_hook`.
     """
@@ -31,27 +33,22 @@ class BackgroundSums(DefaultReduceScatter):
         self._over_replicas: list[dist.Work] = []
         self._pass = -1  # the backward pass that will wait for them
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def over_shards(self, begin: Begin, output: torch.Tensor, *, async_op: bool) -> dist.Work | None:
+        """Sum up into `output`. begin: starts FSDP's own sum, in the background if it is given True; async_op: what
+        FSDP would give it."""
         if not self._in_pass():
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            return begin(async_op)
         if len(self._over_shards) == UNDER_WAY:
             self._finish_shards()
-        work = super().__call__(output_tensor, input_tensor, group, op, async_op=True)
-        self._over_shards.append((work, output_tensor))
+        work = begin(True)
+        self._over_shards.append((work, output))
         return work
 
     def of_unit(self) -> SumsOfUnit:
         return SumsOfUnit(self, self._replicas)
 
     def over_replicas(self, output: torch.Tensor) -> None:
-        """Sum up over replicas what `__call__` sums up over shards, or all gradients where there is one shard."""
+        """Sum up over replicas what `over_shards` sums up, or all gradients where there is one shard."""
         if not self._in_pass():
             dist.all_reduce(output, group=self._replicas)
         elif not self._over_shards:
@@ -102,8 +99,8 @@ class SumsOfUnit(DefaultReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._begin()
-        run = super().__call__ if self._is_later else self._sums
-        return run(output_tensor, input_tensor, group, op, async_op)
+        begin = partial(super().__call__, output_tensor, input_tensor, group, op)
+        return begin(async_op) if self._is_later else self._sums.over_shards(begin, output_tensor, async_op=async_op)
 
     def over_replicas(self, output: torch.Tensor) -> None:
         if not self._begun:  # there is one shard, and so no sum over shards before this one
