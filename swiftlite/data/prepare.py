@@ -97,10 +97,8 @@ def prepare_data(
         return _prepare_stream(config, identity, load_tokenizer, progress, vocabulary)
     train = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.dataset]
     held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
-    check_anything_left(train)
-    check_anything_left(held_out)
-    for entry in [*train, *held_out]:
-        check_vocabulary(entry.meta["largest_token"], vocabulary, entry.store.where_from)
+    _check_rows(train, vocabulary)
+    _check_rows(held_out, vocabulary)
     parts, eval_parts = _split(config, train, held_out)
     plan, eval_plan = BatchPlan(parts, _plan_options(config)), _eval_plan(config, eval_parts)
     return PreparedData(
@@ -110,6 +108,13 @@ def prepare_data(
         rejected=Rejected([*train, *held_out]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
     )
+
+
+def _check_rows(entries: list[Entry], vocabulary: int | None) -> None:
+    """Raises UserError where no row is left, or the model does not know a token of one."""
+    check_anything_left(entries)
+    for entry in entries:
+        check_vocabulary(entry.meta["largest_token"], vocabulary, entry.store.where_from)
 
 
 def _plan_options(config: RunConfig) -> PlanOptions:
@@ -139,9 +144,7 @@ def _prepare_stream(
 ) -> PreparedData:
     """The same for `--streaming`: only evaluation rows and the first window of text are read before training."""
     held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
-    check_anything_left(held_out)
-    for entry in held_out:
-        check_vocabulary(entry.meta["largest_token"], vocabulary, entry.store.where_from)
+    _check_rows(held_out, vocabulary)
     sources = [resolve(parse_spec(text)) for text in config.dataset]
     for source in sources:
         if source.spec.count is not None:
