@@ -2,16 +2,21 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+from swiftlite.data.batches import collate
+from swiftlite.data.order import Sequence
 from swiftlite.errors import UserError
-from swiftlite.models import attention
+from swiftlite.models import attention, attention_blocks
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.attention_cpu import attend_by_document
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.toys import toy_config
 from swiftlite.models.tuners import set_activation_checkpointing
-from swiftlite.objectives.scorer import TokenScorer
+from swiftlite.objectives.scorer import TokenScorer, decoder_inputs
 from swiftlite.objectives.supervised import supervised_loss
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "qwen3-moe", "gpt2"]
@@ -51,6 +56,57 @@ def test_each_document_attends_to_itself_only(window, softcap, with_sinks):
     pieces = zip(query.split(LENGTHS, 2), key.split(LENGTHS, 2), value.split(LENGTHS, 2), strict=True)
     wanted = torch.cat([naive(q, k, v, 0.3, window, softcap, sinks) for q, k, v in pieces], 1)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+# On both sides of every length at which a document is computed in another way.
+WRITTEN_OUT = [95, 96, 128, 129, 256, 257, 300, 1, 768, 769]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 3, 80), (4, 1, 16)])
+def test_documents_of_any_length_attend_alike(heads, kv_heads, size):
+    torch.manual_seed(0)
+    total = sum(WRITTEN_OUT)
+    shapes = [(1, total, count, size) for count in (heads, kv_heads, kv_heads)]  # as projections lay them out
+    row = [torch.randn(shape, dtype=torch.float64).transpose(1, 2).requires_grad_() for shape in shapes]
+    upstream = torch.randn(1, total, heads, size, dtype=torch.float64)
+    groups = heads // kv_heads
+    query, key, value = row[0], row[1].repeat_interleave(groups, 1), row[2].repeat_interleave(groups, 1)
+    pieces = zip(*(each.split(WRITTEN_OUT, 2) for each in (query, key, value)), strict=True)
+    wanted = [F.scaled_dot_product_attention(*piece, is_causal=True).transpose(1, 2) for piece in pieces]
+    wanted = torch.cat(wanted, 1)
+    expected = torch.autograd.grad(wanted, row, upstream)
+    single = [each.detach().float().requires_grad_() for each in row]
+    got = attend_by_document(*single, WRITTEN_OUT, None)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
+    for found, right in zip(torch.autograd.grad(got, single, upstream.float()), expected, strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(attend_by_document(*single, WRITTEN_OUT, None), got)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_what_attention_keeps_is_no_other_with_checkpointing(mode, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = toy_config("llama", 2)
+    config._attn_implementation = attention.register()
+    model = AutoModelForCausalLM.from_config(config).float().train()
+    lengths = [130, 40, 300]
+    sequences = [Sequence(np.arange(n, dtype=np.int32) % 60, np.ones(n, dtype=np.bool_), "") for n in lengths]
+    inputs = decoder_inputs(collate([sequences]))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model.model(**inputs).last_hidden_state.square().sum().backward()
+        return [parameter.grad for parameter in model.model.parameters()]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_blocks, "SHORTEST", 10**9)
+        usual = gradients()
+    set_activation_checkpointing(model, dissect(model), mode)
+    for found, right in zip(gradients(), usual, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4 * right.abs().max().item())
 
 
 def test_a_model_that_loses_the_borders_is_refused():

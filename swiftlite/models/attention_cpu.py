@@ -1,8 +1,10 @@
 """Causal attention of many documents on a CPU, as one node of autograd's graph.
 
-PyTorch's kernel for one document after the other, as `scaled_dot_product_attention` chooses it. What is kept for the
-backward pass are queries, keys, values and results as they came, once: keys and values that several heads share are not
-copied for each of them, and the results lie in the row that the next layer reads.
+One document after the other, in blocks (`swiftlite/models/attention_blocks.py`) or by PyTorch's kernel, as
+`scaled_dot_product_attention` chooses it. What is kept for the backward pass are queries, keys, values and results as
+they came, once: keys and values that several heads share are not copied for each of them, and the results lie in the
+row that the next layer reads. Of documents of a moderate length weights are kept as well, which is faster than to
+compute them again.
 """
 
 from __future__ import annotations
@@ -10,9 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from swiftlite.models.attention_blocks import attend_in_blocks, block_gradients, gains_by_blocks
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+# Tokens of a document whose weights are kept, about half as many a token and head as it has tokens. With four times a
+# head's size that is as much as two rows of states.
+KEPT, KEPT_SIZES = 256, 4
 
 
 def attend_by_document(
@@ -20,36 +29,50 @@ def attend_by_document(
 ) -> torch.Tensor:
     """query: `[1, heads, tokens, head_dim]`; key, value: `[1, kv_heads, tokens, head_dim]`; lengths: of the documents.
     Returns `[1, tokens, heads, head_dim]`."""
-    return _ByDocument.apply(query, key, value, lengths, scaling)
+    return _ByDocument.apply(query, key, value, lengths, query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 class _ByDocument(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, lengths, scaling):  # noqa: ANN001, ANN205
+    def forward(ctx, query, key, value, lengths, scale):  # noqa: ANN001, ANN205
         _, heads, tokens, size = query.shape
         output = query.new_empty(1, tokens, heads, size)
         logsums = query.new_empty(heads, tokens, dtype=torch.promote_types(query.dtype, torch.float32))
         q, k, v, out, sums = _grouped(query, key, value, output, logsums)
-        for place in _places(lengths):
-            attended = _forward(q[:, :, place], k[:, :, place], v[:, :, place], 0.0, True, scale=scaling)
-            out[:, :, place], sums[:, :, place] = attended
-        ctx.save_for_backward(query, key, value, output, logsums)
-        ctx.lengths, ctx.scaling = lengths, scaling
+        # Selective checkpointing keeps the results of single operations, and knows PyTorch's kernel for one.
+        written_out = query.dtype == torch.float32 and not is_in_torch_dispatch_mode()
+        most = max(KEPT, KEPT_SIZES * size) if any(ctx.needs_input_grad) else 0
+        kept: list[torch.Tensor] = []
+        for place, length in _places(lengths):
+            if written_out and gains_by_blocks(length):
+                document = q[:, :, place], key[0, :, place], value[0, :, place]
+                for weights in attend_in_blocks(*document, scale, out[:, :, place]):
+                    kept += [weights] if length <= most else []
+            else:
+                attended = _forward(q[:, :, place], k[:, :, place], v[:, :, place], 0.0, True, scale=scale)
+                out[:, :, place], sums[:, :, place] = attended
+        ctx.save_for_backward(query, key, value, output, logsums, *kept)
+        ctx.lengths, ctx.scale, ctx.written_out, ctx.most = lengths, scale, written_out, most
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
-        query, key, value, output, logsums = ctx.saved_tensors
-        kept = _grouped(query, key, value, output, logsums)
-        arrived = _rows_of_groups(upstream, key.shape[1])
+        query, key, value, output, logsums, *kept = ctx.saved_tensors
+        q, *others = _grouped(query, key, value, output, logsums)
+        arrived, weights = _rows_of_groups(upstream, key.shape[1]), iter(kept)
         grad_query, grad_key, grad_value = (torch.empty_like(each) for each in (query, key, value))
-        grad_q = grad_query[0].unflatten(0, kept[0].shape[:2])
-        for place in _places(ctx.lengths):
-            of_document = [each[:, :, place] for each in (arrived, *kept)]
-            grad_q[:, :, place], to_keys, to_values = _backward(*of_document, 0.0, True, scale=ctx.scaling)
-            torch.sum(to_keys, 1, out=grad_key[0, :, place])
-            torch.sum(to_values, 1, out=grad_value[0, :, place])
+        grads = grad_query[0].unflatten(0, q.shape[:2]), grad_key[0], grad_value[0]
+        for place, length in _places(ctx.lengths):
+            if ctx.written_out and gains_by_blocks(length):
+                document = arrived[:, :, place], q[:, :, place], key[0, :, place], value[0, :, place]
+                found = block_gradients(*document, ctx.scale, weights if length <= ctx.most else None)
+            else:
+                document = [each[:, :, place] for each in (arrived, q, *others)]
+                to_query, to_keys, to_values = _backward(*document, 0.0, True, scale=ctx.scale)
+                found = to_query, to_keys.sum(1), to_values.sum(1)
+            for grad, of_document in zip(grads, found, strict=True):
+                grad[..., place, :] = of_document
         return grad_query, grad_key, grad_value, None, None
 
 
@@ -74,9 +97,10 @@ def _rows_of_groups(rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return rows[0].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
-def _places(lengths: list[int]) -> Iterator[slice]:
+def _places(lengths: list[int]) -> Iterator[tuple[slice, int]]:
+    """(where a document is, its length) of those that have tokens."""
     start = 0
     for length in lengths:
         if length:
-            yield slice(start, start + length)
+            yield slice(start, start + length), length
         start += length

@@ -38,7 +38,8 @@ KINDS = (
     ("optimizer", ("adam", "_foreach")),
     ("copies", ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "aten::fill_", "aten::zero_", "Memcpy")),
 )
-COMMUNICATION = KINDS[0][0]
+COMMUNICATION, ATTENTION = KINDS[0][0], KINDS[1][0]
+ATTENTION_NODE = "_ByDocument"  # autograd's node of `swiftlite.models.attention_cpu`, and that of its backward
 ELEMENTWISE, REST = "element by element", "Python and waiting"
 MEANWHILE = "while this one computed"
 
@@ -184,10 +185,19 @@ def tabulate(events: Sequence, *, on_gpu: bool) -> Table:
 def _kind(event, *, on_gpu: bool) -> str:  # noqa: ANN001 - FunctionEvent, which has no public name
     """Of an event's own time. On a CPU a function of autograd, or what FSDP marks, has only Python's, and what it waits
     for messages."""
-    if on_gpu or _is_operation(event):
+    if on_gpu:
         return kind_of(event.name)
+    if _is_operation(event):
+        return ATTENTION if _is_of_attention(event) else kind_of(event.name)
     waits = any(kind_of(each.name) == COMMUNICATION for each in (event, *event.cpu_children))
     return COMMUNICATION if waits else REST
+
+
+def _is_of_attention(event) -> bool:  # noqa: ANN001
+    """Whether it is one of the products and softmaxes that attention consists of where it is written out."""
+    while event is not None and not event.name.startswith(ATTENTION_NODE):
+        event = event.cpu_parent
+    return event is not None
 
 
 def _is_mark(event) -> bool:  # noqa: ANN001
