@@ -80,8 +80,8 @@ def _weights(query: torch.Tensor, key: torch.Tensor, rows: slice) -> torch.Tenso
 
 
 def _by_token(rows: torch.Tensor) -> torch.Tensor:
-    """A copy of `[kv_heads, groups, tokens, size]` as `[kv_heads, tokens, groups, size]`, so that queries of a block are
-    the rows of one matrix for each head of keys."""
+    """A copy of `[kv_heads, groups, tokens, size]` as `[kv_heads, tokens, groups, size]`: a block's queries are rows of
+    one matrix there, for each head of keys."""
     return rows.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
