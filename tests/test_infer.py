@@ -426,6 +426,20 @@ def test_ctrl_c_keeps_what_was_said_and_the_session_goes_on(monkeypatch, capsys)
         chat(Interrupted(), None, streaming=True)
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_an_answer_that_is_cut_off_says_so(loaded, streaming, capsys):
+    from swiftlite.serving.chat import Conversation
+
+    conversation = Conversation(Answerer(*loaded, Sampling(max_new_tokens=3)), None)
+    conversation.ask(PROMPTS[1], streaming=streaming)
+    assert "(cut off by --max-new-tokens)" in capsys.readouterr().err
+    answerer = Answerer(*loaded, Sampling(max_new_tokens=12))
+    prompt = answerer.encode(ask(PROMPTS[1]), "test")
+    answerer._stops.append(greedy(loaded[0], prompt, answerer._stops, 12)[-1])  # an end before that
+    Conversation(answerer, None).ask(PROMPTS[1], streaming=streaming)
+    assert "cut off" not in capsys.readouterr().err
+
+
 def test_without_a_template_a_prompt_is_plain_text(tiny_model, capsys):
     options = InferOptions(
         model=str(tiny_model("llama")), prompts=["Once upon a time"], chat_template="none", max_new_tokens=5,

@@ -448,7 +448,9 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_rows(base, tmp_path, tiny
 
 def test_nonfinite_steps_can_be_skipped_and_are_counted(base, tmp_path, tiny_model, capsys):
     train(base, model=str(poisoned(tmp_path, tiny_model)), on_nonfinite="skip")
-    assert "(6 so far)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "(6 so far)" in said
+    assert "note: 6 of the steps were skipped (--on-nonfinite skip)" in said
     assert all(row["loss"] is None for row in metrics(tmp_path / "out"))
 
 

@@ -58,6 +58,7 @@ class Conversation:
         self._answerer = answerer
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
+        self._complete = True  # the last answer
 
     def clear(self) -> None:
         self._messages = list(self._opening)
@@ -81,13 +82,17 @@ class Conversation:
                 print(flush=True)
                 if said.strip():
                     self._messages = [*asked, {"role": "assistant", "content": said.strip()}]
+        if not self._complete:
+            say("(cut off by --max-new-tokens)")
         return said.strip()
 
     def _pieces(self, prompt: list[int], streaming: bool) -> Generator[str, None, None]:
         if streaming:
-            yield from self._answerer.stream(prompt)
+            self._complete = yield from self._answerer.stream(prompt)
         else:
-            yield self._answerer.answer([prompt])[0].text
+            answer = self._answerer.answer([prompt])[0]
+            self._complete = answer.complete
+            yield answer.text
 
 
 def _lines(interactive: bool) -> Iterator[str]:

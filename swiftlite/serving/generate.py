@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,14 +84,15 @@ class Answerer:
             )
         return ids
 
-    def stream(self, prompt: list[int]) -> Iterator[str]:
-        """The answer piece by piece. Closing the iterator stops the model at its next token.
+    def stream(self, prompt: list[int]) -> Generator[str, None, bool]:
+        """The answer piece by piece; returns whether it came to its end. Closing the iterator stops the model at its
+        next token.
 
         The model works in a thread; what it raises is raised here.
         """
         from transformers import StoppingCriteria, TextIteratorStreamer
 
-        stop, failure = threading.Event(), []
+        stop, failure, made = threading.Event(), [], []
 
         class Stopped(StoppingCriteria):
             def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
@@ -101,7 +102,7 @@ class Answerer:
 
         def work() -> None:
             try:
-                self._generate([prompt], streamer=pieces, stopping_criteria=[Stopped()])
+                made.append(self._generate([prompt], streamer=pieces, stopping_criteria=[Stopped()]))
             except BaseException as error:  # noqa: BLE001 - carried over to the reading thread
                 failure.append(error)
                 pieces.end()
@@ -115,6 +116,7 @@ class Answerer:
             worker.join()
         if failure:
             raise failure[0]
+        return self._read(made[0][0].tolist()).complete
 
     def answer(self, prompts: Sequence[list[int]]) -> list[Answer]:
         """The answers to a batch, padded on the left and masked by length (pad may be an end token)."""
