@@ -21,9 +21,9 @@ from swiftlite.models import attention_blocks
 from swiftlite.models.attention_cpu import attend_by_document
 
 PLACE, CALLS = "attention", 12
-SHAPES = ((8, 4, 32), (9, 3, 64), (16, 8, 128))  # heads, heads of keys, size: a tiny model, SmolLM2-135M, Qwen3-0.6B
+SHAPES = ((9, 3, 64), (16, 8, 128), (32, 8, 128))  # heads, heads of keys, size: SmolLM2-135M, Qwen3-0.6B, Llama 3 8B
 LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
-EVERYTHING, NOTHING = (1, max(LENGTHS)), (1, 0)  # lengths of documents that are computed in blocks
+EVERYTHING, NOTHING = (1, 1, max(LENGTHS)), (1, 1, 0)  # heads, and documents, that are computed in blocks
 
 
 def fastest(work: Callable[[], object]) -> float:
@@ -53,15 +53,16 @@ def call(shape: tuple[int, int, int], length: int) -> Callable[[], None]:
 def measure(options: argparse.Namespace) -> str:
     """Markdown."""
     torch.set_num_threads(options.threads)
-    usual = attention_blocks.SHORTEST, attention_blocks.LONGEST
+    blocks = attention_blocks
+    usual = blocks.SMALLEST_HEAD, blocks.SHORTEST, blocks.LONGEST
     cells = []
     for shape in SHAPES:
         ratios = []
         for length in LENGTHS:
             work, seconds = call(shape, length), {}
-            for lengths in (NOTHING, EVERYTHING):
-                attention_blocks.SHORTEST, attention_blocks.LONGEST = lengths
-                seconds[lengths] = fastest(work)
+            for served in (NOTHING, EVERYTHING):
+                blocks.SMALLEST_HEAD, blocks.SHORTEST, blocks.LONGEST = served
+                seconds[served] = fastest(work)
             ratios.append(f"{seconds[EVERYTHING] / seconds[NOTHING]:.2f}")
         heads, kv_heads, size = shape
         cells.append([f"{heads} ({kv_heads}) of {size}", *ratios])
@@ -69,7 +70,8 @@ def measure(options: argparse.Namespace) -> str:
     facts = machine()
     return (
         f"{facts['cpu']}, {options.threads} threads, torch {version('torch')}, on {time.strftime('%Y-%m-%d')}: time in "
-        f"blocks, of that by PyTorch's kernel. Blocks are used from {usual[0]} to {usual[1]} tokens.\n\n"
+        f"blocks, of that by PyTorch's kernel. Blocks are used for heads of {usual[0]} and more, from {usual[1]} to "
+        f"{usual[2]} tokens.\n\n"
         + markdown_table(["heads (of keys)", *(f"{length:,} tokens" for length in LENGTHS)], cells)
     )
 

@@ -59,10 +59,10 @@ def test_each_document_attends_to_itself_only(window, softcap, with_sinks):
 
 
 # On both sides of every length at which a document is computed in another way.
-WRITTEN_OUT = [95, 96, 128, 129, 256, 257, 300, 1, 768, 769]
+WRITTEN_OUT = [95, 96, 128, 129, 256, 1, 257, 512, 513, 544, 545]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 3, 80), (4, 1, 16)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64), (3, 3, 136), (4, 1, 128)])
 def test_documents_of_any_length_attend_alike(heads, kv_heads, size):
     torch.manual_seed(0)
     total = sum(WRITTEN_OUT)
@@ -77,9 +77,9 @@ def test_documents_of_any_length_attend_alike(heads, kv_heads, size):
     expected = torch.autograd.grad(wanted, row, upstream)
     single = [each.detach().float().requires_grad_() for each in row]
     got = attend_by_document(*single, WRITTEN_OUT, None)
-    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
-    for found, right in zip(torch.autograd.grad(got, single, upstream.float()), expected, strict=True):
-        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+    found = [got, *torch.autograd.grad(got, single, upstream.float())]
+    for single_precision, right in zip(found, [wanted, *expected], strict=True):
+        assert (single_precision.double() - right).norm() < 1e-6 * right.norm()  # PyTorch's kernel: 5e-7
     with torch.no_grad():
         assert torch.equal(attend_by_document(*single, WRITTEN_OUT, None), got)
 
@@ -90,7 +90,7 @@ def test_what_attention_keeps_is_no_other_with_checkpointing(mode, monkeypatch):
 
     torch.manual_seed(0)
     config = toy_config("llama", 2)
-    config._attn_implementation = attention.register()
+    config.head_dim, config._attn_implementation = 128, attention.register()
     model = AutoModelForCausalLM.from_config(config).float().train()
     lengths = [130, 40, 300]
     sequences = [Sequence(np.arange(n, dtype=np.int32) % 60, np.ones(n, dtype=np.bool_), "") for n in lengths]

@@ -14,14 +14,15 @@ from collections.abc import Iterator
 import torch
 
 BLOCK = 128  # queries at most
-SHORTEST, LONGEST = 96, 768  # tokens of a document: outside, PyTorch's kernel is faster
+# Where it takes less time than PyTorch's kernel (`scripts/measure_attention.py`): heads, and documents in tokens.
+SMALLEST_HEAD, SHORTEST, LONGEST = 128, 96, 512
 
 _softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 
-def gains_by_blocks(tokens: int) -> bool:
-    """Whether attention of a document of so many tokens takes less time here than by PyTorch's kernel."""
-    return SHORTEST <= tokens <= LONGEST
+def gains_by_blocks(tokens: int, size: int) -> bool:
+    """Whether attention of a document of so many tokens, with heads of a size, is faster here than PyTorch's kernel."""
+    return size >= SMALLEST_HEAD and SHORTEST <= tokens <= LONGEST
 
 
 def attend_in_blocks(

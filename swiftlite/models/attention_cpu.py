@@ -19,9 +19,9 @@ from swiftlite.models.attention_blocks import attend_in_blocks, block_gradients,
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# Tokens of a document whose weights are kept, about half as many a token and head as it has tokens. With four times a
-# head's size that is as much as two rows of states.
-KEPT, KEPT_SIZES = 256, 4
+# Weights are kept where a document has at most so many times a head's size in tokens: about half as many a token and
+# head as it has tokens, so no more than two rows of states.
+KEPT_SIZES = 4
 
 
 def attend_by_document(
@@ -41,10 +41,10 @@ class _ByDocument(torch.autograd.Function):
         q, k, v, out, sums = _grouped(query, key, value, output, logsums)
         # Selective checkpointing keeps the results of single operations, and knows PyTorch's kernel for one.
         written_out = query.dtype == torch.float32 and not is_in_torch_dispatch_mode()
-        most = max(KEPT, KEPT_SIZES * size) if any(ctx.needs_input_grad) else 0
+        most = KEPT_SIZES * size if any(ctx.needs_input_grad) else 0
         kept: list[torch.Tensor] = []
         for place, length in _places(lengths):
-            if written_out and gains_by_blocks(length):
+            if written_out and gains_by_blocks(length, size):
                 document = q[:, :, place], key[0, :, place], value[0, :, place]
                 for weights in attend_in_blocks(*document, scale, out[:, :, place]):
                     kept += [weights] if length <= most else []
@@ -64,7 +64,7 @@ class _ByDocument(torch.autograd.Function):
         grad_query, grad_key, grad_value = (torch.empty_like(each) for each in (query, key, value))
         grads = grad_query[0].unflatten(0, q.shape[:2]), grad_key[0], grad_value[0]
         for place, length in _places(ctx.lengths):
-            if ctx.written_out and gains_by_blocks(length):
+            if ctx.written_out and gains_by_blocks(length, query.shape[-1]):
                 document = arrived[:, :, place], q[:, :, place], key[0, :, place], value[0, :, place]
                 found = block_gradients(*document, ctx.scale, weights if length <= ctx.most else None)
             else:

@@ -22,7 +22,7 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
     enters the layer and the results of matrix products and attention under `selective`, what enters it alone under
     `full`; twice that in fp32. On a CPU about as much is left without checkpointing as under `selective`
     (`swiftlite.models.rematerialize`); attention's weights (`swiftlite.models.attention_cpu`) come to a fifth more at
-    most with heads of 64 and above, and less with shorter documents.
+    most, and to less with shorter documents.
     """
     shape = model_config.get_text_config()
     values = shape.to_dict()
