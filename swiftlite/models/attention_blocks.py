@@ -47,14 +47,14 @@ def block_gradients(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
-    kept: Iterator[torch.Tensor] | None,
+    kept: Iterator[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value, of their shapes. upstream: that of the results; kept: the blocks' weights,
-    or None where they are to be computed again; the rest as `attend_in_blocks` took it."""
+    """The gradients of query, key and value, of their shapes. upstream: that of the results; kept: begins with the
+    blocks' weights, which are taken from it; the rest as `attend_in_blocks` took it."""
     query, upstream = _by_token(query).mul_(scale), _by_token(upstream)
     to_query, to_key, to_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for rows in _blocks(query.shape[1]):
-        weights = _weights(query, key, rows) if kept is None else next(kept)
+        weights = next(kept)
         arrived = upstream[:, rows].flatten(1, 2)
         to_value[:, : rows.stop] += torch.bmm(weights.mT, arrived)
         to_scores = torch.bmm(arrived, value[:, : rows.stop].mT)

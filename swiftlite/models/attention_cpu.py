@@ -3,8 +3,8 @@
 One document after the other, in blocks (`swiftlite/models/attention_blocks.py`) or by PyTorch's kernel, as
 `scaled_dot_product_attention` chooses it. What is kept for the backward pass are queries, keys, values and results as
 they came, once: keys and values that several heads share are not copied for each of them, and the results lie in the
-row that the next layer reads. Of documents of a moderate length weights are kept as well, which is faster than to
-compute them again.
+row that the next layer reads. Of documents in blocks weights are kept as well: such a document has at most four times a
+head's size in tokens, so they take no more than two rows of states.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from swiftlite.models.attention_blocks import attend_in_blocks, block_gradients,
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-# Weights are kept where a document has at most so many times a head's size in tokens: about half as many a token and
-# head as it has tokens, so no more than two rows of states.
-KEPT_SIZES = 4
 
 
 def attend_by_document(
@@ -41,18 +37,17 @@ class _ByDocument(torch.autograd.Function):
         q, k, v, out, sums = _grouped(query, key, value, output, logsums)
         # Selective checkpointing keeps the results of single operations, and knows PyTorch's kernel for one.
         written_out = query.dtype == torch.float32 and not is_in_torch_dispatch_mode()
-        most = KEPT_SIZES * size if any(ctx.needs_input_grad) else 0
         kept: list[torch.Tensor] = []
         for place, length in _places(lengths):
             if written_out and gains_by_blocks(length, size):
                 document = q[:, :, place], key[0, :, place], value[0, :, place]
                 for weights in attend_in_blocks(*document, scale, out[:, :, place]):
-                    kept += [weights] if length <= most else []
+                    kept += [weights] if any(ctx.needs_input_grad) else []
             else:
                 attended = _forward(q[:, :, place], k[:, :, place], v[:, :, place], 0.0, True, scale=scale)
                 out[:, :, place], sums[:, :, place] = attended
         ctx.save_for_backward(query, key, value, output, logsums, *kept)
-        ctx.lengths, ctx.scale, ctx.written_out, ctx.most = lengths, scale, written_out, most
+        ctx.lengths, ctx.scale, ctx.written_out = lengths, scale, written_out
         return output
 
     @staticmethod
@@ -66,7 +61,7 @@ class _ByDocument(torch.autograd.Function):
         for place, length in _places(ctx.lengths):
             if ctx.written_out and gains_by_blocks(length, query.shape[-1]):
                 document = arrived[:, :, place], q[:, :, place], key[0, :, place], value[0, :, place]
-                found = block_gradients(*document, ctx.scale, weights if length <= ctx.most else None)
+                found = block_gradients(*document, ctx.scale, weights)
             else:
                 document = [each[:, :, place] for each in (arrived, q, *others)]
                 to_query, to_keys, to_values = _backward(*document, 0.0, True, scale=ctx.scale)
