@@ -24,8 +24,8 @@ def made(method="sft", **values):
     return resolve_config(method, **{**NAMED, **values})
 
 
-def plan(env=None, **values):
-    return resolve("sft", {k: Given(v, k, "flag") for k, v in {**NAMED, **values}.items()}, env=env or {})
+def plan(env=None, method="sft", **values):
+    return resolve(method, {k: Given(v, k, "flag") for k, v in {**NAMED, **values}.items()}, env=env or {})
 
 
 def test_every_flag_has_help_a_panel_and_names_of_its_own():
@@ -191,6 +191,11 @@ def test_settings_without_effect_are_noted():
 )  # fmt: skip
 def test_settings_of_several_processes_are_noted_where_they_cannot_act(values, idle):
     assert {note.split(" has no effect ")[0] for note in plan(**values).notes} == idle
+
+
+def test_a_loss_that_is_another_one_is_noted():
+    assert "robust is sigmoid without --label-smoothing" in " ".join(plan(method="dpo", loss=["robust"]).notes)
+    assert plan(method="dpo", loss=["robust"], label_smoothing=0.1).notes == []
 
 
 def test_a_revision_of_a_local_folder_is_noted(tmp_path):

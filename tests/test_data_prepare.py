@@ -12,6 +12,7 @@ from swiftlite.data import build, sources
 from swiftlite.data import prepare as prepare_module
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import prepare_data
+from swiftlite.data.rows import MOST_COLUMNS
 from swiftlite.errors import UserError
 
 
@@ -269,6 +270,49 @@ def test_what_is_lost_is_told_in_words(prepare, write_rows, chat_rows):
     words = losses_in_words(prepared.audit)
     assert words.startswith("of 34 rows ") and "no_assistant_turn 1" in words and "; of 34 evaluation rows" in words
     assert f"{rows['truncated']} truncated, 1 tools left out" in words
+
+
+def test_columns_of_which_nothing_is_made_are_counted_and_told(prepare, write_rows, chat_rows):
+    own_system = {"messages": [{"role": "system", "content": "Be kind"}, *chat_rows[1]["messages"]]}
+    more = [
+        chat_rows[0] | {"id": 7, "score": 0, "tags": [], "note": None},
+        own_system | {"system": "Be brief", "id": 8},
+    ]
+    prepared = prepare(write_rows("a.jsonl", [*chat_rows, *more]))
+    assert prepared.audit["rows"]["unused_columns"] == {"id": 2, "score": 1, "system": 1}
+    assert losses_in_words(prepared.audit) == "columns not used: id, score, system"
+    rows = [{"question": "a", "reply": "b", "answer": "c", "kind": "d"}]  # reply is the answer; the other is left over
+    mapped = prepare(write_rows("b.jsonl", rows), columns={"answer": "reply"})
+    assert mapped.audit["rows"]["unused_columns"] == {"answer": 1, "kind": 1}
+    many = prepare(write_rows("c.jsonl", [row | {f"key {i}": 1} for i, row in enumerate(chat_rows * 8)]))
+    counts = many.audit["rows"]["unused_columns"]
+    assert len(counts) == MOST_COLUMNS + 1 and sum(counts.values()) == 8 * len(chat_rows)
+
+
+def test_what_the_template_does_not_write_of_the_context_is_counted(prepare, write_rows, chat_rows, tokenizer):
+    result = {"role": "tool", "content": '{"sum":\n "4 < 5"}', "tool_call_id": "a1"}
+    call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}], "train": False}
+    asked, answered = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4", "name": "ann"}
+    path = write_rows("a.jsonl", [*chat_rows, {"messages": [asked, call, result, answered]}])
+    written = prepare(path).audit["rows"]
+    assert written["unused_columns"] == dict.fromkeys(
+        ("messages.tool_calls", "messages.tool_call_id", "messages.name"), 1
+    )
+    assert "messages_left_out" not in written
+    whole = tokenizer.chat_template
+    tokenizer.chat_template = whole.replace("message['content']", "message['content'] | tojson")
+    assert "messages_left_out" not in prepare(path, max_length=255).audit["rows"]
+    tokenizer.chat_template = whole.replace("message['content']", "(message['content'] if message['role'] != 'tool')")
+    prepared = prepare(path, max_length=254)
+    assert prepared.audit["rows"]["messages_left_out"] == 1
+    assert "of 33 rows 1 messages left out" in losses_in_words(prepared.audit)
+
+
+def test_a_margin_is_for_reward_models(prepare, write_rows):
+    rows = [{"prompt": "a", "question": "z", "chosen": "b", "rejected": "c", "margin": 1.0}]
+    path = write_rows("a.jsonl", rows)
+    assert prepare(path, method="dpo").audit["rows"]["unused_columns"] == {"question": 1, "margin": 1}
+    assert prepare(path, method="rm").audit["rows"]["unused_columns"] == {"question": 1}
 
 
 def test_nothing_left_shows_the_counts(prepare, write_rows):

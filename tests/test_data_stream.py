@@ -148,7 +148,7 @@ def test_a_bad_line_is_named_by_its_number_or_skipped(open_stream, tmp_path):
 
 def test_a_run_that_goes_on_counts_what_it_has_read_before(open_stream, tmp_path):
     path = tmp_path / "a.jsonl"
-    rows = [json.dumps({"text": line}) for line in LINES]
+    rows = [json.dumps({"text": line, "id": i}) for i, line in enumerate(LINES)]
     rows[20] = '{"text": '
     path.write_text("\n".join(rows) + "\n")
     whole = open_stream(path, max_steps=30, on_bad_row="skip", shuffle=False)
@@ -159,6 +159,7 @@ def test_a_run_that_goes_on_counts_what_it_has_read_before(open_stream, tmp_path
     assert [(row["file"], row["line"]) for row in again.rejected] == [(str(copy), 21)]
     assert again.audit["rows"]["dropped"] == {"invalid_json": 1}
     assert again.audit["rows"]["used"] >= len(set(before)) > 100
+    assert again.audit["rows"]["unused_columns"] == {"id": again.audit["rows"]["read"] - 1}
 
 
 def test_stopping_early_ends_the_thread(open_stream, text_file):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from swiftlite.cli.options import RunCommand, own_flag
 from swiftlite.config.methods import pack_capacity
 from swiftlite.errors import UserError
+from swiftlite.untrusted import printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -149,6 +150,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Iterator[t
 def audit_table(audit: dict[str, Any]) -> Table:
     """One column a data set, one in all, and one for the evaluation rows."""
     from rich.table import Table
+    from rich.text import Text
 
     sections = {"all": audit} | audit.get("datasets", {})
     if len(sections) == 2:
@@ -162,7 +164,7 @@ def audit_table(audit: dict[str, Any]) -> Table:
         key
         for section in sections.values()
         for key, n in section["rows"].items()
-        if key != "dropped" and (n or key == "used")
+        if isinstance(n, int) and (n or key == "used")
     )
     for key in plain:
         table.add_row(
@@ -170,10 +172,10 @@ def audit_table(audit: dict[str, Any]) -> Table:
         )
     if unread := audit.get("unread_files"):
         table.add_row("files not read", f"{len(unread):,}")
-    reasons = dict.fromkeys(reason for section in sections.values() for reason in section["rows"]["dropped"])
-    for reason in reasons:
-        counts = (section["rows"]["dropped"].get(reason, 0) for section in sections.values())
-        table.add_row(f"rows dropped: {reason}", *(f"{count:,}" for count in counts))
+    for key, words in (("dropped", "rows dropped"), ("unused_columns", "rows with an unused column")):
+        found = [section["rows"].get(key, {}) for section in sections.values()]
+        for name in dict.fromkeys(name for counts in found for name in counts):
+            table.add_row(Text(printable(f"{words}: {name}")), *(f"{counts.get(name, 0):,}" for counts in found))
     for key in ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs"):
         if key in audit:
             table.add_row(key.replace("_", " "), *(f"{section[key]:,}" for section in sections.values()))

@@ -259,7 +259,10 @@ def unused(config: RunConfig, layout: Layout, by: Mapping[str, str]) -> list[str
     values = config.model_dump()
     given = {name for name, who in by.items() if who == "flag" or values[name] != all_flags()[name].default}
     ineffective = [*_ineffective(config), *_ineffective_layout(config, layout)]
-    return [f"{name} has no effect {why}" for name, why in ineffective if name in given]
+    notes = [f"{name} has no effect {why}" for name, why in ineffective if name in given]
+    if config.method == "dpo" and config.label_smoothing == 0 and "robust" in _losses_named(config):
+        notes.append("--loss robust is sigmoid without --label-smoothing, the share of labels that are wrong")
+    return notes
 
 
 def unused_on_cpu(config: RunConfig) -> list[str]:
@@ -322,11 +325,15 @@ def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:
         (name, f"with {config.method}") for name, where in PREFERENCE_SETTINGS.items() if config.method not in where
     )
     if config.method == "dpo":
-        named = [name for name, _ in losses_of("dpo", config.loss)]
+        named = _losses_named(config)
         if named == ["sft"]:
             yield "beta", "with --loss sft, which compares nothing"
         if all(name in REFERENCE_FREE for name in named):
             yield "reference", f"with --loss {' '.join(named)}, which has no reference"
+
+
+def _losses_named(config: RunConfig) -> list[str]:
+    return [name for name, _ in losses_of("dpo", config.loss)]
 
 
 def _is_date(text: str | None) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from swiftlite.data.rows import count_columns
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
 NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs", "fill")
 IN_BALANCE = (1.0, 4 / 3)
 ROUNDING = 0.005  # of weights that are told in three digits
-OUTCOMES = ("read", "used", "truncated", "split", "split_by_template", "tools_left_out")
-UNREAD_TOLD = 3  # names of files
+OUTCOMES = ("read", "used", "truncated", "split", "split_by_template", "tools_left_out", "messages_left_out")
+NAMES_TOLD = 3  # of files or columns
 ALWAYS_TOLD = 5  # of them; the others where there are any
 
 
@@ -30,7 +32,8 @@ def build_audit(
     part; of methods that compare answers also `pairs`, or `desirable` and `undesirable` answers. A row of which nothing
     is kept is under `dropped` with its reason; one that is kept in part is under `truncated`, `split` (several
     sequences by length) or `split_by_template` (several because the chat template writes history differently);
-    `tools_left_out`: the template does not write the tools of so many rows.
+    `tools_left_out`, `messages_left_out`: the template does not write the tools, or a question or result, of so many
+    rows; `unused_columns`: rows by column of which nothing is made, `messages.KEY` for a key of messages.
     `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read.
     """
     parts = plan.describe_parts()
@@ -57,6 +60,14 @@ def unread_files(sources: list[Source]) -> dict[str, list[str]]:
     """The files of data folders that may hold rows and are not read, where there are any."""
     unread = [name for source in sources for name in source.unread]
     return {"unread_files": unread} if unread else {}
+
+
+def unused_columns(counts: Iterable[Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Rows by column that hold something of which nothing is made, where there are any, the most frequent first."""
+    total: Counter[str] = Counter()
+    for count in counts:
+        count_columns(total, count)
+    return {"unused_columns": dict(total.most_common())} if total else {}
 
 
 def _numbers(described: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +107,7 @@ def _rows(entries: list[Entry]) -> dict[str, Any]:
         "split": counts["split"],
         "split_by_template": counts["split_by_template"],
         **{name: counts[name] for name in OUTCOMES[ALWAYS_TOLD:] if counts[name]},
+        **unused_columns([entry.meta["unused"] for entry in entries]),
     }
 
 
@@ -108,11 +120,16 @@ def losses_in_words(audit: dict[str, Any]) -> str | None:
         parts = [f"{sum(rows['dropped'].values()):,} dropped ({dropped})"] if dropped else []
         parts += [f"{rows[key]:,} {key.replace('_', ' ')}" for key in OUTCOMES[2:] if rows.get(key)]
         told += [f"of {rows['read']:,} {name}rows {', '.join(parts)}"] if parts else []
+        if unused := list(rows.get("unused_columns", ())):
+            told.append(f"{name}columns not used: {_some(unused)}")
     if unread := audit.get("unread_files"):
-        names = ", ".join(unread[:UNREAD_TOLD]) + (" and others" if len(unread) > UNREAD_TOLD else "")
         files = "1 file may hold rows and is" if len(unread) == 1 else f"{len(unread):,} files may hold rows and are"
-        told.append(f"{files} not read ({names})")
+        told.append(f"{files} not read ({_some(unread)})")
     return "; ".join(told) or None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMES_TOLD]) + (" and others" if len(names) > NAMES_TOLD else "")
 
 
 def dropped_rows(entries: list[Entry]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from swiftlite.config.methods import PREFERENCE
 from swiftlite.data.forms import BadRow
 from swiftlite.data.order import permutation
 from swiftlite.data.readers import Payload, parse_payload, read_rows
-from swiftlite.data.rows import detect_format, rename_columns
+from swiftlite.data.rows import count_columns, detect_format, rename_columns
 from swiftlite.data.sources import DataFile, Source
 from swiftlite.data.store import SequenceWriter
 from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
@@ -58,6 +58,7 @@ def build_entry(
     """
     counts: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
     rows = raw_rows(source, options, sample_by, seed)
     run = RowTokenizer(tokenizer, options, source.files)
     largest = -1
@@ -72,6 +73,7 @@ def build_entry(
                 raise bad_row_error(batch.rejected[0])
             counts.update(batch.counts)
             dropped.update(batch.dropped)
+            count_columns(unused, batch.unused)
             writer.append(batch)
             largest = max(largest, batch.largest())
             if progress is not None:
@@ -79,6 +81,7 @@ def build_entry(
     return {
         "counts": dict(counts),
         "dropped": dict(dropped),
+        "unused": dict(unused),
         "largest_token": largest,
         "labels": [file.label for file in source.files],
     }

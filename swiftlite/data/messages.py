@@ -80,9 +80,8 @@ def read_messages(row: Mapping[str, Any], key: str = "messages") -> Chat:
     given = array(row[key], key)
     if not given:
         raise BadRow("empty", f"{key} is empty")
-    system = optional_text(row, "system")
     pairs = messages_of(given, key)
-    if system is not None and pairs[0][0]["role"] != "system":
+    if pairs[0][0]["role"] != "system" and (system := optional_text(row, "system")) is not None:
         pairs.insert(0, ({"role": "system", "content": system}, False))
     return chat(pairs, tools_of(row))
 

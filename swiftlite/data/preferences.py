@@ -47,8 +47,9 @@ def read_preference(row: Mapping[str, Any]) -> Pair:
 
 def _prompt(row: Mapping[str, Any]) -> object:
     """What both answers answer; a question or an instruction is asked in a chat, as it is without comparison."""
-    if (said := row.get("prompt", row.get("conversations"))) is not None:
-        return messages_in(said)
+    for key in ("prompt", "conversations"):
+        if (said := row.get(key)) is not None:
+            return messages_in(said)
     key = next((key for key in QUESTIONS if row.get(key) is not None), None)
     return None if key is None else [{"role": "user", "content": question_of(row, key)}]
 

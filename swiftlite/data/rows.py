@@ -6,6 +6,7 @@ Whatever is wrong with a row raises BadRow with a short, stable reason that the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from swiftlite.errors import UserError
 from swiftlite.untrusted import names_of
 
 ANSWERS, PREFERENCES, UNPAIRED = "answers", "preference", "unpaired preference"
+MOST_COLUMNS = 100
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,35 @@ def rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str,
     """Give columns the keys of a format. columns: format key -> column of the file."""
     renamed = {key: value for key, value in row.items() if key not in columns.values() and key not in columns}
     return renamed | {key: row[column] for key, column in columns.items() if column in row}
+
+
+class TrackedRow(dict[str, Any]):
+    """A row that knows which of its values were asked for."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        super().__init__(row)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def unused_of(self, given: Mapping[str, Any], columns: Mapping[str, str], method: str) -> list[str]:
+        """The columns of the row as it was given, before `rename_columns`, that hold something nobody has asked for."""
+        asked = {columns.get(key, key) for key in self.asked}
+        if method != "rm":
+            asked.discard(columns.get("margin", "margin"))  # every pair is read with its margin
+        return [str(key)[:40] for key, value in given.items() if key not in asked and value not in (None, "", [], {})]
+
+
+def count_columns(total: Counter[str], more: Mapping[str, int]) -> None:
+    """Add rows by unused column up; past `MOST_COLUMNS` under one name, since each row may have keys of its own."""
+    for name, count in more.items():
+        total[name if name in total or len(total) < MOST_COLUMNS else "others"] += count
 
 
 def check_columns(columns: Mapping[str, str]) -> None:

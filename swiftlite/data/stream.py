@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swiftlite.data.audit import unread_files
+from swiftlite.data.audit import unread_files, unused_columns
 from swiftlite.data.build import bad_row_error, check_vocabulary, format_of
 from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
 from swiftlite.data.packing import best_fit_decreasing
+from swiftlite.data.rows import count_columns
 from swiftlite.data.sources import DataFile, Source
 from swiftlite.data.stream_record import WindowRecord, append_record, read_records
 from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions, flags_of
@@ -89,6 +90,7 @@ class StreamPlan:
         self._seen: set[int] = set()
         self._totals: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
+        self._unused: Counter[str] = Counter()
         self.rejected: list[dict[str, Any]] = []
         if not self._windows:
             raise UserError("the data set holds no row", where=sources[0].spec.text, fix="check the files")
@@ -143,7 +145,7 @@ class StreamPlan:
 
     def _audit(self) -> dict[str, Any]:
         rows = {key: self._totals[key] for key in ("read", "used", "truncated", "split")}
-        rows["dropped"] = dict(self._dropped.most_common())
+        rows |= {"dropped": dict(self._dropped.most_common())} | unused_columns([self._unused])
         numbers = {key: self.describe()[key] for key in ("tokens", "trained_tokens", "packs", "fill")}
         return {"rows": rows} | numbers | {"windows": {"read": len(self._seen), "all": len(self._windows)}}
 
@@ -248,7 +250,7 @@ class StreamPlan:
             "tokens": sum(len(ids) for ids in batch.ids),
             "trained_tokens": sum(int((runs[1::2] - runs[::2]).sum()) for runs in batch.runs),
         }
-        record = WindowRecord(totals, dict(batch.dropped), rejected)
+        record = WindowRecord(totals, dict(batch.dropped), dict(batch.unused), rejected)
         self._account(number, record)
         if number not in self._records:
             self._records[number] = record
@@ -263,6 +265,7 @@ class StreamPlan:
         self.rejected += [row | {"file": label} for row in record.rejected]
         self._totals.update(record.totals)
         self._dropped.update(record.dropped)
+        count_columns(self._unused, record.unused)
         self.audit |= self._audit()
 
     def _with_line(self, window: Window, row: dict[str, Any]) -> dict[str, Any]:

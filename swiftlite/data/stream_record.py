@@ -17,10 +17,12 @@ from swiftlite.errors import RunError
 
 @dataclass(frozen=True)
 class WindowRecord:
-    """totals: of rows, tokens and packs by the audit's names; dropped: rows by reason; rejected: the bad rows."""
+    """totals: of rows, tokens and packs by the audit's names; dropped: rows by reason; unused: rows by column that
+    nothing was made of; rejected: the bad rows."""
 
     totals: dict[str, int]
     dropped: dict[str, int]
+    unused: dict[str, int]
     rejected: list[dict[str, Any]]
 
     @property

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.forms import BadRow, Chat
+from swiftlite.data.left_out import squash, unknown_keys
 from swiftlite.data.messages import REASONING_KEYS
 from swiftlite.errors import UserError
 
@@ -84,6 +85,10 @@ class ChatRenderer:
             else:
                 groups.append([turn])
         return [_joined(group) for group in groups]
+
+    def unknown_keys(self, chat: Chat) -> set[str]:
+        """Keys of the messages that the template does not name, so that nothing is made of them."""
+        return unknown_keys(chat, self._templates[bool(chat.tools)])
 
     # ---- one answer ---------------------------------------------------------------------------------------------
 
@@ -172,9 +177,9 @@ class ChatRenderer:
         """
         text, content = self._render(chat, index + 1), _with_thinking(chat.messages[index])
         rest = content.rpartition(_THOUGHT)[2]
-        if rest == content or _squash(content) in _squash(text):
+        if rest == content or squash(content) in squash(text):
             return text
-        if any(_squash(self._saying(chat, index, what)) != _squash(text) for what in (content, rest)):
+        if any(squash(self._saying(chat, index, what)) != squash(text) for what in (content, rest)):
             return text  # it does something else
         before, found, behind = self._saying(chat, index, _ANSWER).rpartition(_ANSWER)
         return before + content + behind if found else text
@@ -227,11 +232,11 @@ class ChatRenderer:
         """
         message = chat.messages[index]
         parts = [message["content"], *(message[key] for key in REASONING_KEYS if message.get(key))]
-        opening, found = _squash(before[-OPENING:]), _squash(trained)
-        calls = found.replace(_squash(message["content"]), "", 1)  # a call may be named by a word of the answer
-        names = Counter(_squash(call["function"]["name"]) for call in message.get("tool_calls") or [])
+        opening, found = squash(before[-OPENING:]), squash(trained)
+        calls = found.replace(squash(message["content"]), "", 1)  # a call may be named by a word of the answer
+        names = Counter(squash(call["function"]["name"]) for call in message.get("tool_calls") or [])
         called = all(calls.count(name) >= times for name, times in names.items())  # some write only the first call
-        if not called or not all(_ends_within(_squash(part), opening, found) for part in parts):
+        if not called or not all(_ends_within(squash(part), opening, found) for part in parts):
             raise BadRow("template_drops_content", f"the chat template leaves out a part of message {index}")
 
     # ---- the template -------------------------------------------------------------------------------------------
@@ -357,7 +362,3 @@ def _ends_within(part: str, opening: str, found: str) -> bool:
     """Whether `part` stands in opening + found and at least its last character in found."""
     reach = min(len(opening), max(0, len(part) - 1))
     return part in opening[len(opening) - reach :] + found
-
-
-def _squash(text: str) -> str:
-    return "".join(text.split())

@@ -17,10 +17,11 @@ import numpy as np
 from swiftlite.config.methods import PAIRED
 from swiftlite.data.encode import Spans, TextEncoder, Tokens
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row
+from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools
 from swiftlite.data.messages import string
 from swiftlite.data.preference_tokens import Preference, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
-from swiftlite.data.rows import FORMATS, read_row, rename_columns
+from swiftlite.data.rows import FORMATS, TrackedRow, read_row, rename_columns
 from swiftlite.data.sources import DataFile
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
@@ -57,7 +58,7 @@ class RawRow:
 @dataclass
 class TokenBatch:
     """Sequences of some rows, laid end to end. runs: trained `[start, end)` pairs of each sequence, flat; preferences:
-    of each sequence, for the methods that compare answers."""
+    of each sequence, for the methods that compare answers; unused: rows by column that nothing was made of."""
 
     ids: list[np.ndarray] = field(default_factory=list)
     runs: list[np.ndarray] = field(default_factory=list)
@@ -65,6 +66,7 @@ class TokenBatch:
     preferences: list[Preference] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
     rejected: list[dict[str, Any]] = field(default_factory=list)
 
     def largest(self) -> int:
@@ -108,12 +110,12 @@ class RowTokenizer:
         sound: list[tuple[RawRow, Row, list[_Text]]] = []
         for raw in rows:
             try:
-                row = self._read(raw)
+                row = self._read(raw, batch.unused)
                 sound.append((raw, row, self._texts(row)))
             except BadRow as bad:
                 _reject(batch, raw, self._files, bad)
             else:
-                batch.counts["tools_left_out"] += _leaves_out_tools(*sound[-1][1:])
+                self._count_left_out(*sound[-1][1:], batch)
         encoded = iter(self._encode([text for _, _, texts in sound for text in texts]))
         for raw, row, texts in sound:
             sequences = [next(encoded) for _ in texts]
@@ -123,12 +125,24 @@ class RowTokenizer:
                 self._finish(raw, sequences, batch)
         return batch
 
-    def _read(self, raw: RawRow) -> Row:
-        row = parse_payload(raw.payload)
+    def _read(self, raw: RawRow, unused: Counter[str]) -> Row:
+        given, columns = parse_payload(raw.payload), self._options.columns
         if raw.format is None:
-            raise BadRow("unknown_format", f"no row format has these keys: {names_of(row)}")
+            raise BadRow("unknown_format", f"no row format has these keys: {names_of(given)}")
         known = next(known for known in FORMATS if known.name == raw.format)
-        return read_row(rename_columns(row, self._options.columns), known)
+        tracked = TrackedRow(rename_columns(given, columns))
+        row = read_row(tracked, known)
+        unused.update(tracked.unused_of(given, columns, self._options.method))
+        return row
+
+    def _count_left_out(self, row: Row, texts: list[_Text], batch: TokenBatch) -> None:
+        """What the chat template does not write of a row."""
+        chat = row.chosen if isinstance(row, Pair) else row.answer if isinstance(row, Judged) else row
+        if isinstance(chat, Chat):
+            written = [text.text for text in texts]
+            batch.counts["tools_left_out"] += leaves_out_tools(chat, written)
+            batch.counts["messages_left_out"] += leaves_out_messages(chat, written)
+            batch.unused.update(f"messages.{key}" for key in self._renderer.unknown_keys(chat))
 
     def _texts(self, row: Row) -> list[_Text]:
         """The texts of a row; of one that holds answers to compare, one an answer."""
@@ -251,14 +265,6 @@ class RowTokenizer:
             flags = trained[start : start + limit].copy()
             flags[0] = False
             yield ids[start : start + limit], flags
-
-
-def _leaves_out_tools(row: Row, texts: list[_Text]) -> bool:
-    """Whether the row has tools that the chat template does not write, as those of many models do not."""
-    chat = row.chosen if isinstance(row, Pair) else row.answer if isinstance(row, Judged) else row
-    tools = [tool["function"] for tool in chat.tools or ()] if isinstance(chat, Chat) else []
-    names = [str(tool["name"]) for tool in tools if isinstance(tool, dict) and "name" in tool]
-    return not all(name in texts[0].text for name in names)
 
 
 def runs_of(flags: np.ndarray) -> np.ndarray:

@@ -148,7 +148,7 @@ def _flat(section: dict[str, Any]) -> dict[str, Any]:
     rows = section.get("rows")
     for key, value in rows.items() if isinstance(rows, dict) else ():
         if isinstance(value, dict):
-            flat |= {f"{key}: {reason}": count for reason, count in value.items()}
+            flat |= {f"{key.replace('_', ' ')}: {reason}": count for reason, count in value.items()}
         elif value or key in ("read", "used"):
             flat[f"rows {key}"] = value
     return flat | {key.replace("_", " "): v for key, v in section.items() if isinstance(v, int | float)}

@@ -1,0 +1,51 @@
+"""What a chat template does not write of a conversation. Many templates know no tools, or skip roles they do not know.
+
+What an answer loses is an error (`template_drops_content`); what its context loses is counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from swiftlite.data.forms import Chat
+from swiftlite.data.messages import REASONING_KEYS
+
+
+def leaves_out_tools(chat: Chat, texts: Sequence[str]) -> bool:
+    """Whether the name of a tool stands nowhere. texts: what became of the conversation."""
+    tools = [tool["function"] for tool in chat.tools or ()]
+    names = [str(tool["name"]) for tool in tools if isinstance(tool, dict) and "name" in tool]
+    return not all(any(name in text for text in texts) for name in names)
+
+
+def leaves_out_messages(chat: Chat, texts: Sequence[str]) -> bool:
+    """Whether what another than the model says stands nowhere, white space aside. Some templates write a tool's result
+    as JSON."""
+    said = [message["content"] for message in chat.messages if message["role"] != "assistant"]
+    found = [squash(text) for text in texts]
+    return not all(
+        any(squash(written) in text for written in _spellings(content) for text in found) for content in said
+    )
+
+
+def _spellings(content: str) -> Iterator[str]:
+    yield content
+    for ascii_alone in (False, True):
+        yield json.dumps(content, ensure_ascii=ascii_alone)[1:-1]
+
+
+def unknown_keys(chat: Chat, template: str) -> set[str]:
+    """Keys of the messages that the template does not name. The thinking of an answer to learn is checked by itself."""
+    keys = {
+        key
+        for message, trained in zip(chat.messages, chat.trained, strict=True)
+        for key in message
+        if not (trained and key in REASONING_KEYS)
+    }
+    return {key for key in keys - {"role", "content"} if key not in template}
+
+
+def squash(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())
