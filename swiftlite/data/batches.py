@@ -24,7 +24,7 @@ class Completions:
     chosen: bool `[C]`, whether it is the chosen one of its pair, or a single answer that is wanted.
     tokens: int64 `[C]`, its trained tokens. last: int64 `[C]`, the place of its last token in the row.
     margin: fp32 `[C]`, of its pair. identity: int64 `[C, 2]`, data set and sequence; -1 where there is none.
-    reference: fp32 `[C]`, log p under the reference, None where that is not wanted or not known yet.
+    reference: fp64 `[C]`, log p under the reference, None where that is not wanted or not known yet.
     """
 
     pair: torch.Tensor

@@ -11,15 +11,15 @@ def completion_sums(logprobs: torch.Tensor, owner: torch.Tensor, count: int) -> 
     """log p of each whole completion: the sum of its tokens' log-probabilities, differentiable.
 
     logprobs: `[tokens]`, completion tokens only; owner: int64 `[tokens]`, the completion (0 to count - 1) each token is
-    of, in any order; count: completions. Returns fp32 `[count]`, 0 for a completion without a token here. Added up in
-    fp64 and rounded once: fp32, token after token, would lose a digit of the differences that the losses take.
+    of, in any order; count: completions. Returns fp64 `[count]`, 0 for a completion without a token here: fp32 numbers
+    near 4,096, a long answer's, lie 5e-4 apart, and the losses take differences of such sums.
 
     Sums and not means: log p(y | x) = sum_t log p(y_t | y_<t, x) is the probability that the preference losses speak
     of, and a mean would weigh a token of a short completion more than one of a long completion. Losses that normalise
     by length divide afterwards. Sums also add up: where context parallelism divides a completion, its parts are added.
     """
     sums = torch.zeros(count, dtype=torch.float64, device=logprobs.device)
-    return sums.index_add(0, owner, logprobs.double()).float()
+    return sums.index_add(0, owner, logprobs.double())
 
 
 def answer_scores(hidden: torch.Tensor, weight: torch.Tensor, last: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ Of a pair (x, y_w, y_l), chosen and rejected: log pi(y | x) is the *sum* of the 
     h = D_w - D_l                                       b: beta, s(): the sigmoid function
     a = log pi(y) / |y|                                 the mean over the completion's tokens
 
-Losses are made in fp64 from fp32 sums: differences of sums of several hundreds cancel, and a few numbers cost nothing.
+Losses are made in fp64 from fp64 sums: differences of sums of hundreds and thousands cancel, and a few numbers cost
+nothing.
 The mean over the pairs of the global step is the caller's.
 """
 
@@ -31,7 +32,7 @@ NEAR_ONE = -(2.0**-24)  # log-probabilities above this belong to probabilities t
 class PairScores:
     """Log-probabilities of pairs, `[pairs]` each; the policy's with a gradient, the reference's without.
 
-    chosen, rejected: fp32 sums of log p over the completion's tokens; chosen_tokens, rejected_tokens: how many tokens
+    chosen, rejected: fp64 sums of log p over the completion's tokens; chosen_tokens, rejected_tokens: how many tokens
     these are, at least 1; reference_*: the same sums under the reference, or None for losses without one.
     """
 

@@ -16,7 +16,7 @@ from swiftlite.errors import UserError
 
 @dataclass(frozen=True)
 class RowScores:
-    """`[rows]` each. policy: fp32 sums of log p over the completion's tokens; reference: the same sums under the
+    """`[rows]` each. policy: fp64 sums of log p over the completion's tokens; reference: the same sums under the
     reference, without gradient; desirable: bool.
     """
 

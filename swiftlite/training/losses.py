@@ -118,7 +118,7 @@ class RowLoss:
 
 
 def answer_sums(logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """log p of each answer of a micro-batch, fp32 `[answers]`; of a row that several ranks hold, on each of them."""
+    """log p of each answer of a micro-batch, fp64 `[answers]`; of a row that several ranks hold, on each of them."""
     sums = completion_sums(logprobs, batch.owner, len(batch.completions))
     return sums if batch.context is None else batch.context.sum(sums)
 

@@ -129,7 +129,7 @@ class Judged(Method):
         policy, reference = self._policy.sums(batches, place), self._reference.sums(batches, place)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for mine, theirs in zip(policy, reference, strict=True):
-            total += (mine.double() - theirs.to(mine.device).double()).sum()
+            total += (mine - theirs.to(mine.device)).sum()
         total /= self._mesh.layout.cp  # each of the ranks of a row knows all of it
         rows = sum(len(pack) for pack in packs)
         return reference_point(self._mesh.sum_over_data(total), rows).item()

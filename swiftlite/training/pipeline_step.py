@@ -265,7 +265,7 @@ class PipelineStep:
         """As `StepRunner.score`; every stage learns of it."""
         found = []
         for batch, logprobs in self._logprobs(batches):
-            none = torch.zeros(len(batch.completions), device=self._mesh.device)
+            none = torch.zeros(len(batch.completions), dtype=torch.float64, device=self._mesh.device)
             found.append(none if logprobs is None else answer_sums(logprobs, batch))
         sizes = [len(sums) for sums in found]
         return list(self._mesh.sum_over(torch.cat(found), "pp").split(sizes)) if found else []

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from swiftlite.data.order import BatchPlan, Pack, StepBatch
 
 KINDS = ("train", "eval")
+FORMAT_VERSION = 2  # of what is kept on disk
 STEPS_A_FILE = 64  # what is lost at most where the pass is interrupted
 Key = tuple[int, int, int, int]  # kind, step, data set, sequence
 OWN = -1  # stands for the step where a row has its own answer, which does not depend on the step
@@ -46,7 +47,7 @@ class Place:
 
 class Reference(Protocol):
     def sums(self, batches: Sequence[MicroBatch], place: Place) -> list[torch.Tensor]:
-        """log p of the answers of each micro-batch under the reference, fp32 `[answers]`."""
+        """log p of the answers of each micro-batch under the reference, fp64 `[answers]`."""
 
 
 class LiveReference:
@@ -93,7 +94,7 @@ class ReferenceTable:
                 where = batch.where[pair]
                 raise RunError("the reference's values lack a row", where=where, fix="remove the cache folder")
         found = [self.values[key][second] for key, second in zip(keys, _seconds(batch), strict=True)]
-        return torch.tensor(found, dtype=torch.float32, device=batch.input_ids.device)
+        return torch.tensor(found, dtype=torch.float64, device=batch.input_ids.device)
 
     def has(self, place: Place, identity: tuple[int, int]) -> bool:
         return place.key(identity) in self.values
@@ -194,7 +195,7 @@ def _write(folder: Path, values: dict[Key, tuple[float, float]]) -> None:
     final = folder / f"values-{len(list(folder.glob('*.safetensors'))) + 1:05d}.safetensors"
     partial = final.with_suffix(".partial")
     keys = np.asarray(list(values), dtype=np.int64).reshape(-1, 4)
-    save_file({"keys": keys, "values": np.asarray(list(values.values()), dtype=np.float32).reshape(-1, 2)}, partial)
+    save_file({"keys": keys, "values": np.asarray(list(values.values()), dtype=np.float64).reshape(-1, 2)}, partial)
     partial.replace(final)
 
 
@@ -207,7 +208,7 @@ def _read(file: Path) -> dict[Key, tuple[float, float]]:
 
 def reference_key(weights: Sequence[Path], facts: dict[str, object]) -> str:
     """A digest of everything that changes the values. weights: files of model and adapter; facts: the rest, as JSON."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, facts], sort_keys=True).encode())
     for file in weights:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())

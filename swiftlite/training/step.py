@@ -50,7 +50,7 @@ class StepRunner(Protocol):
         """(loss, the sums that `step_loss` names) over these micro-batches on all data ranks."""
 
     def score(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """log p of the answers of each of these micro-batches, fp32 `[answers]`, without gradient."""
+        """log p of the answers of each of these micro-batches, fp64 `[answers]`, without gradient."""
 
 
 class DirectStep:
