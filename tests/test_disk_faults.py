@@ -105,7 +105,7 @@ def test_two_processes_tell_once_that_the_disk_is_full(small_disk, flags):  # no
 
 def test_a_disk_that_was_too_small_from_the_start_is_left_alone(base, small_disk):
     fill_up(small_disk, SPARE)
-    with pytest.raises(UserError, match="GiB of disk"):
+    with pytest.raises(UserError, match="MiB of disk and 16.0 MiB are free"):
         train(base, output_dir=str(small_disk / "out"))
     assert not (small_disk / "out").exists()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from swiftlite.errors import UserError
 
-GIB = 2**30
 SPARE = 16 << 20  # beside tensors: headers, tokenizers, metrics, curves
 
 
@@ -37,9 +36,14 @@ class Space:
 
     def words(self) -> str:
         return (
-            f"{self.checkpoint / GIB:.2f} GiB a checkpoint, {self.keep} kept and one being written, "
-            f"{self.result / GIB:.2f} GiB for model/"
+            f"{in_words(self.checkpoint)} a checkpoint, {self.keep} kept and one being written, "
+            f"{in_words(self.result)} for model/"
         )
+
+
+def in_words(size: float) -> str:
+    """Bytes as GiB, or as MiB where that would show next to nothing."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def check_place(output: Path) -> None:
@@ -71,5 +75,5 @@ def check_space(needed: Mapping[Path, float], what: str, *, details: str = "", f
     for place, size in by_system.values():
         free = shutil.disk_usage(place).free
         if size > free:
-            numbers = f"{size / GIB:.2f} GiB of disk and {free / GIB:.2f} GiB are free"
+            numbers = f"{in_words(size)} of disk and {in_words(free)} are free"
             raise UserError(f"{what} needs {numbers}{details and ': '}{details}", where=str(place), fix=fix)

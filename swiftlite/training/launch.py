@@ -58,7 +58,7 @@ def _start(config: RunConfig, layout: Layout, report: Report) -> None:
             code = report(failure) if left and isinstance(failure, RunError) else getattr(failure, "code", None)
             if not left or code != RunError.exit_code:
                 raise
-        print(f"starting again from the newest checkpoint; {left - 1} restarts left", file=sys.stderr)
+        print(f"starting again from the newest checkpoint; restarts left: {left - 1}", file=sys.stderr)
         config = config.model_copy(update={"resume": "auto"})
 
 
