@@ -94,12 +94,14 @@ def test_a_character_in_several_tokens_is_shown_whole(tokenizer, sequence):
 
 def test_the_audit_table_shows_every_reason():
     rows = {"read": 9, "used": 5, "dropped": {"empty": 3, "over_long": 1}, "truncated": 2}
+    rows["unused_columns"] = {"[red]\x1b[2J": 6}
     numbers = {"tokens": 1234, "trained_tokens": 567, "packs": 8, "fill": 0.9876}
     console = Console(file=io.StringIO(), width=100)
     console.print(audit_table({"rows": rows, **numbers, "datasets": {"a": {"rows": rows, **numbers}}}))
     page = console.file.getvalue()
     for expected in ("dropped: empty", "dropped: over_long", "truncated", "1,234", "567", "98.8%"):
         assert expected in page
+    assert r"unused column: [red]\x1b[2J" in page  # a name that somebody else chose
 
 
 def test_histogram_bars_add_up():

@@ -13,7 +13,7 @@ from swiftlite.data.messages import REASONING_KEYS
 
 
 def leaves_out_tools(chat: Chat, texts: Sequence[str]) -> bool:
-    """Whether the name of a tool stands nowhere. texts: what became of the conversation."""
+    """Whether a tool's name stands nowhere. texts: what became of the conversation."""
     tools = [tool["function"] for tool in chat.tools or ()]
     names = [str(tool["name"]) for tool in tools if isinstance(tool, dict) and "name" in tool]
     return not all(any(name in text for text in texts) for name in names)

@@ -142,7 +142,7 @@ class RowTokenizer:
             written = [text.text for text in texts]
             batch.counts["tools_left_out"] += leaves_out_tools(chat, written)
             batch.counts["messages_left_out"] += leaves_out_messages(chat, written)
-            batch.unused.update(f"messages.{key}" for key in self._renderer.unknown_keys(chat))
+            batch.unused.update(f"messages.{key:.40}" for key in self._renderer.unknown_keys(chat))
 
     def _texts(self, row: Row) -> list[_Text]:
         """The texts of a row; of one that holds answers to compare, one an answer."""

@@ -7,8 +7,7 @@ Of a pair (x, y_w, y_l), chosen and rejected: log pi(y | x) is the *sum* of the 
     a = log pi(y) / |y|                                 the mean over the completion's tokens
 
 Losses are made in fp64 from fp64 sums: differences of sums of hundreds and thousands cancel, and a few numbers cost
-nothing.
-The mean over the pairs of the global step is the caller's.
+nothing. The mean over the pairs of the global step is the caller's.
 """
 
 from __future__ import annotations
