@@ -111,7 +111,7 @@ def test_what_goes_wrong_leaves_nothing(trained, tmp_path, monkeypatch, tiny_mod
     with pytest.raises(UserError, match="neither a model"):
         export(tmp_path / "there", tmp_path / "new")
     monkeypatch.setattr(space.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(UserError, match="GiB are free"):
+    with pytest.raises(UserError, match="MiB are free"):
         export(run, tmp_path / "new")
     monkeypatch.undo()
     real = FilePlan.write

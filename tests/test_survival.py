@@ -148,7 +148,7 @@ def test_stacks_that_somebody_cleared_away_end_no_run(tmp_path):
 
 def test_the_disk_is_asked_before_the_first_step(base, tmp_path, monkeypatch):
     monkeypatch.setattr(space_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
-    with pytest.raises(UserError, match="GiB of disk") as error:
+    with pytest.raises(UserError, match="MiB of disk") as error:
         train(base)
     assert "--keep-checkpoints" in error.value.fix
     assert not (tmp_path / "out").exists()

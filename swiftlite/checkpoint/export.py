@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +65,12 @@ def create_model_files(
 
 
 def _save_adapter_config(folder: Path, model: nn.Module) -> None:
-    config = model.peft_config["default"]
-    trained = config.inference_mode
-    try:
-        config.inference_mode = True  # whoever loads it does not mean to train it, unless they say so
-        config.save_pretrained(folder)
-    finally:
-        config.inference_mode = trained
+    written = copy.copy(model.peft_config["default"])
+    for name, value in vars(written).items():
+        if isinstance(value, set):  # which peft would write in another order each time
+            setattr(written, name, sorted(value))
+    written.inference_mode = True  # whoever loads it does not mean to train it, unless they say so
+    written.save_pretrained(folder)
 
 
 def _save_configs(folder: Path, base: PreTrainedModel, dtype: torch.dtype) -> None:
