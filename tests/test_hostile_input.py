@@ -382,6 +382,9 @@ def test_a_config_that_is_too_deep_or_too_large(model, tmp_path):
 def test_errors_of_libraries_become_ours():
     with pytest.raises(UserError, match="the tokenizer cannot be loaded: no variant"), hub_errors("m", "tokenizer"):
         raise Exception("no variant")  # noqa: TRY002 - what tokenizers raises
+    with pytest.raises(UserError) as caught, hub_errors("m", "config"):
+        raise AttributeError("x" * 5000)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * (2 << 20)])

@@ -221,7 +221,7 @@ def hub_errors(source: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # tokenizers raises no narrower type
         said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        text = " ".join(said[: 2 if said[0].endswith(":") else 1])
+        text = " ".join(said[: 2 if said[0].endswith(":") else 1])[:500]  # they repeat what the files say
         local = Path(source).expanduser().is_dir()
         fix = (
             "check the files of the folder"
