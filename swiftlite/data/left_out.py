@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from swiftlite.data.forms import Chat
-from swiftlite.data.messages import REASONING_KEYS
+from swiftlite.data.template import squash
 
 
 def leaves_out_tools(chat: Chat, texts: Sequence[str]) -> bool:
@@ -33,19 +33,3 @@ def _spellings(content: str) -> Iterator[str]:
     yield content
     for ascii_alone in (False, True):
         yield json.dumps(content, ensure_ascii=ascii_alone)[1:-1]
-
-
-def unknown_keys(chat: Chat, template: str) -> set[str]:
-    """Keys of the messages that the template does not name. The thinking of an answer to learn is checked by itself."""
-    keys = {
-        key
-        for message, trained in zip(chat.messages, chat.trained, strict=True)
-        for key in message
-        if not (trained and key in REASONING_KEYS)
-    }
-    return {key for key in keys - {"role", "content"} if key not in template}
-
-
-def squash(text: str) -> str:
-    """The text without white space."""
-    return "".join(text.split())

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.forms import BadRow, Chat
-from swiftlite.data.left_out import squash, unknown_keys
 from swiftlite.data.messages import REASONING_KEYS
 from swiftlite.errors import UserError
 
@@ -87,8 +86,16 @@ class ChatRenderer:
         return [_joined(group) for group in groups]
 
     def unknown_keys(self, chat: Chat) -> set[str]:
-        """Keys of the messages that the template does not name, so that nothing is made of them."""
-        return unknown_keys(chat, self._templates[bool(chat.tools)])
+        """Keys of the messages that the template does not name, so that nothing is made of them. The thinking of an
+        answer to learn is checked by itself."""
+        keys = {
+            key
+            for message, trained in zip(chat.messages, chat.trained, strict=True)
+            for key in message
+            if not (trained and key in REASONING_KEYS)
+        }
+        template = self._templates[bool(chat.tools)]
+        return {key for key in keys - {"role", "content"} if key not in template}
 
     # ---- one answer ---------------------------------------------------------------------------------------------
 
@@ -362,3 +369,8 @@ def _ends_within(part: str, opening: str, found: str) -> bool:
     """Whether `part` stands in opening + found and at least its last character in found."""
     reach = min(len(opening), max(0, len(part) - 1))
     return part in opening[len(opening) - reach :] + found
+
+
+def squash(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())
