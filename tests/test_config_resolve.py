@@ -12,7 +12,7 @@ from swiftlite.config.flags import all_flags, find_flag
 from swiftlite.config.layout import Layout, plan_layout
 from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
-from swiftlite.config.resolve import resolve, resolve_config
+from swiftlite.config.resolve import RENDEZVOUS, resolve, resolve_config
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
@@ -262,6 +262,11 @@ def test_flags_win_over_environment_over_recipe(tmp_path):
         ({"profile": "true", "max_steps": "4"}, []),
         ({"run_name": "mine"}, ["run_name"]),
         ({"run_name": "mine", "report_to": "wandb"}, []),
+        ({"sample_by": "paragraph"}, ["sample_by"]),
+        ({"sample_by": "paragraph", "dataset": ["rows.jsonl", "books.txt.gz#5"]}, []),
+        ({"sample_by": "paragraph", "dataset": [".*2"]}, []),  # a folder, which may hold some
+        ({"master_addr": "host", "master_port": "29500", "node_rank": "0"}, [*RENDEZVOUS]),
+        ({"master_addr": "host", "nproc_per_node": "2"}, []),
     ],
 )
 def test_a_setting_without_effect_is_told(values, idle):

@@ -1,8 +1,9 @@
-"""Threads share one heap after `keep_one_heap`, and what is free is given back."""
+"""Threads share one heap, which grows in huge pages, and what is free is given back."""
 
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,19 @@ print((before - resident()) / (size * count))
 """
 
 
+PAGES = """
+import re
+from swiftlite.heap import RESERVED, prepare_heap
+prepare_heap()
+maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(), flags=re.M)
+heap = [part for part in maps if part.partition("\\n")[0].endswith("[heap]")]
+sizes = {part: int(re.search(r"^Size: +(\\d+) kB", part, re.M)[1]) * 1024 for part in heap}
+held = [part for part in heap if sizes[part] >= 0.99 * RESERVED]
+print(len(held), all(" hg" in re.search("VmFlags:(.*)", part)[1] for part in held))
+print(sum(int(re.search(r"^Rss: +(\\d+) kB", part, re.M)[1]) * 1024 for part in heap) < RESERVED / 10)
+"""
+
+
 def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
@@ -46,3 +60,8 @@ def test_threads_share_one_heap(first, heaps):
 
 def test_what_is_free_is_given_back():
     assert float(run(FREED).stdout) > 0.9
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs a kernel with huge pages")
+def test_the_heap_grows_in_huge_pages():
+    assert run(PAGES).stdout.split() == ["1", "True", "True"]

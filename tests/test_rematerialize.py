@@ -10,7 +10,9 @@ from test_parity import metrics, settings, train_alone
 from swiftlite.config.resolve import resolve_config
 from swiftlite.models import rematerialize
 from swiftlite.models.rematerialize import rematerialized
-from swiftlite.training import step
+from swiftlite.models.toys import toy_config
+from swiftlite.training import divide, step
+from swiftlite.training.precision import Precision
 
 ROWS, FEATURES = 100, 64  # more numbers than a tensor that is always kept has
 FULL, LORA = {"tuner": "full"}, {"tuner": "lora", "lora_rank": 4}
@@ -74,6 +76,7 @@ def test_what_was_changed_since_is_told_of():
     [("llama", FULL), ("llama", LORA), ("gemma2", FULL), ("gpt2", FULL), ("qwen3-moe", FULL)],
 )
 def test_a_run_learns_the_same_bit_for_bit(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch, family, more):
+    monkeypatch.setattr(divide, "drops_cheap_results", lambda *_: True)
     data, rows = write_rows("rows.jsonl", chat_rows), {}
     for name in ("made again", "kept"):
         if name == "kept":
@@ -82,3 +85,12 @@ def test_a_run_learns_the_same_bit_for_bit(tmp_path, tiny_model, write_rows, cha
         train_alone(resolve_config("sft", **(values | more)))
         rows[name] = [(row["loss"], row["grad_norm"]) for row in metrics(tmp_path / name)]
     assert rows["made again"] == rows["kept"]
+
+
+@pytest.mark.parametrize(
+    ("compiled", "tokens", "dropped"), [(False, 1, False), (False, 1 << 20, True), (True, 1 << 20, False)]
+)
+def test_results_are_dropped_where_they_are_many(compiled, tokens, dropped):
+    config = resolve_config("sft", model="m", dataset=["d"], compile=compiled)
+    toy, precision = toy_config("llama"), Precision("fp32", torch.float32)
+    assert divide.drops_cheap_results(config, toy, precision, torch.device("cpu"), tokens) == dropped

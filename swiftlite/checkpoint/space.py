@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftlite.errors import UserError
+from swiftlite.sizes import in_words
 
 SPARE = 16 << 20  # beside tensors: headers, tokenizers, metrics, curves
 
@@ -39,11 +40,6 @@ class Space:
             f"{in_words(self.checkpoint)} a checkpoint, {self.keep} kept and one being written, "
             f"{in_words(self.result)} for model/"
         )
-
-
-def in_words(size: float) -> str:
-    """Bytes as GiB, or as MiB where that would show next to nothing."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def check_place(output: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, model_option
+from swiftlite.sizes import in_words
 
 if TYPE_CHECKING:
     from swiftlite.serving.export import Exported
@@ -55,7 +56,7 @@ def export(
 
 def _tell(done: Exported) -> None:
     kind = str(done.dtype).removeprefix("torch.")
-    print(f"wrote {done.folder}: {done.size / 2**30:.2f} GiB, {kind}; every tensor was read back as it should be")
+    print(f"wrote {done.folder}: {in_words(done.size)}, {kind}; every tensor was read back as it should be")
     if done.merge is not None:
         print(f"merged in fp32: logits differ from those of base and adapter by {done.merge:.1e}")
     print(

@@ -22,7 +22,8 @@ from swiftlite.config.validate import Given, build_config
 from swiftlite.errors import UserError
 from swiftlite.untrusted import read_json_file
 
-STARTED_BY_SWIFTLITE = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts")
+RENDEZVOUS = ("node_rank", "master_addr", "master_port")
+STARTED_BY_SWIFTLITE = ("nproc_per_node", "nnodes", *RENDEZVOUS, "max_restarts")
 SHARDED = ("sharding", "mesh")
 DIVIDED = (
     "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size", "nproc_per_node",
@@ -98,6 +99,8 @@ def resolve(
     if under_torchrun(env):
         why = "under torchrun, which starts the processes"
         notes += [f"{name} has no effect {why}" for name in STARTED_BY_SWIFTLITE if by.get(name) == "flag"]
+    elif layout.world == 1:
+        notes += [f"{name} has no effect in one process" for name in RENDEZVOUS if by.get(name) == "flag"]
     return Resolved(config, layout, notes, by, recipe.path if recipe else None)
 
 

@@ -347,7 +347,7 @@ def _template_failure(error: Exception) -> Exception:
 
     if isinstance(error, jinja2.TemplateSyntaxError):
         return UserError(f"the chat template is not valid Jinja: {error}", fix="mend it, or give --chat-template")
-    return BadRow("template_error", f"the chat template refuses the row: {error}")
+    return BadRow("template_error", f"the chat template refuses the row: {str(error)[:300]}")
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:

@@ -219,5 +219,8 @@ def _verdict(failure: Any, asked: int) -> BaseException:
     for rank, found in sorted((rank, f) for rank, f in failures.items() if f.exitcode < 0):
         name = signal.Signals(-found.exitcode).name
         advice = "; the system may have run out of memory" if name == "SIGKILL" else ""
-        return RunError(f"process {rank} was killed by {name}{advice}", fix="go on with --resume auto")
+        return RunError(
+            f"process {rank} was killed by {name}{advice}",
+            fix="run it again with --resume auto: it goes on from the newest checkpoint, if there is one",
+        )
     return SystemExit(max(f.exitcode if f.exitcode in (1, 2) else 1 for f in failures.values()))

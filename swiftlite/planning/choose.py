@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from swiftlite.config.layout import Layout
+from swiftlite.sizes import in_words
 
 # fp32 master weight and gradient, and AdamW's two moments. Source: ZeRO, arXiv 1910.02054, section 3.1
 STATE_BYTES = {"weights": 4, "gradients": 4, "moments": 8}
 TRAINED_BYTES = sum(STATE_BYTES.values())
 PACKED_MOMENTS = 2 * (1 + 4 / 256)  # of adamw_8bit: a byte, and a scale for 256
 USABLE = 0.85  # of the free memory; the rest is for buffers, fragments and what other libraries take
-GIB = 2**30
 
 
 def moment_bytes(optimizer: str, device_type: str) -> float:
@@ -70,16 +70,12 @@ def choose_data_layout(layout: Layout, need: Need, free: int) -> Choice:
     replicated = need.states / split + activations
     sharded = need.states / split / ranks + 2 * need.largest_unit + activations
     limit = USABLE * free
-    room = f"of {free / GIB:.2f} GiB free on a device"
+    room = f"of {in_words(free)} free on a device"
     if replicated <= limit:
         chosen = replace(layout, dp_replicate=ranks, dp_shard=1, sharding="none")
-        return Choice(chosen, False, f"ddp: weights, gradients and AdamW states take {_gib(replicated)} {room}")
+        return Choice(chosen, False, f"ddp: weights, gradients and AdamW states take {in_words(replicated)} {room}")
     layout = replace(layout, dp_replicate=1, dp_shard=ranks, sharding="full")
-    why = f"everything on each device would take {_gib(replicated)}"
+    why = f"everything on each device would take {in_words(replicated)}"
     if sharded <= limit:
-        return Choice(layout, False, f"fsdp full: {why}, a share of it {_gib(sharded)}, {room}")
-    return Choice(layout, True, f"fsdp full with --offload cpu: {why}, a share of it {_gib(sharded)}, {room}")
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
+        return Choice(layout, False, f"fsdp full: {why}, a share of it {in_words(sharded)}, {room}")
+    return Choice(layout, True, f"fsdp full with --offload cpu: {why}, a share of it {in_words(sharded)}, {room}")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from swiftlite.checkpoint.catalog import stored_tensors
-from swiftlite.config.methods import PAIRED, PREFERENCE
+from swiftlite.config.methods import PAIRED, PREFERENCE, pack_capacity
 from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
@@ -41,12 +41,17 @@ from swiftlite.training.step import DirectStep, StepRunner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from swiftlite.config.schema import RunConfig
     from swiftlite.parallel.pipeline import Stage
     from swiftlite.training.pipeline_step import StageScorer
     from swiftlite.training.precision import Precision
+
+
+# Cheap results are kept up to so many bytes, since making them again costs 4 to 6% of a step: less where oneDNN's
+# programs have their place in memory already.
+CHEAP_BYTES, BESIDE_PROGRAMS = 128 << 20, 64 << 20
 
 
 @dataclass
@@ -96,6 +101,7 @@ def divide(
     kept = activation_bytes_per_token(base.config, precision.dtype, "selective")  # about what is left on a CPU
     alone = why_alone(base) is not None
     tokens, lanes = (None, 1) if alone else cut_step(config, mesh, base, count_parameters(model)[0], kept)
+    at_once = lanes * (tokens or config.micro_batch_size * pack_capacity(config))
     share = Sharing(
         mesh,
         config.micro_batch_size,
@@ -124,7 +130,7 @@ def divide(
             config.seed,
             sync_every_microbatch=config.sync_every_microbatch,
             lanes=lanes,
-            rematerialize=keeps_no_cheap_results(config, mesh.device),
+            rematerialize=drops_cheap_results(config, base.config, precision, mesh.device, at_once),
             keep_gradients=direct,
         )
     else:
@@ -138,9 +144,18 @@ def divide(
     return Divided(parts, runner, share)
 
 
-def keeps_no_cheap_results(config: RunConfig, device: torch.device) -> bool:
-    """Whether they are made again in the backward pass in any case (`swiftlite.models.rematerialize`)."""
+def spares_cheap_results(config: RunConfig, device: torch.device) -> bool:
+    """Whether they can be made again in the backward pass (`swiftlite.models.rematerialize`)."""
     return device.type == "cpu" and not config.compile and config.pipeline_parallel_size == 1
+
+
+def drops_cheap_results(
+    config: RunConfig, model_config: PretrainedConfig, precision: Precision, device: torch.device, tokens: int
+) -> bool:
+    """Whether they are made again: where they can be, and are many. tokens: of the micro-batches that run at a time."""
+    of = {mode: activation_bytes_per_token(model_config, precision.dtype, mode) for mode in ("none", "selective")}
+    most = BESIDE_PROGRAMS if onednn_serves(device, precision.dtype) else CHEAP_BYTES
+    return spares_cheap_results(config, device) and (of["none"] - of["selective"]) * tokens > most
 
 
 def _cut_to_stages(

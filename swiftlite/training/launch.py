@@ -15,7 +15,7 @@ from swiftlite.config.layout import Layout, under_torchrun
 from swiftlite.data.background import prepared_in_background
 from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError
-from swiftlite.heap import keep_one_heap
+from swiftlite.heap import prepare_heap
 from swiftlite.imports import quiet_bitsandbytes
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.quick_imports import quick_imports
@@ -72,7 +72,7 @@ def train_in_process(values: dict[str, object], layout: Layout, report: Report) 
 
 def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
     """Train in this process, one of the layout's. Raises what `launch` says."""
-    keep_one_heap()
+    prepare_heap()
     quiet_bitsandbytes()
     with quick_imports():
         from swiftlite.parallel.world import joined

@@ -45,7 +45,7 @@ from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
 from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, moment_bytes, trained_bytes
 from swiftlite.planning.memory import activation_bytes_per_token, free_bytes, keeps_scores
-from swiftlite.training.divide import Divided, divide, keeps_no_cheap_results
+from swiftlite.training.divide import Divided, divide, spares_cheap_results
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.sources import (
     find_weights,
@@ -371,7 +371,7 @@ def _choose_checkpointing(
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
     tokens = (config.micro_batch_size if device.type == "cuda" else 1) * pack_capacity(config)
-    spared = keeps_no_cheap_results(config, device)
+    spared = spares_cheap_results(config, device)
     for mode in ("none",) if spared or config.pipeline_schedule == "zero-bubble" else ("none", "selective"):
         kept = "selective" if spared else mode
         if activation_bytes_per_token(model_config, precision.dtype, kept) * tokens < room / 2:
