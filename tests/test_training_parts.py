@@ -9,6 +9,7 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.schema import RunConfig
 from swiftlite.parallel.mesh import build_mesh
 from swiftlite.training.optimizer import clip_gradients
+from swiftlite.training import precision
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.schedule import rate_at, schedule_note, warmup_steps
 from swiftlite.training.step import derive_seed
@@ -88,6 +89,23 @@ def test_precision_names():
     assert resolve_precision("fp16", torch.device("cpu")).dtype == torch.float16
     assert resolve_precision("fp16", torch.device("cpu")).loss_scale().dynamic
     assert not resolve_precision("bf16", torch.device("cpu")).loss_scale().dynamic
+
+
+@pytest.mark.parametrize(
+    ("device", "fast", "tuner", "width", "name"),
+    [
+        ("cpu", True, "lora", 1024, "bf16"),
+        ("cpu", True, "lora", 576, "fp32"),
+        ("cpu", True, "full", 4096, "fp32"),
+        ("cpu", False, "lora", 4096, "fp32"),
+        ("cuda", True, "full", 64, "bf16"),
+        ("cuda", False, "full", 64, "fp32"),
+    ],
+)
+def test_auto_is_bf16_where_that_is_faster(monkeypatch, device, fast, tuner, width, name):
+    monkeypatch.setattr(precision, "fast_at_bf16", lambda _: fast)
+    assert resolve_precision("auto", torch.device(device), tuner=tuner, width=width).name == name
+    assert resolve_precision("auto", torch.device(device), tuner=tuner, width=width, pure_bf16=True).name == "bf16"
 
 
 def test_seeds_differ_by_step_and_micro_batch():

@@ -293,7 +293,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     ] = flag(
         "auto",
         OPTIMIZATION,
-        "Type of the computation; `auto` is bf16 where the device is fast at it, else fp32.",
+        "Type of the computation; `auto` is bf16 where that is faster on the device, else fp32.",
         "mixed_precision",
         "torch_dtype",
         "dtype",

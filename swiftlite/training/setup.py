@@ -173,7 +173,10 @@ def build_trainee(
     Raises UserError where the model, the adapter or a flag does not fit.
     """
     model_config = copy.deepcopy(model_config)  # it is changed below, and a reference is built from it as well
-    precision = resolve_precision(config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8)
+    width = model_config.get_text_config().hidden_size
+    precision = resolve_precision(
+        config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8, tuner=config.tuner, width=width
+    )
     source, adapter = find_weights(config, resume)
     if config.method == "rm":
         _describe_scores(model_config, load_tokenizer())
