@@ -8,8 +8,8 @@ import torch
 from swiftlite.config.layout import Layout
 from swiftlite.config.schema import RunConfig
 from swiftlite.parallel.mesh import build_mesh
-from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training import precision
+from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.schedule import rate_at, schedule_note, warmup_steps
 from swiftlite.training.step import derive_seed
