@@ -20,9 +20,9 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
     `16 h + 4 a d + 4 k d + 8 f + 4 a + 8` a layer in bf16 without checkpointing for a Llama-like layer (h hidden, a
     heads, k KV heads, d head size, f feed-forward; counted with `torch.autograd.graph.saved_tensors_hooks`), what
     enters the layer and the results of matrix products and attention under `selective`, what enters it alone under
-    `full`; twice that in fp32. On a CPU, where that is much, about as much is left without checkpointing
-    as under `selective` (`swiftlite.models.rematerialize`); attention's weights (`swiftlite.models.attention_cpu`) come to a fifth more at
-    most, and to less with shorter documents.
+    `full`; twice that in fp32. On a CPU, where that is much, about as much is left without checkpointing as under
+    `selective` (`swiftlite.models.rematerialize`); attention's weights (`swiftlite.models.attention_cpu`) come to a
+    fifth more at most, and to less with shorter documents.
     """
     shape = model_config.get_text_config()
     values = shape.to_dict()
