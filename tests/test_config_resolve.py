@@ -274,6 +274,14 @@ def test_a_setting_without_effect_is_told(values, idle):
     assert [note.split()[0] for note in resolve("sft", given, env={}).notes] == idle
 
 
+def test_a_folder_may_hold_texts_whatever_its_name(tmp_path):
+    (tmp_path / "books@2024#1").mkdir()
+    for spec in ("books@2024#1", "books@2024#1#5*2"):
+        given = {"sample_by": "paragraph", "dataset": [str(tmp_path / spec)]}
+        given = {name: Given(value, name, "flag") for name, value in (NAMED | given).items()}
+        assert resolve("sft", given, env={}).notes == []
+
+
 def test_machines_are_numbered_from_0():
     named = {"model": "a/b", "dataset": ["c/d"], "nnodes": 2, "nproc_per_node": 2}
     assert resolve_config("sft", **named, node_rank=1).node_rank == 1

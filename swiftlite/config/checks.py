@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.flags import all_flags
 from swiftlite.config.losses import REFERENCE_FREE, losses_of
 from swiftlite.config.methods import PREFERENCE
+from swiftlite.config.names import may_hold_texts
 from swiftlite.errors import UserError, all_in_one
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "epochs", "beside --max-steps"
     if config.max_steps is not None and config.max_steps < 4:
         yield "profile", "in a run that has no step 4"
-    if not any(_may_hold_texts(name) for name in (*config.dataset, *config.eval_dataset)):
+    if not any(may_hold_texts(name) for name in (*config.dataset, *config.eval_dataset)):
         yield "sample_by", "without .txt files"
     if not config.report_to:
         yield "run_name", "without --report-to"
@@ -333,11 +333,6 @@ def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "beta", "with --loss sft, which compares nothing"
         if all(name in REFERENCE_FREE for name in named):
             yield "reference", f"with --loss {' '.join(named)}, which has no reference"
-
-
-def _may_hold_texts(dataset: str) -> bool:
-    """Whether a data set can have .txt files, which a hub's cannot; a folder is not looked into."""
-    return ".txt" in dataset.lower() or Path(re.split(r"[*#@:]", dataset)[0]).expanduser().is_dir()
 
 
 def _losses_named(config: RunConfig) -> list[str]:

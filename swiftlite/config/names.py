@@ -72,6 +72,13 @@ def _is_known(spec: str, base: Path | None) -> bool:
     return placed(spec, base) is not None or placed(name, base) is not None or _plain(name) in short_names("datasets")
 
 
+def may_hold_texts(spec: str) -> bool:
+    """Whether a data set can have .txt files, which a hub's cannot; a folder is not looked into."""
+    given = SPEC.fullmatch(spec)
+    places = [existing(spec), existing(given["name"]) if given else None]
+    return ".txt" in spec.lower() or any(place is not None and place.is_dir() for place in places)
+
+
 def check_text(text: str, where: str) -> None:
     """Raises UserError for a value that holds a secret, or that cannot be saved. where: who gave it."""
     if without_secrets(text) != text:

@@ -12,8 +12,8 @@ from swiftlite.models.dtypes import DTYPES, fast_at_bf16
 
 FP16_FIRST_SCALE = 2.0**16
 STEPS_TO_GROW = 2000
-CPU_WIDTH = 1024  # of hidden states, from which LoRA in bf16 is faster than in fp32 on a CPU that is fast at bf16
 SMALLEST_FP16_SCALE = 1.0  # overflow at this loss scale is no matter of scaling any more
+CPU_WIDTH = 1024  # of hidden states, from which LoRA in bf16 is faster than in fp32 on a CPU that is fast at bf16
 
 
 @dataclass
