@@ -7,6 +7,7 @@ meets the same error itself.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -53,6 +54,7 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
 
 
 def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer) -> None:
+    gc.freeze()  # garbage of the process that forked holds threads that are not here: collecting it may abort
     os.nice(NICENESS)
     os.setpgrp()  # its worker processes belong to it, so that one signal ends them all
     quiet = os.open(os.devnull, os.O_WRONLY)

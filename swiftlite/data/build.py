@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -224,6 +225,7 @@ def _start_worker(run: RowTokenizer) -> None:
     Ctrl-C is the parent's to answer, and a worker does not outlive a parent that was killed.
     """
     global _worker_run
+    gc.freeze()  # garbage of the process that forked holds threads that are not here: collecting it may abort
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
