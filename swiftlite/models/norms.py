@@ -75,7 +75,7 @@ def _computes_formula(forward, weight: torch.Tensor, epsilon: float) -> bool:  #
 
 
 def _inverse_rms(x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return x.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
@@ -95,12 +95,11 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         """With n = x / rms(x): d x = (w * upstream - n * mean(n * w * upstream)) / rms(x)."""
         x, weight, inverse_rms = ctx.saved_tensors
-        normed = x * inverse_rms
-        product = (normed * upstream).flatten(0, -2)
+        product, scale = (x * upstream).flatten(0, -2), inverse_rms.flatten()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = product.sum(0)
+            grad_weight = torch.mv(product.T, scale)
         if ctx.needs_input_grad[0]:
-            along = torch.mv(product, weight).div_(len(weight)).view(inverse_rms.shape)
-            grad_x = (upstream * weight).addcmul_(normed, along, value=-1).mul_(inverse_rms)
+            along = torch.mv(product, weight).div_(len(weight)).mul_(scale).mul_(scale).mul_(scale)
+            grad_x = (upstream * weight).mul_(inverse_rms).addcmul_(x, along.view(inverse_rms.shape), value=-1)
         return grad_x, grad_weight, None

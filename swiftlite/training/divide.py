@@ -26,6 +26,7 @@ from swiftlite.models.lora import fuse_adapters
 from swiftlite.models.norms import fuse_norms, widen_layer_norms
 from swiftlite.models.products import onednn_serves, rounded, use_fast_products
 from swiftlite.models.quantize import quantize
+from swiftlite.models.rotation import fuse_rotations
 from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
@@ -215,6 +216,7 @@ def _divide_part(
     elif not config.compile:
         use_fast_products(part.base)
         fuse_norms(part.base)
+        fuse_rotations(part.base)
         if not by_tokens and (part.stage is None or part.stage.is_last):
             spare_last_mlp(anatomy.layers[-1])
     if expert_mesh is not None:

@@ -1,0 +1,103 @@
+"""Turning queries and keys by their positions on a CPU in fp32, as one node of autograd's graph instead of twelve.
+
+Decoders that turn the halves of each head (RoFormer, arXiv 2104.09864, as GPT-NeoX lays it out) do so in a function of
+transformers that their attention calls by name. In place of it a module's attention here calls one that writes the
+result in two passes over the heads, and its gradient in two. As with norms nothing is assumed of the function but its
+name: what it computes is found by calling it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CellType, FunctionType
+
+import torch
+from torch import nn
+
+from swiftlite.models.products import are_plain_fp32
+
+NAME = "apply_rotary_pos_emb"
+
+
+def fuse_rotations(model: nn.Module) -> None:
+    """Let each attention of a model that calls the function by its name call the one of this module, in place."""
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        if isinstance(forward, FunctionType) and NAME in forward.__code__.co_names and NAME in forward.__globals__:
+            module.__class__ = _fused_class(type(module))
+
+
+@functools.cache
+def _fused_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class with a forward of its own; the module that defines it stays as it is, and so do other models."""
+    kept = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(plain.__name__, (plain,), kept | {"forward": _calling_rotation(plain.forward)})
+
+
+def _calling_rotation(function: FunctionType) -> FunctionType:
+    """A copy of a function, or of what decorators made of it, for which the name stands for another function."""
+    names, cells, attributes = function.__globals__, function.__closure__ or (), dict(function.__dict__)
+    if decorated := attributes.get("__wrapped__"):
+        attributes["__wrapped__"] = ours = _calling_rotation(decorated)
+        cells = tuple(CellType(ours) if cell.cell_contents is decorated else cell for cell in cells)
+    else:
+        names = names | {NAME: _rotation(names[NAME])}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__, copy.__dict__ = function.__kwdefaults__, attributes
+    return copy
+
+
+@functools.cache
+def _rotation(plain: Callable) -> Callable:
+    """A function that does the same, in one node where it can."""
+    turns_halves: bool | None = None  # known once there was an input
+
+    def rotate(query, key, cos, sin, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
+        nonlocal turns_halves
+        served = not (args or kwargs) and are_plain_fp32(query, key, cos, sin)
+        if not served or not query.shape[-1] == key.shape[-1] == cos.shape[-1] == sin.shape[-1]:
+            return plain(query, key, cos, sin, *args, **kwargs)
+        if turns_halves is None:
+            turns_halves = _turns_halves(plain, query.shape[-1])
+        return _Rotation.apply(query, key, cos, sin) if turns_halves else plain(query, key, cos, sin)
+
+    return rotate
+
+
+@torch.no_grad()
+def _turns_halves(plain: Callable, size: int) -> bool:
+    query, key, cos, sin = torch.linspace(-2, 3, 4 * 3 * size).view(4, 1, 3, size).unbind()
+    query, key = query[None], key[None]
+    ours = _turn(query, cos[:, None], sin[:, None]), _turn(key, cos[:, None], sin[:, None])
+    found = plain(query, key, cos, sin)
+    return all(torch.allclose(*both, rtol=1e-5, atol=1e-6) for both in zip(found, ours, strict=True))
+
+
+def _turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`rows * cos + (-second half | first half) * sin`. rows: `[1, heads, tokens, size]`; others: `[1, 1, tokens,
+    size]`."""
+    first, second = rows.chunk(2, -1)
+    for_first, for_second = sin.chunk(2, -1)
+    turned = rows * cos
+    into_first, into_second = turned.chunk(2, -1)
+    into_first.addcmul_(second, for_first, value=-1)
+    into_second.addcmul_(first, for_second)
+    return turned
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, cos, sin):  # noqa: ANN001, ANN205
+        cos, sin = cos[:, None], sin[:, None]
+        ctx.save_for_backward(cos, sin)
+        return _turn(query, cos, sin), _turn(key, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, to_query, to_key):  # noqa: ANN001, ANN205
+        """Turned back: each half's sine is what the other half was multiplied by."""
+        cos, sin = ctx.saved_tensors
+        back = sin.roll(sin.shape[-1] // 2, -1).neg_()
+        return _turn(to_query, cos, back), _turn(to_key, cos, back), None, None

@@ -1,0 +1,140 @@
+"""Rotary embeddings of one node: the functions' own results and gradients, and only where the formula is theirs."""
+
+import copy
+import functools
+import inspect
+
+import pytest
+import torch
+from test_parity import metrics, settings, train_alone
+from torch import nn
+from transformers.models.cohere import modeling_cohere
+from transformers.models.glm import modeling_glm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3 import modeling_qwen3
+
+from swiftlite.config.resolve import resolve_config
+from swiftlite.models import rotation
+from swiftlite.models.rotation import NAME, fuse_rotations
+
+SIZE = 16
+
+
+def turn_back(q, k, cos, sin):
+    return apply_rotary_pos_emb(q, k, cos, -sin)
+
+
+def noting_calls(function):
+    @functools.wraps(function)
+    def noted(*args, **kwargs):
+        noted.calls += 1
+        return function(*args, **kwargs)
+
+    noted.calls = 0
+    return noted
+
+
+class Attention(nn.Module):
+    """As transformers' attention calls the function, in a class whose forward is decorated."""
+
+    @noting_calls
+    def forward(self, q, k, cos, sin, scale=1.0, *, more=0.0):
+        """The doc."""
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q * scale + more, k
+
+
+def attention_of(function):
+    """A class whose module has another function by the name."""
+    names = {"nn": nn, NAME: function, "__name__": __name__}
+    source = "class Attention(nn.Module):\n    def forward(self, *args):\n        return apply_rotary_pos_emb(*args)\n"
+    exec(source, names)
+    return names["Attention"]()
+
+
+def inputs(heads=(4, 2), size=SIZE, turned=SIZE, dtype=torch.float32):
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 5, count, size, dtype=dtype).transpose(1, 2).requires_grad_() for count in heads)
+    angles = torch.randn(1, 5, turned // 2)
+    angles = torch.cat((angles, angles), -1)
+    return q, k, angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def fused(plain):
+    ours = copy.deepcopy(plain)
+    fuse_rotations(nn.Sequential(ours))
+    return ours
+
+
+@pytest.mark.parametrize("function", [apply_rotary_pos_emb, modeling_qwen3.apply_rotary_pos_emb])
+def test_results_and_gradients_are_the_functions_own(function):
+    plain, found = attention_of(function), []
+    for attention in (plain, fused(plain)):
+        given = inputs()
+        results = attention(*given)
+        torch.manual_seed(1)
+        upstream = [torch.randn(result.shape) for result in results]
+        found.append((*results, *torch.autograd.grad(results, given[:2], upstream)))
+    assert results[0].grad_fn.name() == results[1].grad_fn.name() == "_RotationBackward"
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert ours.shape == theirs.shape
+
+
+def test_halves_with_angles_of_their_own():
+    """Nothing says that both halves of a head have the same ones."""
+    q, k, cos, sin = (each.double().detach() for each in inputs())
+    cos, sin = torch.randn_like(cos), torch.randn_like(sin)
+    assert torch.autograd.gradcheck(rotation._Rotation.apply, (q.requires_grad_(), k.requires_grad_(), cos, sin))
+    torch.testing.assert_close(rotation._Rotation.apply(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin))
+
+
+@pytest.mark.parametrize(
+    "function", [turn_back, modeling_cohere.apply_rotary_pos_emb, modeling_glm.apply_rotary_pos_emb]
+)
+def test_another_formula_stays(function):
+    plain = attention_of(function)
+    for ours, theirs in zip(fused(plain)(*inputs()), plain(*inputs()), strict=True):
+        assert torch.equal(ours, theirs) and ours.grad_fn.name() != "_RotationBackward"
+
+
+def test_what_the_formula_is_not_for_stays():
+    plain = attention_of(apply_rotary_pos_emb)
+    ours = fused(plain)
+    for given in (inputs(dtype=torch.bfloat16), inputs(dtype=torch.float64)):
+        assert all(map(torch.equal, ours(*given), plain(*given)))
+    q, k, cos, sin = inputs()
+    by_token = q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2  # the dimension of the heads
+    assert all(map(torch.equal, ours(*by_token), plain(*by_token)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, ours(*inputs()), plain(*inputs())))
+    glm = attention_of(modeling_glm.apply_rotary_pos_emb)
+    part_of_a_head = inputs(turned=SIZE // 2)
+    assert all(map(torch.equal, fused(glm)(*part_of_a_head), glm(*part_of_a_head)))
+
+
+def test_a_fused_module_is_called_as_before_and_others_stay():
+    plain, theirs = Attention(), Attention.forward
+    ours = fused(plain)
+    q, _ = ours(*inputs(), 2.0, more=1.0)
+    torch.testing.assert_close(q, plain(*inputs(), 2.0, more=1.0)[0])
+    assert q.grad_fn.next_functions[0][0].next_functions[0][0].name() == "_RotationBackward"
+    assert theirs.calls == 2 and isinstance(ours, Attention) and str(ours) == str(plain)
+    assert type(plain) is Attention and Attention.forward is theirs
+    assert inspect.signature(type(ours).forward) == inspect.signature(theirs)
+    assert type(copy.deepcopy(ours)) is type(ours)
+
+
+@pytest.mark.parametrize("more", [{}, {"tuner": "lora"}, {"activation_checkpointing": "selective"}])
+def test_the_same_run(more, tiny_model, write_rows, chat_rows, tmp_path, monkeypatch):
+    base = settings(tmp_path, tiny_model("qwen3"), write_rows("rows.jsonl", chat_rows), **more)
+    calls = []
+    node = rotation._Rotation.apply
+    monkeypatch.setattr(rotation._Rotation, "apply", lambda *given: calls.append(1) or node(*given))
+    train_alone(resolve_config("sft", **base))
+    assert len(calls) > 10
+    monkeypatch.setattr(rotation, "are_plain_fp32", lambda *_: False)
+    train_alone(resolve_config("sft", **base | {"output_dir": str(tmp_path / "other")}))
+    for mine, theirs in zip(metrics(tmp_path / "out"), metrics(tmp_path / "other"), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-5)
