@@ -58,13 +58,14 @@ def onednn_everywhere(monkeypatch):
     monkeypatch.setattr(products, "SMALLEST", 1)
 
 
+@pytest.mark.parametrize("kind", [FastLinear, nn.Linear])
 @pytest.mark.parametrize("shape", [(2, 5, 12), (7, 12), (1, 33, 12), (1, 0, 12)])
 @pytest.mark.parametrize("wants_input", [True, False])
-def test_a_fast_base_layer_shares_one_pass_with_its_adapter(onednn_everywhere, shape, wants_input):
+def test_a_frozen_base_layer_shares_one_pass_with_its_adapter(onednn_everywhere, kind, shape, wants_input):
     theirs = adapted(lora_alpha=12)
     ours = copy.deepcopy(theirs)
     for module in (ours.base_model.model.first, ours.base_model.model.second):
-        module.base_layer.__class__ = FastLinear
+        module.base_layer.__class__ = kind
     fuse_adapters(ours)
     gradients, x = [], torch.randn(shape)
     for model in (ours, theirs):
@@ -73,6 +74,16 @@ def test_a_fast_base_layer_shares_one_pass_with_its_adapter(onednn_everywhere, s
     assert ours(x).grad_fn.name() == "_AdaptedBackward"
     for found, expected in zip(*gradients, strict=True):
         assert found is expected is None or (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_base_layer_that_is_trained_has_its_own_gradient():
+    theirs = adapted()
+    theirs.base_model.model.first.base_layer.weight.requires_grad_()
+    ours = copy.deepcopy(theirs)
+    fuse_adapters(ours)
+    x = torch.randn(7, 12)
+    for found, expected in zip(results(ours, x, torch.float32), results(theirs, x, torch.float32), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_adapters_can_be_turned_off():

@@ -1,7 +1,7 @@
 """LoRA's forward pass in one product with the result of the base layer, instead of a product, a scaling and a sum.
 
 peft casts the input to the adapter's type, scales and adds, each a tensor as large as the layer's output. Here the
-second product adds itself to the output, in the type that the output has; where products are oneDNN's, so does its
+second product adds itself to the output, in the type that the output has; in fp32 on a CPU in place, and so does its
 gradient to that of the layer's input.
 """
 
@@ -12,8 +12,11 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from swiftlite.models.products import FastLinear, linear, product, serves
+from swiftlite.models.products import FastLinear, are_plain_fp32, linear, product
+
+LINEAR = (nn.Linear, FastLinear)
 
 
 def fuse_adapters(model: nn.Module) -> None:
@@ -50,7 +53,8 @@ def _fused_class() -> type[nn.Module]:
                 return base(x, *args, **kwargs)
             [name] = self.active_adapters
             into, out_of, scaling = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-            if type(base) is FastLinear and not base.weight.requires_grad and serves(x, base.weight, into, out_of):
+            frozen = type(base) in LINEAR and not base.weight.requires_grad
+            if frozen and are_plain_fp32(x, base.weight, into, out_of):
                 return _Adapted.apply(x, base.weight, base.bias, into, out_of, scaling)
             result, inner = base(x, *args, **kwargs), F.linear(x, into)
             return torch.addmm(result.flatten(0, -2), inner.flatten(0, -2), out_of.T, alpha=scaling).view(result.shape)
@@ -67,8 +71,9 @@ class _Adapted(torch.autograd.Function):
         inner = product(rows, into)
         ctx.save_for_backward(x, inner, weight, into, out_of)
         ctx.scaling = scaling
-        base = linear(rows, weight, bias)  # not added to in place: selective checkpointing keeps it
-        return torch.addmm(base, inner, out_of.T, alpha=scaling).view(*x.shape[:-1], weight.shape[0])
+        base = linear(rows, weight, bias)
+        add = torch.addmm if is_in_torch_dispatch_mode() else torch.Tensor.addmm_  # selective checkpointing keeps base
+        return add(base, inner, out_of.T, alpha=scaling).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
