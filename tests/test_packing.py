@@ -50,10 +50,13 @@ def test_it_is_best_fit_decreasing():
 
 
 def test_packs_are_full_and_quickly_found():
-    lengths = log_normal_lengths(100_000, 2048)
-    started = time.perf_counter()
-    packs = best_fit_decreasing(lengths, 2048)
-    assert time.perf_counter() - started < 2.0
+    seconds = {}
+    for rows in (10_000, 100_000):
+        lengths = log_normal_lengths(rows, 2048)
+        started = time.process_time()
+        packs = best_fit_decreasing(lengths, 2048)
+        seconds[rows] = time.process_time() - started
+    assert seconds[100_000] / seconds[10_000] < 40  # measured: 10; 100 where it is quadratic
     assert lengths.sum() / (len(packs) * 2048) > 0.99
 
 
