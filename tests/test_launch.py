@@ -147,7 +147,8 @@ def test_a_mistake_is_told_once(tmp_path, flags):
 
 def ranks_of(parent: int) -> list[int]:
     """Processes started by `parent` that train."""
-    listed = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True).stdout
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent)]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout
     return [int(line.split()[0]) for line in listed.splitlines() if "spawn_main" in line]
 
 

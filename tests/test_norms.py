@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from swiftlite.config.resolve import resolve_config
-from swiftlite.models import norms
+from swiftlite.models import norms, rotation
 from swiftlite.models.norms import fuse_norms, widen_layer_norms
 from swiftlite.models.rematerialize import rematerialized
 
@@ -118,15 +118,15 @@ def test_layer_norms_in_bf16_beside_embeddings_in_fp32(tiny_model, write_rows, c
         assert rounded["loss"] == pytest.approx(exact["loss"], rel=5e-3)
 
 
+@pytest.mark.parametrize(("module", "node"), [(norms, norms._RmsNorm), (rotation, rotation._Rotation)])
 @pytest.mark.parametrize("more", [{}, {"tuner": "lora"}, {"activation_checkpointing": "selective"}])
-def test_the_same_run(more, tiny_model, write_rows, chat_rows, tmp_path, monkeypatch):
+def test_the_same_run_without_a_node(module, node, more, tiny_model, write_rows, chat_rows, tmp_path, monkeypatch):
     base = settings(tmp_path, tiny_model("qwen3"), write_rows("rows.jsonl", chat_rows), **more)
-    calls = []
-    formula = norms._RmsNorm.apply
-    monkeypatch.setattr(norms._RmsNorm, "apply", lambda *given: calls.append(1) or formula(*given))
+    calls, formula = [], node.apply
+    monkeypatch.setattr(node, "apply", lambda *given: calls.append(1) or formula(*given))
     train_alone(resolve_config("sft", **base))
-    assert len(calls) > 20
-    monkeypatch.setattr(norms, "are_plain_fp32", lambda *_: False)
+    assert len(calls) > 10
+    monkeypatch.setattr(module, "are_plain_fp32", lambda *_: False)
     train_alone(resolve_config("sft", **base | {"output_dir": str(tmp_path / "other")}))
     for mine, theirs in zip(metrics(tmp_path / "out"), metrics(tmp_path / "other"), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)

@@ -6,14 +6,12 @@ import inspect
 
 import pytest
 import torch
-from test_parity import metrics, settings, train_alone
 from torch import nn
 from transformers.models.cohere import modeling_cohere
 from transformers.models.glm import modeling_glm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3 import modeling_qwen3
 
-from swiftlite.config.resolve import resolve_config
 from swiftlite.models import rotation
 from swiftlite.models.rotation import NAME, fuse_rotations
 
@@ -123,18 +121,3 @@ def test_a_fused_module_is_called_as_before_and_others_stay():
     assert type(plain) is Attention and Attention.forward is theirs
     assert inspect.signature(type(ours).forward) == inspect.signature(theirs)
     assert type(copy.deepcopy(ours)) is type(ours)
-
-
-@pytest.mark.parametrize("more", [{}, {"tuner": "lora"}, {"activation_checkpointing": "selective"}])
-def test_the_same_run(more, tiny_model, write_rows, chat_rows, tmp_path, monkeypatch):
-    base = settings(tmp_path, tiny_model("qwen3"), write_rows("rows.jsonl", chat_rows), **more)
-    calls = []
-    node = rotation._Rotation.apply
-    monkeypatch.setattr(rotation._Rotation, "apply", lambda *given: calls.append(1) or node(*given))
-    train_alone(resolve_config("sft", **base))
-    assert len(calls) > 10
-    monkeypatch.setattr(rotation, "are_plain_fp32", lambda *_: False)
-    train_alone(resolve_config("sft", **base | {"output_dir": str(tmp_path / "other")}))
-    for mine, theirs in zip(metrics(tmp_path / "out"), metrics(tmp_path / "other"), strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-5)
