@@ -106,6 +106,8 @@ def test_what_the_formula_is_not_for_stays():
     assert all(map(torch.equal, ours(*by_token), plain(*by_token)))
     with torch.autocast("cpu", torch.bfloat16):
         assert all(map(torch.equal, ours(*inputs()), plain(*inputs())))
+    without_rows = [each[0].detach() for each in (q, k)]
+    assert all(map(torch.equal, ours(*without_rows, cos, sin), plain(*without_rows, cos, sin)))
     glm = attention_of(modeling_glm.apply_rotary_pos_emb)
     part_of_a_head = inputs(turned=SIZE // 2)
     assert all(map(torch.equal, fused(glm)(*part_of_a_head), glm(*part_of_a_head)))

@@ -56,14 +56,19 @@ def _rotation(plain: Callable) -> Callable:
 
     def rotate(query, key, cos, sin, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
         nonlocal turns_halves
-        served = not (args or kwargs) and are_plain_fp32(query, key, cos, sin)
-        if not served or not query.shape[-1] == key.shape[-1] == cos.shape[-1] == sin.shape[-1]:
+        if args or kwargs or not _serves(query, key, cos, sin):
             return plain(query, key, cos, sin, *args, **kwargs)
         if turns_halves is None:
             turns_halves = _turns_halves(plain, query.shape[-1])
         return _Rotation.apply(query, key, cos, sin) if turns_halves else plain(query, key, cos, sin)
 
     return rotate
+
+
+def _serves(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether queries and keys are `[rows, heads, tokens, size]` and the others `[rows, tokens, size]`, all plain."""
+    by_token = [each.shape[:1] + each.shape[2:] if each.ndim == 4 else None for each in (query, key)]
+    return by_token == [cos.shape, sin.shape] and cos.shape == sin.shape and are_plain_fp32(query, key, cos, sin)
 
 
 @torch.no_grad()
@@ -76,7 +81,7 @@ def _turns_halves(plain: Callable, size: int) -> bool:
 
 
 def _turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`rows * cos + (-second half | first half) * sin`. rows: `[1, heads, tokens, size]`; others: `[1, 1, tokens,
+    """`rows * cos + (-second half | first half) * sin`. rows: `[rows, heads, tokens, size]`; others: `[rows, 1, tokens,
     size]`."""
     first, second = rows.chunk(2, -1)
     for_first, for_second = sin.chunk(2, -1)
