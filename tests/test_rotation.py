@@ -50,9 +50,9 @@ def attention_of(function):
     return names["Attention"]()
 
 
-def inputs(heads=(4, 2), size=SIZE, turned=SIZE, dtype=torch.float32):
+def inputs(turned=SIZE, dtype=torch.float32):
     torch.manual_seed(0)
-    q, k = (torch.randn(1, 5, count, size, dtype=dtype).transpose(1, 2).requires_grad_() for count in heads)
+    q, k = (torch.randn(1, 5, heads, SIZE, dtype=dtype).transpose(1, 2).requires_grad_() for heads in (4, 2))
     angles = torch.randn(1, 5, turned // 2)
     angles = torch.cat((angles, angles), -1)
     return q, k, angles.cos().to(dtype), angles.sin().to(dtype)
