@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from swiftlite.models.classes import known_as
 from swiftlite.models.products import are_plain_fp32
 
 NAME = "RMSNorm"
@@ -52,6 +53,7 @@ def _epsilon(module: nn.Module) -> float | None:
 
 @functools.cache
 def _fused_class(plain: type[nn.Module]) -> type[nn.Module]:
+    @known_as(plain)
     class Fused(plain):
         computes_formula: bool | None = None  # known once there was an input
 
@@ -63,7 +65,6 @@ def _fused_class(plain: type[nn.Module]) -> type[nn.Module]:
                 Fused.computes_formula = _computes_formula(super().forward, self.weight, epsilon)
             return _RmsNorm.apply(x, self.weight, epsilon) if Fused.computes_formula else super().forward(x)
 
-    Fused.__name__, Fused.__qualname__, Fused.__module__ = plain.__name__, plain.__qualname__, plain.__module__
     return Fused
 
 

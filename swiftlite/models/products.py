@@ -121,11 +121,6 @@ def use_fast_products(model: nn.Module) -> None:
                 module.__class__ = FastLinear
 
 
-def serves(*matrices: torch.Tensor) -> bool:
-    """Whether products of these are oneDNN's here."""
-    return onednn_serves(matrices[0].device, matrices[0].dtype) and are_plain_fp32(*matrices)
-
-
 def are_plain_fp32(*tensors: torch.Tensor) -> bool:
     """Whether all of them are plain fp32 tensors on a CPU, and no autocast changes that."""
     if tensors[0].device.type != "cpu" or torch.is_autocast_enabled("cpu"):
@@ -134,7 +129,8 @@ def are_plain_fp32(*tensors: torch.Tensor) -> bool:
 
 
 def _gains(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.ndim > 1 and a.numel() * b.shape[0] >= SMALLEST and serves(a, b)
+    large = a.ndim > 1 and a.numel() * b.shape[0] >= SMALLEST
+    return large and onednn_serves(a.device, a.dtype) and are_plain_fp32(a, b)
 
 
 def _by_onednn(

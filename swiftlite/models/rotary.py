@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from swiftlite.models.classes import known_as
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -54,6 +56,7 @@ def document_lengths(positions: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _by_document(plain: type[nn.Module]) -> type[nn.Module]:
+    @known_as(plain)
     class ByDocument(plain):
         def forward(
             self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
@@ -71,7 +74,4 @@ def _by_document(plain: type[nn.Module]) -> type[nn.Module]:
                 inside = super().forward(x, position_ids.masked_fill(~short, 0), **chosen)
             return tuple(torch.where(short[..., None], *pair) for pair in zip(inside, found, strict=True))
 
-    ByDocument.__name__, ByDocument.__qualname__, ByDocument.__module__ = (
-        plain.__name__, plain.__qualname__, plain.__module__,
-    )  # fmt: skip
     return ByDocument

@@ -16,6 +16,7 @@ from types import CellType, FunctionType
 import torch
 from torch import nn
 
+from swiftlite.models.classes import known_as
 from swiftlite.models.products import are_plain_fp32
 
 NAME = "apply_rotary_pos_emb"
@@ -32,8 +33,12 @@ def fuse_rotations(model: nn.Module) -> None:
 @functools.cache
 def _fused_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The class with a forward of its own; the module that defines it stays as it is, and so do other models."""
-    kept = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(plain.__name__, (plain,), kept | {"forward": _calling_rotation(plain.forward)})
+
+    @known_as(plain)
+    class Fused(plain):
+        forward = _calling_rotation(plain.forward)
+
+    return Fused
 
 
 def _calling_rotation(function: FunctionType) -> FunctionType:
