@@ -1,15 +1,16 @@
-"""Attention of one document in fp32 on a CPU, forwards and backwards: in blocks of queries, and by PyTorch's kernel.
+"""Attention of one document on a CPU, forwards and backwards: in blocks of queries, or with gradients in another type.
 
     python scripts/measure_attention.py --markdown docs/performance.md
 
-Both run in turn in one process; a figure is the fastest of several calls. Takes a minute; needs a quiet machine.
+Beside each way runs PyTorch's kernel, in turn in one process; a figure is the fastest of several calls. Takes a minute; needs a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import torch
@@ -17,11 +18,12 @@ from bench.campaign import machine
 from bench.script import run_script
 from bench.tables import markdown_table
 
-from swiftlite.models import attention_blocks
+from swiftlite.models import attention_blocks, attention_cpu
 from swiftlite.models.attention_cpu import attend_by_document
 
 PLACE, CALLS = "attention", 12
 SHAPES = ((9, 3, 64), (16, 8, 128), (32, 8, 128))  # heads, heads of keys, size: SmolLM2-135M, Qwen3-0.6B, Llama 3 8B
+HALF_SHAPES = ((8, 4, 32), *SHAPES[:2])
 LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 EVERYTHING, NOTHING = (1, 1, max(LENGTHS)), (1, 1, 0)  # heads, and documents, that are computed in blocks
 
@@ -37,12 +39,12 @@ def fastest(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def call(shape: tuple[int, int, int], length: int) -> Callable[[], None]:
+def call(shape: tuple[int, int, int], length: int, dtype: torch.dtype) -> Callable[[], None]:
     """Attention of a document and its gradients."""
     heads, kv_heads, size = shape
     counts = (heads, kv_heads, kv_heads)
-    row = [torch.randn(1, length, count, size).transpose(1, 2).requires_grad_() for count in counts]
-    upstream = torch.randn(1, length, heads, size)
+    row = [torch.randn(1, length, count, size, dtype=dtype).transpose(1, 2).requires_grad_() for count in counts]
+    upstream = torch.randn(1, length, heads, size, dtype=dtype)
 
     def work() -> None:
         torch.autograd.grad(attend_by_document(*row, [length], None), row, upstream)
@@ -50,29 +52,46 @@ def call(shape: tuple[int, int, int], length: int) -> Callable[[], None]:
     return work
 
 
-def measure(options: argparse.Namespace) -> str:
-    """Markdown."""
-    torch.set_num_threads(options.threads)
-    blocks = attention_blocks
-    usual = blocks.SMALLEST_HEAD, blocks.SHORTEST, blocks.LONGEST
+def compare(
+    shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, use: Callable[[bool], None]
+) -> str:
+    """A table of time with what `use(True)` turns on, of that with what `use(False)` does."""
     cells = []
-    for shape in SHAPES:
+    for shape in shapes:
         ratios = []
         for length in LENGTHS:
-            work, seconds = call(shape, length), {}
-            for served in (NOTHING, EVERYTHING):
-                blocks.SMALLEST_HEAD, blocks.SHORTEST, blocks.LONGEST = served
-                seconds[served] = fastest(work)
-            ratios.append(f"{seconds[EVERYTHING] / seconds[NOTHING]:.2f}")
+            work, seconds = call(shape, length, dtype), []
+            for on in (True, False):
+                use(on)
+                seconds.append(fastest(work))
+            ratios.append(f"{seconds[0] / seconds[1]:.2f}")
         heads, kv_heads, size = shape
         cells.append([f"{heads} ({kv_heads}) of {size}", *ratios])
         print(*cells[-1], sep="  ", flush=True)
-    facts = machine()
+    return markdown_table(["heads (of keys)", *(f"{length:,} tokens" for length in LENGTHS)], cells)
+
+
+def use_blocks(on: bool) -> None:  # noqa: FBT001 - what `compare` calls
+    blocks = attention_blocks
+    blocks.SMALLEST_HEAD, blocks.SHORTEST, blocks.LONGEST = EVERYTHING if on else NOTHING
+
+
+def use_wide_gradients(on: bool) -> None:  # noqa: FBT001
+    attention_cpu.WIDE = math.inf if on else 0
+
+
+def measure(options: argparse.Namespace) -> str:
+    """Markdown."""
+    torch.set_num_threads(options.threads)
+    head, shortest, longest = attention_blocks.SMALLEST_HEAD, attention_blocks.SHORTEST, attention_blocks.LONGEST
+    wide, facts = attention_cpu.WIDE, machine()
+    limits = ", ".join(f"{int(wide / size**1.5):,} tokens for heads of {size}" for _, _, size in HALF_SHAPES)
     return (
         f"{facts['cpu']}, {options.threads} threads, torch {version('torch')}, on {time.strftime('%Y-%m-%d')}: time in "
-        f"blocks, of that by PyTorch's kernel. Blocks are used for heads of {usual[0]} and more, from {usual[1]} to "
-        f"{usual[2]} tokens.\n\n"
-        + markdown_table(["heads (of keys)", *(f"{length:,} tokens" for length in LENGTHS)], cells)
+        f"blocks, of that by PyTorch's kernel, in fp32. Blocks are used for heads of {head} and more, from {shortest} "
+        f"to {longest} tokens.\n\n{compare(SHAPES, torch.float32, use_blocks)}\n\n"
+        f"Time with gradients in fp32, of that by PyTorch's kernel in bf16. Gradients are in fp32 up to {limits}.\n\n"
+        f"{compare(HALF_SHAPES, torch.bfloat16, use_wide_gradients)}"
     )
 
 

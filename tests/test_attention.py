@@ -12,6 +12,7 @@ from swiftlite.data.order import Sequence
 from swiftlite.errors import UserError
 from swiftlite.models import attention, attention_blocks
 from swiftlite.models.anatomy import dissect
+from swiftlite.models import attention_cpu
 from swiftlite.models.attention_cpu import attend_by_document
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.toys import toy_config
@@ -82,6 +83,22 @@ def test_documents_of_any_length_attend_alike(heads, kv_heads, size):
         assert (single_precision.double() - right).norm() < 1e-6 * right.norm()  # PyTorch's kernel: 5e-7
     with torch.no_grad():
         assert torch.equal(attend_by_document(*single, WRITTEN_OUT, None), got)
+
+
+@pytest.mark.parametrize(("size", "longest"), [(32, 994), (64, 351), (128, 124)])
+def test_gradients_of_short_documents_in_16_bits_are_taken_in_fp32(size, longest, monkeypatch):
+    lengths, types, kernel = [longest, longest + 1, 7], [], attention_cpu._backward
+    monkeypatch.setattr(attention_cpu, "_backward", lambda *a, **k: types.append(a[0].dtype) or kernel(*a, **k))
+    torch.manual_seed(0)
+    rows = [torch.randn(1, sum(lengths), heads, size).bfloat16().transpose(1, 2) for heads in (4, 2, 2)]
+    upstream, found = torch.randn(1, sum(lengths), 4, size).bfloat16(), []
+    for dtype in (torch.bfloat16, torch.float64):
+        row = [each.to(dtype).requires_grad_() for each in rows]
+        got = attend_by_document(*row, lengths, None)
+        found.append([got, *torch.autograd.grad(got, row, upstream.to(dtype))])
+    assert types == [torch.float32, torch.bfloat16, torch.float32, *[torch.float64] * 3]
+    for half, right in zip(*found, strict=True):
+        assert half.dtype == torch.bfloat16 and (half - right).norm() < 1e-2 * right.norm()
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])

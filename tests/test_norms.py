@@ -68,8 +68,18 @@ def test_other_types_keep_their_own_forward(dtype):
     plain, fused = (module.to(dtype) for module in pair(LlamaRMSNorm))
     x = torch.randn(4, WIDTH, dtype=dtype)
     assert torch.equal(fused(x), plain(x))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(fused.float()(x.float()), plain.float()(x.float()))
+
+
+def test_autocast_leaves_norms_in_fp32():
+    plain, fused = pair(LlamaRMSNorm)
+    x, found = torch.randn(4, WIDTH, requires_grad=True), []
+    for norm in (plain, fused):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = norm(x)
+        found.append([result, *torch.autograd.grad(result.square().sum(), [x, norm.weight])])
+    assert result.grad_fn.name() == "_RmsNormBackward"
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_fused_module_is_called_as_before_and_holds_the_same():
@@ -126,7 +136,7 @@ def test_the_same_run_without_a_node(module, node, more, tiny_model, write_rows,
     monkeypatch.setattr(node, "apply", lambda *given: calls.append(1) or formula(*given))
     train_alone(resolve_config("sft", **base))
     assert len(calls) > 20
-    monkeypatch.setattr(module, "are_plain_fp32", lambda *_: False)
+    monkeypatch.setattr(module, "are_plain_fp32", lambda *_, **__: False)
     train_alone(resolve_config("sft", **base | {"output_dir": str(tmp_path / "other")}))
     for mine, theirs in zip(metrics(tmp_path / "out"), metrics(tmp_path / "other"), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)

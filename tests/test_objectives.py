@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from swiftlite.objectives import logprobs
 from swiftlite.objectives.logprobs import chunk_tokens, token_logprobs
 from swiftlite.objectives.supervised import supervised_loss
 
@@ -24,6 +25,13 @@ def inputs(n=37, hidden=16, vocabulary=101, dtype=torch.float64):
     )
 
 
+@pytest.fixture(params=[False, True])
+def filled(request, monkeypatch):
+    """Whether tokens are filled up to what oneDNN likes."""
+    monkeypatch.setattr(logprobs, "onednn_serves", lambda *_: request.param)
+
+
+@pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"softcap": 3.0}, {"scale": 2.0, "softcap": 5.0}])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("chunk", [5, 37, 1000])
@@ -40,6 +48,7 @@ def test_value_and_gradients_equal_the_full_softmax(options, with_bias, chunk):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"softcap": 3.0}, {"scale": 2.0, "softcap": 5.0}])
 @pytest.mark.parametrize("chunk", [5, 1000])
 def test_gradients_of_a_sum_are_taken_on_the_way(options, chunk):
@@ -54,6 +63,7 @@ def test_gradients_of_a_sum_are_taken_on_the_way(options, chunk):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.usefixtures("filled")
 def test_a_loss_that_is_no_sum_is_not_taken_for_one():
     hidden, weight, bias, targets = inputs()
     ours = token_logprobs(hidden, weight, bias, targets, summed=True)
@@ -68,6 +78,7 @@ def test_frozen_head_gets_no_gradient():
     assert hidden.grad is not None
 
 
+@pytest.mark.usefixtures("filled")
 def test_no_trained_token_gives_exact_zero_with_a_gradient():
     hidden, weight, _, targets = inputs()
     loss = supervised_loss(token_logprobs(hidden[:0], weight, None, targets[:0]), 10)
@@ -104,6 +115,24 @@ def test_chunks_are_bounded_in_bytes():
     assert chunk_tokens(151_936, torch.device("cpu")) * 151_936 * 4 <= 64 << 20
     assert chunk_tokens(10**9, torch.device("cpu")) == 16
     assert chunk_tokens(8192, torch.device("cpu")) == 256
+    assert chunk_tokens(151_936, torch.device("cpu")) == 96  # a multiple of 32
+
+
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("tokens", [1, 33, 300])
+def test_a_head_in_bf16_takes_a_weight_that_was_cast_already(summed, tokens):
+    hidden, weight, bias, targets = inputs(tokens, 64, 1000, torch.float32)
+    hidden, weight, bias = ((each / 8).detach().requires_grad_() for each in (hidden, weight, bias))
+    found = []
+    for cast in (None, weight.detach().bfloat16()):
+        with torch.autocast("cpu", torch.bfloat16):
+            ours = token_logprobs(hidden, weight, bias, targets, summed=summed, cast=cast)
+        found.append([ours, *torch.autograd.grad(ours.sum() / 7, (hidden, weight, bias))])
+    assert all(map(torch.equal, *found)) and len(ours) == tokens
+    whole = [each.detach().bfloat16().double().requires_grad_() for each in (hidden, weight, bias)]
+    exact = plain(*whole, targets)
+    for got, expected in zip(found[0], [exact, *torch.autograd.grad(exact.sum() / 7, whole)], strict=True):
+        assert (got - expected).norm() <= 1e-2 * expected.norm()
 
 
 def test_bf16_logits_are_summed_in_fp32():

@@ -92,20 +92,19 @@ def test_precision_names():
 
 
 @pytest.mark.parametrize(
-    ("device", "fast", "tuner", "width", "name"),
+    ("device", "fast", "width", "name"),
     [
-        ("cpu", True, "lora", 1024, "bf16"),
-        ("cpu", True, "lora", 576, "fp32"),
-        ("cpu", True, "full", 4096, "fp32"),
-        ("cpu", False, "lora", 4096, "fp32"),
-        ("cuda", True, "full", 64, "bf16"),
-        ("cuda", False, "full", 64, "fp32"),
+        ("cpu", True, 576, "bf16"),
+        ("cpu", True, 256, "fp32"),
+        ("cpu", False, 4096, "fp32"),
+        ("cuda", True, 64, "bf16"),
+        ("cuda", False, 64, "fp32"),
     ],
 )
-def test_auto_is_bf16_where_that_is_faster(monkeypatch, device, fast, tuner, width, name):
+def test_auto_is_bf16_where_that_is_faster(monkeypatch, device, fast, width, name):
     monkeypatch.setattr(precision, "fast_at_bf16", lambda _: fast)
-    assert resolve_precision("auto", torch.device(device), tuner=tuner, width=width).name == name
-    assert resolve_precision("auto", torch.device(device), tuner=tuner, width=width, pure_bf16=True).name == "bf16"
+    assert resolve_precision("auto", torch.device(device), width=width).name == name
+    assert resolve_precision("auto", torch.device(device), width=width, pure_bf16=True).name == "bf16"
 
 
 def test_seeds_differ_by_step_and_micro_batch():

@@ -5,6 +5,9 @@ One document after the other, in blocks (`swiftlite/models/attention_blocks.py`)
 they came, once: keys and values that several heads share are not copied for each of them, and the results lie in the
 row that the next layer reads. Of documents in blocks weights are kept as well: such a document has at most four times a
 head's size in tokens, so they take no more than two rows of states.
+
+In 16 bits the kernel's backward pass takes up to eight times as long as in fp32 where documents are short and heads
+small, so there gradients are taken in fp32 (`scripts/measure_attention.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from swiftlite.models.attention_blocks import attend_in_blocks, block_gradients, gains_by_blocks
+
+# Tokens of a document x (a head's size)^1.5, up to which gradients in fp32 take less time than in 16 bits: by the sizes
+# 32, 64, 96, 128 and 256 between 1,000 and 75 tokens, where they take about the same.
+WIDE = 180_000
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -64,6 +71,8 @@ class _ByDocument(torch.autograd.Function):
                 found = block_gradients(*document, ctx.scale, weights)
             else:
                 document = [each[:, :, place] for each in (arrived, q, *others)]
+                if query.dtype.itemsize == 2 and length * query.shape[-1] ** 1.5 <= WIDE:
+                    document = [each.float() for each in document]
                 to_query, to_keys, to_values = _backward(*document, 0.0, True, scale=ctx.scale)
                 found = to_query, to_keys.sum(1), to_values.sum(1)
             for grad, of_document in zip(grads, found, strict=True):

@@ -58,7 +58,7 @@ def _fused_class(plain: type[nn.Module]) -> type[nn.Module]:
         computes_formula: bool | None = None  # known once there was an input
 
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-            if args or kwargs or not are_plain_fp32(x, self.weight):
+            if args or kwargs or not are_plain_fp32(x, self.weight, also_under_autocast=True):
                 return super().forward(x, *args, **kwargs)
             epsilon = _epsilon(self)
             if Fused.computes_formula is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -38,8 +39,12 @@ def prefers_onednn() -> bool:
 
 
 def onednn_serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products on a device, of a type, are oneDNN's."""
-    return device.type == "cpu" and dtype == torch.float32 and prefers_onednn()
+    """Whether products on a device, of a type, are oneDNN's: in bf16 PyTorch itself sees to that."""
+    if device.type != "cpu":
+        return False
+    if dtype == torch.bfloat16:
+        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 and prefers_onednn()
 
 
 def _processor() -> dict[str, str]:
@@ -78,32 +83,38 @@ class ProductSum:
         """like: has the shape of the sum, `[n, k]`, and its device; dtype: of the factors; total: fp32, to be added
         to in place."""
         self._like, self._sum = like, total
-        self._in_slices = onednn_serves(like.device, dtype)
+        self._by_onednn = dtype == torch.float32 and onednn_serves(like.device, dtype)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        if self._in_slices:
-            self._add_slices(a, b)
-        elif self._sum is not None and a.dtype == torch.float32:
+        if self._by_onednn:
+            self._add_by_onednn(a, b)
+        elif self._sum is None:
+            self._sum = (a.T @ b).float()
+        elif a.dtype == torch.float32:
             self._sum.addmm_(a.T, b)
         else:
-            more = (a.T @ b).float()
-            self._sum = more if self._sum is None else self._sum.add_(more)
+            for rows in _slices(a.shape[-1]) if a.device.type == "cpu" else [slice(None)]:
+                self._sum[rows] += a[:, rows].T @ b
 
-    def _add_slices(self, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _add_by_onednn(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Where n is a vocabulary, a second matrix of the sum's size would be the largest of a step. oneDNN wants rows
         that lie one after another, and is fastest on as many as a core's caches hold. PyTorch transposes a matrix four
         times as fast as a part of the columns of one, so that is copied first (`F.pad` does, also by nothing)."""
         self._sum = self.total
         more = rounded(a.shape[0]) - a.shape[0]
         b = F.pad(b, (0, 0, 0, more)) if more else b
-        for start in range(0, a.shape[-1], SLICE_ROWS):
-            rows = slice(start, start + SLICE_ROWS)
+        for rows in _slices(a.shape[-1]):
             part = F.pad(a[:, rows], (0, 0, 0, more))
             self._sum[rows] += product(part.T.contiguous(), b.T, over_tokens=True)
 
     @property
     def total(self) -> torch.Tensor:
         return torch.zeros_like(self._like, dtype=torch.float32) if self._sum is None else self._sum
+
+
+def _slices(rows: int) -> Iterator[slice]:
+    for start in range(0, rows, SLICE_ROWS):
+        yield slice(start, start + SLICE_ROWS)
 
 
 class FastLinear(nn.Linear):
@@ -121,9 +132,9 @@ def use_fast_products(model: nn.Module) -> None:
                 module.__class__ = FastLinear
 
 
-def are_plain_fp32(*tensors: torch.Tensor) -> bool:
-    """Whether all of them are plain fp32 tensors on a CPU, and no autocast changes that."""
-    if tensors[0].device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+def are_plain_fp32(*tensors: torch.Tensor, also_under_autocast: bool = False) -> bool:
+    """Whether all of them are plain fp32 tensors on a CPU, and no autocast makes products of something else."""
+    if tensors[0].device.type != "cpu" or (torch.is_autocast_enabled("cpu") and not also_under_autocast):
         return False
     return all(type(tensor) in PLAIN and tensor.dtype == torch.float32 for tensor in tensors)
 

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from swiftlite.models.classes import known_as
-from swiftlite.models.products import are_plain_fp32
+from swiftlite.models.products import PLAIN, are_plain_fp32
 
+WIDENED = (torch.float32, torch.bfloat16)  # what queries and keys may be: times fp32 both are that
 NAME = "apply_rotary_pos_emb"
 
 
@@ -65,7 +66,9 @@ def _rotation(plain: Callable) -> Callable:
             return plain(query, key, cos, sin, *args, **kwargs)
         if turns_halves is None:
             turns_halves = _turns_halves(plain, query.shape[-1])
-        return _Rotation.apply(query, key, cos, sin) if turns_halves else plain(query, key, cos, sin)
+        if not turns_halves:
+            return plain(query, key, cos, sin)
+        return _Rotation.apply(query.float(), key.float(), cos, sin)
 
     return rotate
 
@@ -73,7 +76,10 @@ def _rotation(plain: Callable) -> Callable:
 def _serves(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """Whether queries and keys are `[rows, heads, tokens, size]` and the others `[rows, tokens, size]`, all plain."""
     by_token = [each.shape[:1] + each.shape[2:] if each.ndim == 4 else None for each in (query, key)]
-    return by_token == [cos.shape, sin.shape] and cos.shape == sin.shape and are_plain_fp32(query, key, cos, sin)
+    if by_token != [cos.shape, sin.shape] or cos.shape != sin.shape:
+        return False
+    turned = all(type(each) in PLAIN and each.dtype in WIDENED for each in (query, key))
+    return turned and are_plain_fp32(cos, sin, also_under_autocast=True)
 
 
 @torch.no_grad()

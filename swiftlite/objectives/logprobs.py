@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from swiftlite.dtensors import is_dtensor
 from swiftlite.models.embedding import gradient_of, takes_gradient
-from swiftlite.models.products import ProductSum, product
+from swiftlite.models.products import ROUND, ProductSum, onednn_serves, product, rounded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -33,7 +34,7 @@ CPU_CHUNK_TOKENS = 256  # enough for matrix products at full speed; the logits o
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Tokens whose fp32 logits fill one chunk."""
     count = max(16, CHUNK_BYTES.get(device.type, 512 << 20) // (4 * vocabulary))
-    return min(count, CPU_CHUNK_TOKENS) if device.type == "cpu" else count
+    return min(count // ROUND * ROUND or count, CPU_CHUNK_TOKENS) if device.type == "cpu" else count
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def token_logprobs(
     summed: bool = False,
     direct: bool = False,
     upstream: torch.Tensor | None = None,
+    cast: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log p(target) at each position, in fp32.
 
@@ -71,7 +73,8 @@ def token_logprobs(
     autocast type; the logsumexp is always fp32. summed: promises that the loss is a multiple of their sum (each has the
     same gradient) and of one backward pass, which saves the second making of the logits where the vocabulary is whole.
     direct: the weight's gradient is added to its `.grad` where it is made, if that can be; autograd gets none. Of a sum
-    that needs upstream: a number, the gradient that each result will get.
+    that needs upstream: a number, the gradient that each result will get. cast: the weight in the autocast type, where
+    there is such a copy.
     Returns `[n]`.
     """
     kind = hidden.device.type
@@ -83,10 +86,14 @@ def token_logprobs(
     chunk = chunk or chunk_tokens(weight.shape[0], hidden.device)
     at_once = summed and share is None and torch.is_grad_enabled()
     direct = direct and share is None and takes_gradient(weight) and not (at_once and upstream is None)
-    options = _Options(scale, softcap, chunk, dtype, weight if direct else None, upstream)
+    tokens = len(targets)
+    if onednn_serves(hidden.device, dtype):  # filled up here once, not in each product
+        more = rounded(tokens) - tokens
+        hidden, targets = F.pad(hidden, (0, 0, 0, more)), F.pad(targets, (0, more))
+    options = _Options(scale, softcap, chunk, dtype, tokens, weight if direct else None, upstream, cast)
     if at_once:
-        return _SummedLogProbs.apply(hidden, weight, bias, targets, options)
-    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)
+        return _SummedLogProbs.apply(hidden, weight, bias, targets, options)[:tokens]
+    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)[:tokens]
 
 
 def _share_of(weight: DTensor) -> _Share:
@@ -99,15 +106,18 @@ def _share_of(weight: DTensor) -> _Share:
 
 @dataclass(frozen=True)
 class _Options:
-    """dtype: of the products; leaf: the weight itself, where its gradient is added to its `.grad`: what autograd saves
-    may come back as another tensor; the rest as in `token_logprobs`."""
+    """dtype: of the products; tokens: without those that they are filled up with; leaf: the weight itself, where its
+    gradient is added to its `.grad`: what autograd saves may come back as another tensor; the rest as in
+    `token_logprobs`."""
 
     scale: float
     softcap: float | None
     chunk: int
     dtype: torch.dtype
+    tokens: int
     leaf: torch.Tensor | None
     upstream: torch.Tensor | None
+    cast: torch.Tensor | None
 
     def parts(self, tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk) for start in range(0, tokens, self.chunk)]
@@ -127,7 +137,8 @@ class _Head:
         """needed: whether hidden, weight and bias want a gradient."""
         self.hidden, self.options = hidden, options
         self._types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        self._weight, self._bias = weight.to(options.dtype), None if bias is None else bias.to(options.dtype)
+        self._weight = weight.to(options.dtype) if options.cast is None else options.cast
+        self._bias = None if bias is None else bias.to(options.dtype)
         self.grad_hidden = torch.empty_like(hidden) if needed[0] else None
         total = gradient_of(options.leaf) if needed[1] and options.leaf is not None else None
         self.grad_weight = ProductSum(weight, options.dtype, total) if needed[1] else None
@@ -234,25 +245,26 @@ class _SummedLogProbs(torch.autograd.Function):
         head = _Head(hidden, weight, bias, options, ctx.needs_input_grad)
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         upstream = logprobs.new_ones(()) if options.upstream is None else options.upstream
+        upstream = F.pad(upstream.expand(options.tokens), (0, len(hidden) - options.tokens))[:, None]
         for part in options.parts(hidden.shape[0]):
             logits = head.logits(part)
             slope = head.slope(logits)
             logits = _log_softmax(logits)
             logprobs[part] = logits.gather(-1, targets[part, None])[:, 0]
             if any(ctx.needs_input_grad):
-                found = upstream.expand(len(logits))
-                head.take_gradients(part, logits, slope, targets[part], upstream, found)
+                head.take_gradients(part, logits, slope, targets[part], upstream[part], upstream[part, 0])
             del logits, slope  # before the next chunk's, and before the gradients are laid out
-        ctx.gradients, ctx.upstream = head.gradients(), options.upstream
+        ctx.gradients, ctx.options = head.gradients(), options
         return logprobs
 
     @staticmethod
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so there is no second time
+        upstream, known = upstream[: ctx.options.tokens], ctx.options.upstream
         if upstream.numel():
-            expected = upstream[0] if ctx.upstream is None else ctx.upstream
+            expected = upstream[0] if known is None else known
             torch._assert_async((upstream == expected).all(), "the loss is no multiple of the sum")
-            if ctx.upstream is None:
+            if known is None:
                 gradients = [None if grad is None else grad.mul_(expected) for grad in gradients]
         return *gradients, None, None
 

@@ -21,6 +21,7 @@ from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
 from swiftlite.models.embedding import use_direct_embeddings
+from swiftlite.models.half_products import HALF, use_half_products
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
 from swiftlite.models.norms import fuse_norms, widen_layer_norms
@@ -119,6 +120,8 @@ def divide(
         direct = mesh.device.type == "cpu" and mesh.stored is None and not config.optimizer_in_backward
         if direct:
             use_direct_embeddings(model)
+            if precision.dtype == HALF and not config.compile:
+                use_half_products(model)
         passes = 2 if alone and config.method in PAIRED else 1  # one for each answer
         scorer = TokenScorer(model, base, summed=_is_summed(config), direct=direct, alone=alone, passes=passes)
         if passes > 1:  # the second one's gradients are added to the first one's

@@ -13,7 +13,7 @@ from swiftlite.models.dtypes import DTYPES, fast_at_bf16
 FP16_FIRST_SCALE = 2.0**16
 STEPS_TO_GROW = 2000
 SMALLEST_FP16_SCALE = 1.0  # overflow at this loss scale is no matter of scaling any more
-CPU_WIDTH = 1024  # of hidden states, from which LoRA in bf16 is faster than in fp32 on a CPU that is fast at bf16
+CPU_WIDTH = 512  # of hidden states, from which a CPU that multiplies fast in bf16 is faster as a whole
 
 
 @dataclass
@@ -76,15 +76,10 @@ class Precision:
 
 
 def resolve_precision(
-    name: str, device: torch.device, *, pure_bf16: bool = False, fp8: str = "none", tuner: str = "full", width: int = 0
+    name: str, device: torch.device, *, pure_bf16: bool = False, fp8: str = "none", width: int = 0
 ) -> Precision:
     """`auto` is bf16 where the device is fast at it or the weights are bf16, else fp32. width: of hidden states."""
     if name == "auto":
-        name = "bf16" if pure_bf16 or (fast_at_bf16(device) and _gains_by_bf16(device, tuner, width)) else "fp32"
+        wide = device.type != "cpu" or width >= CPU_WIDTH
+        name = "bf16" if pure_bf16 or (wide and fast_at_bf16(device)) else "fp32"
     return Precision(name, DTYPES[name], torch.bfloat16 if pure_bf16 else torch.float32, fp8)
-
-
-def _gains_by_bf16(device: torch.device, tuner: str, width: int) -> bool:
-    """Whether a run is faster for it. On a CPU weights and gradients of each micro-batch are cast, and PyTorch's kernel
-    for attention is slow backwards, which the products of narrow or fully trained layers do not make up for."""
-    return device.type != "cpu" or (tuner == "lora" and width >= CPU_WIDTH)

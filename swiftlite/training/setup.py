@@ -175,7 +175,7 @@ def build_trainee(
     model_config = copy.deepcopy(model_config)  # it is changed below, and a reference is built from it as well
     width = model_config.get_text_config().hidden_size
     precision = resolve_precision(
-        config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8, tuner=config.tuner, width=width
+        config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width
     )
     source, adapter = find_weights(config, resume)
     if config.method == "rm":

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from swiftlite.data.batches import MicroBatch
+from swiftlite.models.half_products import half_weights
 from swiftlite.models.rematerialize import rematerialized
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import slice_for_context
@@ -88,7 +89,7 @@ class DirectStep:
             reduce_at_last_micro_batch(scorer, self._sync_always or last, self._mesh.layout.sharding)
             return self._train_one(scorer, batches[index], step_loss, scale, count)
 
-        with self._gradients.of_step() if self._gradients else nullcontext():
+        with self._gradients.of_step() if self._gradients else nullcontext(), half_weights(self._scorer):
             done = self._lanes.map(train_one, [batch.cost for batch in batches])
         values, routers, lengths = zip(*done, strict=True)
         known = [router for router in routers if router is not None]
@@ -134,7 +135,7 @@ class DirectStep:
     def _logprobs(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         for batch in batches:
             mine = self._mine(batch)
-            with self._precision.compute(self._mesh.device):
+            with half_weights(self._scorer), self._precision.compute(self._mesh.device):
                 logprobs = self._scorer(mine).logprobs
             yield mine, logprobs
         reshard(self._scorer)
