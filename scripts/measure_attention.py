@@ -2,7 +2,8 @@
 
     python scripts/measure_attention.py --markdown docs/performance.md
 
-Beside each way runs PyTorch's kernel, in turn in one process; a figure is the fastest of several calls. Takes a minute; needs a quiet machine.
+Beside each way runs PyTorch's kernel, in turn in one process; a figure is the fastest of several calls. Takes two
+minutes; needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ def call(shape: tuple[int, int, int], length: int, dtype: torch.dtype) -> Callab
     return work
 
 
-def compare(
-    shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, use: Callable[[bool], None]
-) -> str:
+def compare(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, use: Callable[[bool], None]) -> str:
     """A table of time with what `use(True)` turns on, of that with what `use(False)` does."""
     cells = []
     for shape in shapes:

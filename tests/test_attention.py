@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from swiftlite.data.batches import collate
 from swiftlite.data.order import Sequence
 from swiftlite.errors import UserError
-from swiftlite.models import attention, attention_blocks
+from swiftlite.models import attention, attention_blocks, attention_cpu
 from swiftlite.models.anatomy import dissect
-from swiftlite.models import attention_cpu
 from swiftlite.models.attention_cpu import attend_by_document
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.toys import toy_config

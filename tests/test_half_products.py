@@ -122,8 +122,11 @@ def test_an_input_is_cast_once_until_it_changes():
     assert as_half(x) is as_half(x) and as_half(as_half(x)) is as_half(x) and as_half(x).requires_grad
     with torch.no_grad():
         assert not as_half(x).requires_grad
+    assert as_half(x).requires_grad
+    before = as_half(x)
+    with torch.no_grad():
         x.add_(1)
-    assert torch.equal(as_half(x), x.bfloat16()) and as_half(x).requires_grad
+    assert torch.equal(as_half(x), x.bfloat16()) and not torch.equal(as_half(x), before)
 
 
 def test_other_layers_and_weights_stay():

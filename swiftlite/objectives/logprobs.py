@@ -92,8 +92,8 @@ def token_logprobs(
         hidden, targets = F.pad(hidden, (0, 0, 0, more)), F.pad(targets, (0, more))
     options = _Options(scale, softcap, chunk, dtype, tokens, weight if direct else None, upstream, cast)
     if at_once:
-        return _SummedLogProbs.apply(hidden, weight, bias, targets, options)[:tokens]
-    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)[:tokens]
+        return _SummedLogProbs.apply(hidden, weight, bias, targets, options)
+    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)
 
 
 def _share_of(weight: DTensor) -> _Share:
@@ -118,6 +118,10 @@ class _Options:
     leaf: torch.Tensor | None
     upstream: torch.Tensor | None
     cast: torch.Tensor | None
+
+    def without_filling(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Of the tokens alone. No view, which FSDP does not like a module to return."""
+        return logprobs if len(logprobs) == self.tokens else logprobs[: self.tokens].clone()
 
     def parts(self, tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk) for start in range(0, tokens, self.chunk)]
@@ -219,11 +223,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         logprobs -= normalizers
         ctx.save_for_backward(hidden, weight, bias, rows, here, normalizers)
         ctx.options, ctx.share = options, share
-        return logprobs
+        return options.without_filling(logprobs)
 
     @staticmethod
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         hidden, weight, bias, rows, here, normalizers = ctx.saved_tensors
+        upstream = F.pad(upstream, (0, len(hidden) - len(upstream)))
         head = _Head(hidden, weight, bias, ctx.options, ctx.needs_input_grad)
         found = upstream if here is None else upstream * here
         for part in ctx.options.parts(hidden.shape[0]):
@@ -254,17 +259,16 @@ class _SummedLogProbs(torch.autograd.Function):
             if any(ctx.needs_input_grad):
                 head.take_gradients(part, logits, slope, targets[part], upstream[part], upstream[part, 0])
             del logits, slope  # before the next chunk's, and before the gradients are laid out
-        ctx.gradients, ctx.options = head.gradients(), options
-        return logprobs
+        ctx.gradients, ctx.upstream = head.gradients(), options.upstream
+        return options.without_filling(logprobs)
 
     @staticmethod
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so there is no second time
-        upstream, known = upstream[: ctx.options.tokens], ctx.options.upstream
         if upstream.numel():
-            expected = upstream[0] if known is None else known
+            expected = upstream[0] if ctx.upstream is None else ctx.upstream
             torch._assert_async((upstream == expected).all(), "the loss is no multiple of the sum")
-            if known is None:
+            if ctx.upstream is None:
                 gradients = [None if grad is None else grad.mul_(expected) for grad in gradients]
         return *gradients, None, None
 
