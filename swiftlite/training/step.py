@@ -133,11 +133,12 @@ class DirectStep:
         return [answer_sums(logprobs, mine) for mine, logprobs in self._logprobs(batches)]
 
     def _logprobs(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        for batch in batches:
-            mine = self._mine(batch)
-            with half_weights(self._scorer), self._precision.compute(self._mesh.device):
-                logprobs = self._scorer(mine).logprobs
-            yield mine, logprobs
+        with half_weights(self._scorer):
+            for batch in batches:
+                mine = self._mine(batch)
+                with self._precision.compute(self._mesh.device):
+                    logprobs = self._scorer(mine).logprobs
+                yield mine, logprobs
         reshard(self._scorer)
 
 
