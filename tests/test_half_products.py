@@ -11,7 +11,14 @@ from torch import nn
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.models import half_products
-from swiftlite.models.half_products import HalfLinear, as_half, half_weights, use_half_products
+from swiftlite.models.half_products import (
+    HalfLinear,
+    as_half,
+    half_layers,
+    half_weight,
+    half_weights,
+    use_half_products,
+)
 
 
 def network(bias: bool = True) -> nn.Module:
@@ -29,7 +36,7 @@ def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """The output, and the gradients of the input and of all that is trained."""
     model.zero_grad()
     x = x.detach().requires_grad_()
-    with half_weights(model):
+    with half_weights(half_layers(model)):
         with torch.autocast("cpu", torch.bfloat16):
             y = model(x)
         y.float().square().sum().backward()
@@ -64,7 +71,7 @@ def test_gradients_of_several_passes_are_added_in_fp32():
     ours = half_of(plain)
     results(ours, x)
     first = [p.grad.clone() for p in ours.parameters()]
-    with half_weights(ours):
+    with half_weights(half_layers(ours)):
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 y = ours(x)
@@ -91,7 +98,7 @@ def test_without_a_copy_and_without_autocast_layers_are_as_ever(calls):
     before = len(calls)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ours(x), plain(x))
-    with half_weights(ours):
+    with half_weights(half_layers(ours)):
         assert torch.equal(ours(x), plain(x))
         with torch.autocast("cpu", torch.float16):
             assert torch.equal(ours(x), plain(x))
@@ -109,7 +116,7 @@ def test_threads_share_copies_and_other_models_do_not(calls):
         with torch.autocast("cpu", torch.bfloat16):
             found[name] = model(x)
 
-    with half_weights(ours):
+    with half_weights(half_layers(ours)):
         for name, model in (("lane", lane), ("other", other)):
             thread = threading.Thread(target=run, args=(name, model))
             thread.start()
@@ -136,9 +143,9 @@ def test_other_layers_and_weights_stay():
     model = nn.Sequential(nn.Linear(8, 8), Own(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
     use_half_products(model)
     assert [type(module) for module in model] == [HalfLinear, Own, HalfLinear]
-    with half_weights(model), torch.autocast("cpu", torch.bfloat16):
-        assert model[0].half_weight() is not None
-        assert model[2].half_weight() is None  # trained in bf16: its gradient has no fp32 to be added to
+    with half_weights(half_layers(model)), torch.autocast("cpu", torch.bfloat16):
+        assert half_weight(model[0]) is not None
+        assert half_weight(model[2]) is None  # trained in bf16: its gradient has no fp32 to be added to
 
 
 @pytest.mark.parametrize(

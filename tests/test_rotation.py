@@ -79,13 +79,14 @@ def test_results_and_gradients_are_the_functions_own(function):
         assert ours.shape == theirs.shape
 
 
-def test_heads_in_bf16_are_turned_in_fp32_under_autocast():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_are_turned_in_fp32_under_autocast(dtype):
     plain = attention_of(apply_rotary_pos_emb)
     q, k, cos, sin = inputs()
-    half = q.detach().bfloat16().requires_grad_(), k.detach().bfloat16().requires_grad_()
+    given = q.detach().to(dtype).requires_grad_(), k.detach().to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        found = [attention(*half, cos, sin) for attention in (plain, fused(plain))]
-    gradients = [torch.autograd.grad([one.square().sum() for one in each], half) for each in found]
+        found = [attention(*given, cos, sin) for attention in (plain, fused(plain))]
+    gradients = [torch.autograd.grad([one.square().sum() for one in each], given) for each in found]
     assert "_RotationBackward" in {one.grad_fn.name() for one in found[1]}
     for theirs, ours in zip((*found[0], *gradients[0]), (*found[1], *gradients[1]), strict=True):
         assert ours.dtype == theirs.dtype

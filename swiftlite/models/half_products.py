@@ -11,7 +11,7 @@ Only where nothing takes notice of gradients on their way, as with `swiftlite.mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -50,7 +50,7 @@ class HalfCopy:
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """The copy, if it is this weight's."""
-        return self._copy if self._source is not None and self._source == weight.data_ptr() else None
+        return self._copy if self._source == weight.data_ptr() else None
 
 
 class HalfLinear(nn.Linear):
@@ -59,15 +59,16 @@ class HalfLinear(nn.Linear):
     in_half: HalfCopy
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.half_weight()
+        weight = half_weight(self)
         if weight is None:
             return super().forward(x)
         return _Product.apply(as_half(x), self.weight, weight, self.bias)
 
-    def half_weight(self) -> torch.Tensor | None:
-        """The weight in bf16, None where products are not."""
-        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == HALF
-        return self.in_half.of(self.weight) if autocast else None
+
+def half_weight(layer: nn.Module) -> torch.Tensor | None:
+    """A linear layer's weight in bf16, None where its products are not made here."""
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == HALF
+    return layer.in_half.of(layer.weight) if autocast and isinstance(layer, HalfLinear) else None
 
 
 def use_half_products(model: nn.Module) -> None:
@@ -77,12 +78,16 @@ def use_half_products(model: nn.Module) -> None:
             module.__class__, module.in_half = HalfLinear, HalfCopy()
 
 
+def half_layers(model: nn.Module) -> list[HalfLinear]:
+    return [module for module in model.modules() if isinstance(module, HalfLinear)]
+
+
 @contextmanager
-def half_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which the weights of a model's HalfLinears do not change, so that they have copies."""
-    layers = [module for module in model.modules() if isinstance(module, HalfLinear) and _serves(module.weight)]
+def half_weights(layers: Sequence[HalfLinear]) -> Iterator[None]:
+    """A context in which the weights of some layers do not change, so that they have copies."""
     for layer in layers:
-        layer.in_half.take(layer.weight)
+        if _serves(layer.weight):
+            layer.in_half.take(layer.weight)
     try:
         yield
     finally:

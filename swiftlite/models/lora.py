@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from swiftlite.models.half_products import HalfLinear, as_half
+from swiftlite.models.half_products import as_half, half_weight
 from swiftlite.models.products import FastLinear, are_plain_fp32, linear, product
 
 LINEAR = (nn.Linear, FastLinear)
@@ -57,7 +57,7 @@ def _fused_class() -> type[nn.Module]:
             frozen = type(base) in LINEAR and not base.weight.requires_grad
             if frozen and are_plain_fp32(x, base.weight, into, out_of):
                 return _Adapted.apply(x, base.weight, base.bias, into, out_of, scaling)
-            if isinstance(base, HalfLinear) and base.half_weight() is not None:
+            if half_weight(base) is not None:
                 x = as_half(x)
             result, inner = base(x, *args, **kwargs), F.linear(x, into)
             return torch.addmm(result.flatten(0, -2), inner.flatten(0, -2), out_of.T, alpha=scaling).view(result.shape)

@@ -99,13 +99,10 @@ class ProductSum:
     def _add_by_onednn(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Where n is a vocabulary, a second matrix of the sum's size would be the largest of a step. oneDNN wants rows
         that lie one after another, and is fastest on as many as a core's caches hold. PyTorch transposes a matrix four
-        times as fast as a part of the columns of one, so that is copied first (`F.pad` does, also by nothing)."""
+        times as fast as a part of the columns of one, so that is copied first."""
         self._sum = self.total
-        more = rounded(a.shape[0]) - a.shape[0]
-        b = F.pad(b, (0, 0, 0, more)) if more else b
         for rows in _slices(a.shape[-1]):
-            part = F.pad(a[:, rows], (0, 0, 0, more))
-            self._sum[rows] += product(part.T.contiguous(), b.T, over_tokens=True)
+            self._sum[rows] += product(a[:, rows].contiguous().T.contiguous(), b.T, over_tokens=True)
 
     @property
     def total(self) -> torch.Tensor:

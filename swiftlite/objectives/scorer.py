@@ -13,7 +13,7 @@ from torch import nn
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.attention import Windows, noted_windows
-from swiftlite.models.half_products import HalfLinear
+from swiftlite.models.half_products import half_weight
 from swiftlite.models.last_layer import PLACES
 from swiftlite.objectives.completions import answer_scores
 from swiftlite.objectives.logprobs import token_logprobs
@@ -136,7 +136,7 @@ class TokenScorer(nn.Module):
             summed=self._summed,
             direct=self._direct,
             upstream=upstream,
-            cast=head.half_weight() if isinstance(head, HalfLinear) else None,
+            cast=half_weight(head),
         )
 
     def _router_loss(self, outputs, batch: MicroBatch) -> torch.Tensor:  # noqa: ANN001

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from swiftlite.data.batches import MicroBatch
-from swiftlite.models.half_products import half_weights
+from swiftlite.models.half_products import half_layers, half_weights
 from swiftlite.models.rematerialize import rematerialized
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import slice_for_context
@@ -73,7 +73,7 @@ class DirectStep:
         the backward pass instead of keeping them; keep_gradients: use their memory again in the next step."""
         self._scorer, self._precision, self._mesh, self._seed = scorer, precision, mesh, seed
         self._sync_always = sync_every_microbatch
-        self._lanes = Lanes(scorer, lanes)
+        self._lanes, self._half_layers = Lanes(scorer, lanes), half_layers(scorer)
         self._forward = rematerialized if rematerialize else nullcontext
         self._gradients = KeptGradients(scorer) if keep_gradients else None
 
@@ -89,7 +89,7 @@ class DirectStep:
             reduce_at_last_micro_batch(scorer, self._sync_always or last, self._mesh.layout.sharding)
             return self._train_one(scorer, batches[index], step_loss, scale, count)
 
-        with self._gradients.of_step() if self._gradients else nullcontext(), half_weights(self._scorer):
+        with self._gradients.of_step() if self._gradients else nullcontext(), half_weights(self._half_layers):
             done = self._lanes.map(train_one, [batch.cost for batch in batches])
         values, routers, lengths = zip(*done, strict=True)
         known = [router for router in routers if router is not None]
@@ -133,7 +133,7 @@ class DirectStep:
         return [answer_sums(logprobs, mine) for mine, logprobs in self._logprobs(batches)]
 
     def _logprobs(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        with half_weights(self._scorer):
+        with half_weights(self._half_layers):
             for batch in batches:
                 mine = self._mine(batch)
                 with self._precision.compute(self._mesh.device):
