@@ -242,3 +242,13 @@ def test_a_head_with_more_weights_is_refused_where_they_do_not_show_yet():
 def test_heads_that_flash_attention_takes(sizes, dtype, wanted):
     query, value = (SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 8, size)) for size in sizes)
     assert attention._serves_varlen(query, value) is wanted
+
+
+def test_borders_are_read_once(monkeypatch):
+    """Not for each layer."""
+    borders, read = torch.tensor([0, 3, 3, 7], dtype=torch.int32), []
+    diff = torch.diff
+    monkeypatch.setattr(torch, "diff", lambda tensor: read.append(tensor) or diff(tensor))
+    assert [attention.lengths_between(borders) for _ in range(2)] == [[3, 0, 4]] * 2
+    assert len(read) == 1
+    assert attention.lengths_between(borders.clone()) == [3, 0, 4] and len(read) == 2

@@ -1,4 +1,5 @@
-"""`--compile`: the same curve, and everything is compiled in the first step, however the rows differ later."""
+"""`--compile`: the same curve, and everything is compiled in the first step: nothing for the check of the architecture
+before it, nothing however the rows differ later."""
 
 import shutil
 
@@ -15,7 +16,9 @@ def test_compiled_layers_train_the_same_and_compile_once(tmp_path, tiny_model, w
     data, curves, written = write_rows("rows.jsonl", chat_rows), {}, []
 
     def begin(_args):
-        file = tmp_path / "compiled" / "metrics.jsonl"
+        folder = tmp_path / "compiled"
+        assert (folder / "audit.json").exists()  # the model has been checked
+        file = folder / "metrics.jsonl"
         written.append(len(file.read_text().splitlines()) if file.exists() else 0)
 
     torch._dynamo.reset()

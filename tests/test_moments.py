@@ -10,12 +10,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from worlds import run_world
 
 from swiftlite import imports
-from swiftlite.checkpoint.state import MOMENTS
+from swiftlite.checkpoint.state import COUNTER, MOMENTS, begin_moments
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.planning.choose import PACKED_MOMENTS, moment_bytes
 from swiftlite.training import adamw_bf16
 from swiftlite.training.adamw_8bit import SMALLEST, AdamW8bit
+from swiftlite.training.adamw_bf16 import AdamWBf16
 from swiftlite.training.adamw_paged import PagedAdamW
 from swiftlite.training.setup import check_model
 
@@ -93,6 +94,15 @@ def test_a_moment_that_lies_elsewhere_is_written_back():
     with adamw_bf16.at_hand(here, away) as moment:
         assert moment.device == away and not asked
     assert asked == [(away, {"non_blocking": True})]
+
+
+@pytest.mark.parametrize("kind", [AdamWBf16, AdamW8bit, PagedAdamW])
+def test_updates_are_counted_on_the_host(kind):
+    """Which would have to wait for a GPU at each parameter. The meta device shows what lies elsewhere."""
+    away = nn.Parameter(torch.empty(8, dtype=torch.bfloat16, device="meta"))
+    optimizer = kind([{"params": [away]}], **OPTIONS)
+    begin_moments(optimizer, away)
+    assert optimizer.state[away][COUNTER].device.type == "cpu"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

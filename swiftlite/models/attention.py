@@ -16,12 +16,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from swiftlite.errors import UserError
 from swiftlite.models.attention_cpu import attend_by_document
@@ -159,6 +160,16 @@ def attend_row(
     return attend(query, key, value, borders, shared.borders, sinks)
 
 
+_lengths: MutableMapping[torch.Tensor, list[int]] = WeakTensorKeyDictionary()
+
+
+def lengths_between(borders: torch.Tensor) -> list[int]:
+    """Tokens of each document. Read once, not for each layer: whoever reads a GPU waits for all that it has to do."""
+    if borders not in _lengths:
+        _lengths[borders] = torch.diff(borders).tolist()
+    return _lengths[borders]
+
+
 @torch.compiler.disable  # one call for each document, so how many depends on the data: a compiled layer is cut here
 def _by_document(
     query: torch.Tensor,
@@ -174,7 +185,7 @@ def _by_document(
     softcap: float | None,
 ) -> torch.Tensor:
     """Attention of the last tokens of each document (of all, or of none) to those up to them."""
-    queries, keys = torch.diff(query_borders).tolist(), torch.diff(key_borders).tolist()
+    queries, keys = lengths_between(query_borders), lengths_between(key_borders)
     usual = not dropout and window is None and softcap is None and sinks is None and queries == keys
     if usual and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
         return attend_by_document(query, key, value, queries, scaling)
@@ -256,14 +267,13 @@ def _varlen(
     """What `_by_document` does, by one kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
-    takes_causal, takes_gqa = _varlen_signature()
     groups = query.shape[1] // key.shape[1]
     options: dict[str, object] = {"scale": scaling}
-    if takes_gqa and groups > 1:
+    if groups > 1 and _takes("enable_gqa"):
         options["enable_gqa"] = True
     elif groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if takes_causal and window is None:
+    if window is None and _takes("is_causal"):
         options["is_causal"] = True
     else:  # newer releases say it with a window: (tokens to the left, tokens to the right)
         options["window_size"] = (-1 if window is None else window - 1, 0)
@@ -271,10 +281,13 @@ def _varlen(
     return varlen_attn(query, key, value, query_borders, key_borders, longest, longest, **options)[None]
 
 
-@functools.cache
-def _varlen_signature() -> tuple[bool, bool]:
-    """Which of `is_causal` and `enable_gqa` this release of torch has: the signature differs from 2.11 to 2.13."""
-    from torch.nn.attention.varlen import varlen_attn
+_known_options: dict[str, bool] = {}  # functools.cache is something torch.compile warns of
 
-    parameters = inspect.signature(varlen_attn).parameters
-    return "is_causal" in parameters, "enable_gqa" in parameters
+
+def _takes(option: str) -> bool:
+    """Whether this release's `varlen_attn` has an option: its signature differs from 2.11 to 2.13."""
+    if option not in _known_options:
+        from torch.nn.attention.varlen import varlen_attn
+
+        _known_options[option] = option in inspect.signature(varlen_attn).parameters
+    return _known_options[option]

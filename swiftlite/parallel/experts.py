@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from swiftlite.dtensors import is_fsdp_module, local
 from swiftlite.errors import UserError
+from swiftlite.models.experts import find_experts
 from swiftlite.parallel.exchange import exchange
 from swiftlite.parallel.mesh import device_mesh
 
@@ -95,12 +96,6 @@ def experts_of(layer: nn.Module) -> list[nn.Module]:
     An adapter on the experts themselves computes their weights before it calls them: these stay with their layer.
     """
     return [experts for name, experts in find_experts(layer) if not _has_adapter(name)]
-
-
-def find_experts(base: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Fused experts, by name: what transformers' `use_experts_implementation` marks with these attributes."""
-    marks = {"num_experts", "is_transposed", "has_gate"}
-    return [(name, module) for name, module in base.named_modules() if marks <= vars(module).keys()]
 
 
 def apply_expert_parallel(base: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:

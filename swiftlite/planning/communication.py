@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from swiftlite.models.anatomy import attention_heads, dissect
+from swiftlite.models.experts import find_experts
 from swiftlite.parallel.context import divide_heads
-from swiftlite.parallel.experts import find_experts
 from swiftlite.parallel.stages import Schedule
 
 if TYPE_CHECKING:

@@ -117,10 +117,7 @@ class AdamW8bit(AdamWBf16):
                 )
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Of a parameter that was updated: in fp32, divided over processes as the parameter is.
-
-        In the host's memory: a GPU that needs packed moments has no room for them.
-        """
+        """As `AdamWBf16.moments`; what is packed in the host's memory: a GPU that needs it has no room for more."""
         return {
             kind: placed_as(parameter, value.unpack().cpu()) if isinstance(value, PackedMoment) else value
             for kind, value in self.state[parameter].items()
@@ -136,13 +133,10 @@ class AdamW8bit(AdamWBf16):
 
     def put_moments(self, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None:
         """Go on from these, as `moments` gives them."""
+        super().put_moments(parameter, moments)
         if _is_packed(parameter):
             tables = _tables(parameter.device)
-            counter = moments[COUNTER].to("cpu", copy=True)  # the kernel takes a Python number
-            packed = {kind: PackedMoment.pack(local(moments[kind]), tables[kind]) for kind in MOMENTS}
-            self.state[parameter] = {COUNTER: counter} | packed
-        else:
-            self.state[parameter] = moments
+            self.state[parameter] |= {kind: PackedMoment.pack(local(moments[kind]), tables[kind]) for kind in MOMENTS}
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

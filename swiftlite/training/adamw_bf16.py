@@ -69,7 +69,7 @@ class AdamWBf16(torch.optim.AdamW):
                     [m],
                     [v],
                     [],
-                    [state[COUNTER].to(device, copy=True)],
+                    [torch.full((), float(state[COUNTER]), device=device)],
                     fused=True,
                     amsgrad=False,
                     beta1=group["betas"][0],
@@ -83,7 +83,18 @@ class AdamWBf16(torch.optim.AdamW):
 
     def begin(self, parameter: nn.Parameter) -> None:
         """Make the moments of a parameter that was never updated."""
-        self.state[parameter] = fresh_moments(parameter)
+        # The updates of those apart are counted on the host: to ask a GPU is to wait for it.
+        counter = {COUNTER: torch.zeros(())} if self._is_apart(parameter) else {}
+        self.state[parameter] = fresh_moments(parameter) | counter
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Of a parameter that was updated: in fp32, divided over processes as the parameter is."""
+        return self.state[parameter]
+
+    def put_moments(self, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None:
+        """Go on from these, as `moments` gives them."""
+        counter = {COUNTER: moments[COUNTER].to("cpu", copy=True)} if self._is_apart(parameter) else {}
+        self.state[parameter] = moments | counter
 
     def _chance(self, parameter: nn.Parameter) -> torch.Generator:
         """For the parameter's next update; `state` has its counter."""

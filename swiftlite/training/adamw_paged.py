@@ -49,7 +49,7 @@ class PagedAdamW(AdamWBf16):
     def put_moments(self, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None:
         """Go on from these, as `moments` gives them."""
         if not _is_paged(parameter):
-            self.state[parameter] = moments
+            super().put_moments(parameter, moments)
             return
         self.begin(parameter)
         for kind, value in self.state[parameter].items():

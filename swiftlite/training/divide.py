@@ -21,6 +21,7 @@ from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
 from swiftlite.models.embedding import use_direct_embeddings
+from swiftlite.models.experts import use_autocast_experts
 from swiftlite.models.half_products import HALF, use_half_products
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.lora import fuse_adapters
@@ -222,6 +223,8 @@ def _divide_part(
         fuse_rotations(part.base)
         if not by_tokens and (part.stage is None or part.stage.is_last):
             spare_last_mlp(anatomy.layers[-1])
+    if mesh.device.type != "cpu":  # where casting an expert's weights takes longer than the few tokens that meet it
+        use_autocast_experts(part.base)
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
     set_activation_checkpointing(part.base, anatomy, checkpointing)

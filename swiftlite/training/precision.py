@@ -78,7 +78,8 @@ class Precision:
 def resolve_precision(
     name: str, device: torch.device, *, pure_bf16: bool = False, fp8: str = "none", width: int = 0
 ) -> Precision:
-    """`auto` is bf16 where the device is fast at it or the weights are bf16, else fp32. width: of hidden states."""
+    """`auto` is bf16 where the device is fast at it or the weights are bf16, else fp32. width: of hidden states; 0 of a
+    mixture, where few tokens meet an expert."""
     if name == "auto":
         wide = device.type != "cpu" or width >= CPU_WIDTH
         name = "bf16" if pure_bf16 or (wide and fast_at_bf16(device)) else "fp32"

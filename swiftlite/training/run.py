@@ -91,7 +91,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
             _check_same_rows(world, prepared.fingerprint)
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout)
-            trainee.check(config.max_length)
+            trainee.check(config.max_length, compiled=config.compile)
 
         def build_start() -> Trainee:
             return build_trainee(config, model_config, None, load, world.within("start"), layout)

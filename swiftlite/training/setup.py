@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
 from swiftlite.models import attention, fp8
-from swiftlite.models.anatomy import check_trainable_architecture, dissect, why_alone
+from swiftlite.models.anatomy import check_trainable_architecture, dissect, expert_share, why_alone
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder, own_attention
@@ -106,13 +107,15 @@ class Trainee:
         """This process's part of every trained parameter."""
         return [(name, p) for part in self.divided.parts for name, p, _ in part.tensors() if _is_trained(p)]
 
-    def check(self, longest: int) -> None:
-        """Run a few tokens, as in a step. longest: tokens of any document.
+    def check(self, longest: int, *, compiled: bool = False) -> None:
+        """Run a few tokens, as in a step. longest: tokens of any document; compiled: a step's layers are, which these
+        few are not worth: each shape that nothing else has would be compiled for them.
 
         Raises UserError for an architecture that cannot be trained as it is.
         """
         for part in self.divided.parts:
-            with self.precision.compute(self.mesh.device):  # FSDP's units have their weights in the compute type
+            as_written = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+            with self.precision.compute(self.mesh.device), as_written:  # FSDP's weights are in the compute type
                 part.scorer.check(longest)
             reshard(part.scorer)
 
@@ -173,7 +176,7 @@ def build_trainee(
     Raises UserError where the model, the adapter or a flag does not fit.
     """
     model_config = copy.deepcopy(model_config)  # it is changed below, and a reference is built from it as well
-    width = model_config.get_text_config().hidden_size
+    width = 0 if expert_share(model_config) < 1 else model_config.get_text_config().hidden_size
     precision = resolve_precision(
         config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width
     )
