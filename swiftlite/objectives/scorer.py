@@ -12,7 +12,7 @@ from torch import nn
 
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router, dissect
-from swiftlite.models.attention import Windows, noted_windows
+from swiftlite.models.attention import Windows, lengths_between, noted_windows
 from swiftlite.models.half_products import half_weight
 from swiftlite.models.last_layer import PLACES
 from swiftlite.objectives.completions import answer_scores
@@ -301,11 +301,11 @@ class _Document(NamedTuple):
 
 def documents_of(batch: MicroBatch | _Probe) -> list[_Document]:
     """The documents of a row, one by one."""
-    lengths = torch.diff(batch.cu_seqlens).tolist()
+    lengths = lengths_between(batch.cu_seqlens)
     if batch.key_index is None:
         pieces = batch.input_ids.split(lengths, dim=1)
         return [_Document(ids, length, is_run=True) for ids, length in zip(pieces, lengths, strict=True)]
-    spans = torch.diff(batch.key_cu_seqlens).tolist()
+    spans = lengths_between(batch.key_cu_seqlens)
     pieces = batch.input_ids[:, batch.key_index].split(spans, dim=1)
     return [_Document(ids, own, is_run=own < keys) for ids, own, keys in zip(pieces, lengths, spans, strict=True)]
 

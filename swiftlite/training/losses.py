@@ -63,9 +63,8 @@ class PairLoss:
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         answers = batch.completions
-        policy, first = answer_sums(logprobs, batch), answers.chosen
-        reference = [None, None] if answers.reference is None else [answers.reference[first], answers.reference[~first]]
-        scores = PairScores(policy[first], policy[~first], answers.tokens[first], answers.tokens[~first], *reference)
+        reference = (None, None) if answers.reference is None else by_pair(answers.reference)
+        scores = PairScores(*by_pair(answer_sums(logprobs, batch)), *by_pair(answers.tokens), *reference)
         loss = self.preference.per_pair(scores, self.running_reward).sum() / max(1, self.pairs)
         metrics = self.preference.metrics(scores)
         return loss, tuple(metrics[name] for name in self.names)
@@ -84,8 +83,8 @@ class RewardLoss:
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         scores = logprobs if batch.context is None else batch.context.sum(logprobs)
-        first = batch.completions.chosen
-        chosen, rejected, margin = scores[first], scores[~first], batch.completions.margin[first]
+        chosen, rejected = by_pair(scores)
+        margin, _ = by_pair(batch.completions.margin)
         metrics = reward_metrics(chosen, rejected)
         loss = self.model.per_pair(chosen, rejected, margin).sum() / max(1, self.pairs)
         return loss, tuple(metrics[name] for name in self.names)
@@ -121,6 +120,12 @@ def answer_sums(logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """log p of each answer of a micro-batch, fp64 `[answers]`; of a row that several ranks hold, on each of them."""
     sums = completion_sums(logprobs, batch.owner, len(batch.completions))
     return sums if batch.context is None else batch.context.sum(sums)
+
+
+def by_pair(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the chosen and of the rejected answers, `[pairs]` each: they take turns (see `Completions`). What a mask lets
+    through would have to be counted, for which the host waits for a GPU."""
+    return values[::2], values[1::2]
 
 
 def reported(loss: torch.Tensor, sums: Sequence[torch.Tensor], batch: MicroBatch, step_loss: StepLoss) -> torch.Tensor:
