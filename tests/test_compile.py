@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from test_launch import SWIFTLITE, flags, run  # noqa: F401 - a fixture
 from test_parity import metrics, settings, train_alone
 from torch._dynamo.callback import callback_handler
 
@@ -33,3 +34,14 @@ def test_compiled_layers_train_the_same_and_compile_once(tmp_path, tiny_model, w
         torch._dynamo.reset()
     assert curves["compiled"] == [pytest.approx(pair, rel=1e-5) for pair in curves["plain"]]
     assert written and not any(written)  # nothing is compiled once the first step is done
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_that_ranks_divide_train_the_same(tmp_path, flags):  # noqa: F811
+    curves = []
+    for more in ([], ["--compile", "--nproc-per-node", "2", "--tp", "2"]):
+        out = tmp_path / f"out{len(curves)}"
+        done = run(*SWIFTLITE, "sft", *flags, "--max-steps", "2", "--output-dir", out, *more)
+        assert done.returncode == 0, done.stderr
+        curves.append([(row["loss"], row["grad_norm"]) for row in metrics(out)])
+    assert curves[1] == [pytest.approx(pair, rel=1e-5) for pair in curves[0]]

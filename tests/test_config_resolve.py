@@ -146,6 +146,7 @@ def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
              "pipeline_parallel_size": "2"},
             "interleaved-1f1b",
         ),
+        ({"sequence_parallel": "always", "compile": "true"}, "--sequence-parallel auto"),
         ({"resume": "auto"}, "--output-dir"),
         ({"model": ""}, "--model"),
         ({"dataset": []}, "--dataset"),

@@ -176,6 +176,12 @@ def _memory_rules(config: RunConfig) -> list[Rule]:
         ),
         *_fp8_rules(config),
         (
+            config.sequence_parallel == "always" and config.compile,
+            "torch.compile cannot hand on rows of changing length that ranks divide by tokens",
+            ("sequence_parallel", "compile"),
+            "use --sequence-parallel auto, which leaves tokens whole under --compile, or leave --compile out",
+        ),
+        (
             config.activation_checkpointing == "offload" and config.compile,
             "compiled layers save their weights beside their inputs, and --activation-checkpointing offload moves both",
             ("activation_checkpointing", "compile"),

@@ -328,7 +328,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         1, PARALLELISM, "Ranks that split each layer.", "tp", "tensor_model_parallel_size"
     )
     sequence_parallel: Annotated[Literal["auto", "always", "never"], Spelling()] = flag(
-        "auto", PARALLELISM, "Whether tensor-parallel ranks also divide tokens between blocks; auto: on GPUs."
+        "auto", PARALLELISM, "Whether tensor-parallel ranks divide tokens between blocks; auto: on GPUs, not compiled."
     )
     pipeline_parallel_size: Count = flag(
         1, PARALLELISM, "Stages that split the layers.", "pp", "pipeline_model_parallel_size"

@@ -240,6 +240,7 @@ def _divide_part(
 
 def _divides_tokens(mesh: Mesh, config: RunConfig) -> bool:
     """Whether tensor-parallel ranks divide tokens between the blocks of a layer. gloo has no reduce-scatter: it sums
-    whole tensors in its place, and gathering them again is one message more."""
-    wanted = {"auto": mesh.device.type != "cpu", "always": True, "never": False}
+    whole tensors in its place, and gathering them again is one message more. And what is divided by tokens is a DTensor
+    whose length changes, which compiled layers cannot hand on (torch 2.11 to 2.13)."""
+    wanted = {"auto": mesh.device.type != "cpu" and not config.compile, "always": True, "never": False}
     return mesh.layout.tp > 1 and wanted[config.sequence_parallel]
