@@ -99,20 +99,23 @@ def change_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tens
 def see_locally(module: nn.Module, views: dict[str, View]) -> None:
     """While the module runs, its parameters are what `views` make of them: plain tensors, or None.
 
-    The parameters themselves stay where they are: an attribute of the same name hides each of them meanwhile, so names,
-    state dicts and FSDP's exchange of sharded for gathered parameters are untouched.
+    They change places in the module itself, as FSDP's sharded and gathered ones do, until its hooks for the output run.
+    (An attribute that hides a parameter would be simpler, but torch.compile of torch 2.12 deletes both.)
     """
+    hidden: dict[str, nn.Parameter] = {}
 
     def hide(module: nn.Module, _args: Any) -> None:
         for name, view in views.items():
-            vars(module)[name] = view(module._parameters[name])
+            hidden[name] = module._parameters[name]
+            module._parameters[name] = view(hidden[name])
 
     def show(module: nn.Module, _args: Any, _output: Any) -> None:
-        for name in views:
-            vars(module).pop(name, None)
+        while hidden:
+            name, parameter = hidden.popitem()
+            module._parameters[name] = parameter
 
     module.register_forward_pre_hook(hide)
-    module.register_forward_hook(show, always_call=True)
+    module.register_forward_hook(show, prepend=True, always_call=True)
 
 
 def run_on_tokens(module: nn.Module, borders: Borders) -> None:

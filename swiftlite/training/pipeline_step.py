@@ -87,8 +87,13 @@ class StageScorer(TokenScorer):
             return (torch.empty((), device="meta", requires_grad=True),)
         return self.border(tokens)
 
-    def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """received: `[1, T, hidden]`, and `[2, experts]` of a mixture model; nothing on the first stage.
+    def __call__(self, *received: torch.Tensor | None) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """`forward` with the first stage's nothing as one argument: FSDP moves arguments to its GPU, and fails where
+        there are none."""
+        return super().__call__(*(received or (None,)))
+
+    def forward(self, *received: torch.Tensor | None) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """received: `[1, T, hidden]`, and `[2, experts]` of a mixture model; None on the first stage.
 
         Returns the same, or from the last stage the loss; outside of training fp32 `[trained tokens]` and the router
         loss of a mixture model.
