@@ -10,6 +10,7 @@ from test_parity import metrics, settings, train_alone
 from torch._dynamo.callback import callback_handler
 
 from swiftlite.config.resolve import resolve_config
+from swiftlite.parallel.tensor_borders import DELETES_HIDDEN
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
@@ -36,6 +37,7 @@ def test_compiled_layers_train_the_same_and_compile_once(tmp_path, tiny_model, w
     assert written and not any(written)  # nothing is compiled once the first step is done
 
 
+@pytest.mark.skipif(DELETES_HIDDEN, reason="is refused with this torch")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_layers_that_ranks_divide_train_the_same(tmp_path, flags):  # noqa: F811
     curves = []

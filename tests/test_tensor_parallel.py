@@ -25,6 +25,7 @@ from swiftlite.models.toys import toy_config
 from swiftlite.objectives.logprobs import token_logprobs
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
+from swiftlite.parallel import tensor_borders
 from swiftlite.parallel.tensor import apply_tensor_parallel
 from swiftlite.parallel.tensor_plan import check_tensor_parallel, tensor_plan
 
@@ -364,6 +365,14 @@ def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_does(family, ch
 def test_sizes_that_fit_are_not_refused(family):
     for size in (1, 2, 4):
         check_tensor_parallel(toy_config(family), size)
+
+
+def test_a_compiler_that_deletes_weights_is_refused(monkeypatch):
+    monkeypatch.setattr(tensor_borders, "DELETES_HIDDEN", True)
+    with pytest.raises(UserError, match="would delete weights"):
+        check_tensor_parallel(toy_config("llama"), 2, compile_layers=True)
+    check_tensor_parallel(toy_config("llama"), 2)
+    check_tensor_parallel(toy_config("llama"), 1, compile_layers=True)
 
 
 def test_an_architecture_without_a_plan_is_refused_by_name():

@@ -246,7 +246,7 @@ class _Division:
         def collect(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             """A rank that no token chose takes part in the sums of the backward pass like the others."""
             hidden, _, weights = args
-            here = [hidden, weights, *map(self.borders.local_weight, module._parameters.values())]
+            here = [hidden, weights, *(getattr(module, name) for name in module._parameters)]
             return self.borders.sum(output + sum(x[:0].sum() for x in here))
 
         module.register_forward_pre_hook(deal)

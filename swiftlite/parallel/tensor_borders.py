@@ -16,6 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from swiftlite.errors import UserError
+
+DELETES_HIDDEN = "2.12" <= torch.__version__ < "2.13"  # a compiled layer deletes the parameter with what hid it
 View = Callable[[DTensor], torch.Tensor | None]
 WHOLE, PARTS, TOKENS, FEATURES = (Replicate(),), (Partial(),), (Shard(1),), (Shard(-1),)
 
@@ -99,23 +102,30 @@ def change_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tens
 def see_locally(module: nn.Module, views: dict[str, View]) -> None:
     """While the module runs, its parameters are what `views` make of them: plain tensors, or None.
 
-    They change places in the module itself, as FSDP's sharded and gathered ones do, until its hooks for the output run.
-    (An attribute that hides a parameter would be simpler, but torch.compile of torch 2.12 deletes both.)
+    The parameters themselves stay where they are: an attribute of the same name hides each of them meanwhile, so names,
+    state dicts and FSDP's exchange of sharded for gathered parameters are untouched.
     """
-    hidden: dict[str, nn.Parameter] = {}
 
     def hide(module: nn.Module, _args: Any) -> None:
         for name, view in views.items():
-            hidden[name] = module._parameters[name]
-            module._parameters[name] = view(hidden[name])
+            vars(module)[name] = view(module._parameters[name])
 
     def show(module: nn.Module, _args: Any, _output: Any) -> None:
-        while hidden:
-            name, parameter = hidden.popitem()
-            module._parameters[name] = parameter
+        for name in views:
+            vars(module).pop(name, None)
 
     module.register_forward_pre_hook(hide)
-    module.register_forward_hook(show, prepend=True, always_call=True)
+    module.register_forward_hook(show, always_call=True)
+
+
+def check_compiler() -> None:
+    """Raises UserError for a release of torch that cannot compile modules which see local weights."""
+    if DELETES_HIDDEN:
+        raise UserError(
+            f"torch {torch.__version__} cannot compile layers that tensor parallelism divides: it would delete weights",
+            where="--compile, --tensor-parallel-size",
+            fix="leave --compile out, or install torch 2.13",
+        )
 
 
 def run_on_tokens(module: nn.Module, borders: Borders) -> None:

@@ -89,7 +89,7 @@ def tensor_plan(config: PretrainedConfig) -> TensorPlan:
     return TensorPlan({name: _PARTS[style] for name, style in divided.items()})
 
 
-def check_tensor_parallel(config: PretrainedConfig, size: int) -> None:
+def check_tensor_parallel(config: PretrainedConfig, size: int, *, compile_layers: bool = False) -> None:
     """Refuse a size that a model cannot be split into, naming the nearest smaller one that works. Needs no weights.
 
     Fewer key/value heads than ranks work where the ranks are a multiple of them: several ranks then use the same head.
@@ -107,6 +107,10 @@ def check_tensor_parallel(config: PretrainedConfig, size: int) -> None:
             where=f"--tensor-parallel-size {size}",
             fix=f"use --tensor-parallel-size {nearest}",
         )
+    if compile_layers:
+        from swiftlite.parallel.tensor_borders import check_compiler
+
+        check_compiler()
 
 
 def _misfit(text: PretrainedConfig, plan: TensorPlan, size: int) -> str | None:

@@ -146,7 +146,7 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     source, _ = find_weights(config, resume)
     if Path(source).expanduser().is_dir():
         inspect_model_folder(Path(source).expanduser())
-    check_tensor_parallel(model_config, layout.tp)
+    check_tensor_parallel(model_config, layout.tp, compile_layers=config.compile)
     check_context_parallel(model_config, layout, config.max_length)
     if config.method in PAIRED and config.share_prompt:
         check_shared_prompts(model_config, layout, config.max_length)
