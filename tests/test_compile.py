@@ -8,9 +8,11 @@ import torch
 from test_launch import SWIFTLITE, flags, run  # noqa: F401 - a fixture
 from test_parity import metrics, settings, train_alone
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.utils import counters
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.parallel.tensor_borders import DELETES_HIDDEN
+from swiftlite.training.divide import compile_layers
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
@@ -47,3 +49,15 @@ def test_compiled_layers_that_ranks_divide_train_the_same(tmp_path, flags):  # n
         assert done.returncode == 0, done.stderr
         curves.append([(row["loss"], row["grad_norm"]) for row in metrics(out)])
     assert curves[1] == [pytest.approx(pair, rel=1e-5) for pair in curves[0]]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_first_row_as_long_as_the_model_is_wide_is_no_rule():
+    layer = torch.nn.Linear(64, 64)
+    torch._dynamo.reset()
+    counters.clear()
+    compile_layers([layer])
+    for length in (64, 63, 80):
+        layer(torch.ones(1, length, 64))
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()

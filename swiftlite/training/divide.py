@@ -8,7 +8,7 @@ would never meet.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -229,13 +229,20 @@ def _divide_part(
         experts = apply_expert_parallel(part.base, expert_mesh)
     set_activation_checkpointing(part.base, anatomy, checkpointing)
     if config.compile:
-        for layer in anatomy.layers:
-            layer.compile(dynamic=True)  # rows differ in length and number; one compilation serves all
+        compile_layers(anatomy.layers)
     if experts:
         shard_experts(experts, expert_mesh, **options.unit(mesh.device))
     shard_over_data(part.scorer, anatomy.layers, mesh, options)
     if is_fsdp_module(part.scorer):
         torch.distributed.fsdp.register_fsdp_forward_method(part.scorer, "check")
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Layers are compiled when they first run: once, since rows differ in length and number. That a first row is as
+    long as the model is wide must not be taken for a rule, or the next row would have them compiled again."""
+    torch.fx.experimental._config.use_duck_shape = False
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def _divides_tokens(mesh: Mesh, config: RunConfig) -> bool:
