@@ -308,6 +308,29 @@ def test_what_the_template_does_not_write_of_the_context_is_counted(prepare, wri
     assert "of 33 rows 1 messages left out" in losses_in_words(prepared.audit)
 
 
+@pytest.mark.parametrize(
+    "following",
+    [
+        [{"role": "user", "content": "2 + 2?"}],
+        [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "5", "train": False}],
+        [{"role": "user", "content": "hello"}],  # which stands elsewhere
+    ],
+)
+def test_what_follows_the_last_answer_to_learn_is_counted(prepare, write_rows, following):
+    row = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
+    whole = {"messages": row["messages"] + following}
+    audit = prepare(write_rows("a.jsonl", [row, whole])).audit
+    assert audit["rows"]["used"] == 2 and audit["rows"]["messages_left_out"] == 1
+
+
+def test_keys_of_a_rejected_answer_are_looked_at_too(prepare, write_rows):
+    answers = {"chosen": [{"role": "assistant", "content": "4"}], "rejected": [{"role": "assistant", "content": "5"}]}
+    answers["rejected"][0]["mood"] = "bad"
+    row = {"prompt": [{"role": "user", "content": "2 + 2?"}]} | answers
+    audit = prepare(write_rows("a.jsonl", [row]), method="dpo").audit
+    assert audit["rows"]["unused_columns"] == {"messages.mood": 1}
+
+
 def test_a_margin_is_for_reward_models(prepare, write_rows):
     rows = [{"prompt": "a", "question": "z", "chosen": "b", "rejected": "c", "margin": 1.0}]
     path = write_rows("a.jsonl", rows)

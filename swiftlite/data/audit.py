@@ -33,7 +33,8 @@ def build_audit(
     is kept is under `dropped` with its reason; one that is kept in part is under `truncated`, `split` (several
     sequences by length) or `split_by_template` (several because the chat template writes history differently);
     `tools_left_out`, `messages_left_out`: the template does not write the tools, or a question or result, of so many
-    rows; `unused_columns`: rows by column of which nothing is made, `messages.KEY` for a key of messages.
+    rows, or messages follow the last answer to learn; `unused_columns`: rows by column of which nothing is made,
+    `messages.KEY` for a key of messages.
     `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read.
     """
     parts = plan.describe_parts()

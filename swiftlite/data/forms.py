@@ -16,11 +16,13 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Chat:
-    """messages: as the chat template takes them; trained: per message, whether it is an answer to learn."""
+    """messages: as the chat template takes them; trained: per message, whether it is an answer to learn; goes_on: the
+    row has more of them, behind the last such answer."""
 
     messages: list[dict[str, Any]]
     trained: list[bool]
     tools: list[dict[str, Any]] | None = None
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What a chat template does not write of a conversation. Many templates know no tools, or skip roles they do not know.
+"""What is not written of a conversation. Many templates know no tools, or skip roles they do not know; and a text ends
+with the last answer that is learnt.
 
 What an answer loses is an error (`template_drops_content`); what its context loses is counted.
 """
@@ -20,8 +21,10 @@ def leaves_out_tools(chat: Chat, texts: Sequence[str]) -> bool:
 
 
 def leaves_out_messages(chat: Chat, texts: Sequence[str]) -> bool:
-    """Whether what another than the model says stands nowhere, white space aside. Some templates write a tool's result
-    as JSON."""
+    """Whether what another than the model says stands nowhere, white space aside, or anything follows the last answer
+    that is learnt. Some templates write a tool's result as JSON."""
+    if chat.goes_on:
+        return True
     said = [message["content"] for message in chat.messages if message["role"] != "assistant"]
     found = [squash(text) for text in texts]
     return not all(

@@ -167,8 +167,8 @@ def chat(pairs: Turns, tools: list[dict[str, Any]] | None) -> Chat:
     last = max((i for i, (_, trained) in enumerate(pairs) if trained), default=None)
     if last is None:
         raise BadRow("nothing_to_train", 'every assistant turn says "train": false')
-    pairs = pairs[: last + 1]
-    return Chat([message for message, _ in pairs], [trained for _, trained in pairs], tools)
+    pairs, goes_on = pairs[: last + 1], last + 1 < len(pairs)
+    return Chat([message for message, _ in pairs], [trained for _, trained in pairs], tools, goes_on)
 
 
 def messages_of(given: list[Any], name: str) -> Turns:

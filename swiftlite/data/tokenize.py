@@ -136,13 +136,17 @@ class RowTokenizer:
         return row
 
     def _count_left_out(self, row: Row, texts: list[_Text], batch: TokenBatch) -> None:
-        """What the chat template does not write of a row."""
-        chat = row.chosen if isinstance(row, Pair) else row.answer if isinstance(row, Judged) else row
-        if isinstance(chat, Chat):
-            written = [text.text for text in texts]
-            batch.counts["tools_left_out"] += leaves_out_tools(chat, written)
-            batch.counts["messages_left_out"] += leaves_out_messages(chat, written)
-            batch.unused.update(f"messages.{key:.40}" for key in self._renderer.unknown_keys(chat))
+        """What becomes of no text of a row."""
+        written = [text.text for text in texts]
+        if isinstance(row, Pair):
+            answers = [(row.chosen, written[:1]), (row.rejected, written[1:])]
+        else:
+            answers = [(row.answer if isinstance(row, Judged) else row, written)]
+        chats = [(chat, found) for chat, found in answers if isinstance(chat, Chat)]
+        batch.counts["tools_left_out"] += any(leaves_out_tools(*chat) for chat in chats)
+        batch.counts["messages_left_out"] += any(leaves_out_messages(*chat) for chat in chats)
+        unknown = {f"messages.{key:.40}" for chat, _ in chats for key in self._renderer.unknown_keys(chat)}
+        batch.unused.update(unknown)
 
     def _texts(self, row: Row) -> list[_Text]:
         """The texts of a row; of one that holds answers to compare, one an answer."""
