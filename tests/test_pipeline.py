@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _to_kwargs
 from worlds import run_world
 
 from swiftlite.checkpoint.boxes import holdings, whole
@@ -353,6 +354,20 @@ def random_model(config):
     torch.manual_seed(7)
     config._attn_implementation = attention.register()
     return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def test_fsdp_can_move_what_enters_the_first_stage():
+    """As it does on a GPU, where it fails if there is nothing at all."""
+    scorer, *_ = in_one_process(random_model(toy_config("llama")), 2)
+    moved = []
+
+    def move(_module, args, kwargs):
+        moved.append(_to_kwargs(args, kwargs, torch.device("cpu"), use_side_stream_for_tensor_copies=False))
+
+    scorer.register_forward_pre_hook(move, with_kwargs=True)
+    run_stages([scorer], steps_of(512, 3)[2][2])
+    [(args, kwargs)] = moved
+    assert args[0] == (None,) and not kwargs[0]
 
 
 @pytest.mark.parametrize("name", sorted(architectures()))
