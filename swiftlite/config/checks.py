@@ -168,13 +168,26 @@ def _memory_rules(config: RunConfig) -> list[Rule]:
             ("kernels", "tensor_parallel_size"),
             "use --kernels none",
         ),
+        *_compile_rules(config),
+        *_fp8_rules(config),
+        (
+            config.activation_checkpointing == "selective" and config.pipeline_schedule == "zero-bubble",
+            "zero-bubble runs through a layer's backward pass twice, and --activation-checkpointing selective keeps "
+            "results for one",
+            ("activation_checkpointing", "pipeline_schedule"),
+            "use --activation-checkpointing full or none, or --pipeline-schedule interleaved-1f1b",
+        ),
+    ]
+
+
+def _compile_rules(config: RunConfig) -> list[Rule]:
+    return [
         (
             config.kernels == "liger" and config.compile,
             "--compile and --kernels liger fuse the same operations",
             ("kernels", "compile"),
             "leave one of them out",
         ),
-        *_fp8_rules(config),
         (
             config.sequence_parallel == "always" and config.compile,
             "torch.compile cannot hand on rows of changing length that ranks divide by tokens",
@@ -186,13 +199,6 @@ def _memory_rules(config: RunConfig) -> list[Rule]:
             "compiled layers save their weights beside their inputs, and --activation-checkpointing offload moves both",
             ("activation_checkpointing", "compile"),
             "use --activation-checkpointing full, or leave --compile out",
-        ),
-        (
-            config.activation_checkpointing == "selective" and config.pipeline_schedule == "zero-bubble",
-            "zero-bubble runs through a layer's backward pass twice, and --activation-checkpointing selective keeps "
-            "results for one",
-            ("activation_checkpointing", "pipeline_schedule"),
-            "use --activation-checkpointing full or none, or --pipeline-schedule interleaved-1f1b",
         ),
     ]
 
