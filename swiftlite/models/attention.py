@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -29,6 +28,7 @@ from swiftlite.models.attention_cpu import attend_by_document
 
 NAME = "swiftlite_documents"
 LARGEST_HEAD = 256  # of flash attention
+VARLEN_TAKES_GROUPS = torch.__version__ >= "2.12"  # fewer heads of keys than of queries, as they are
 
 # (query, key, value, borders of the queries, borders of the keys, sinks) -> `[1, queries, heads, value_dim]`
 Attend = Callable[..., torch.Tensor]
@@ -268,26 +268,11 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
-    options: dict[str, object] = {"scale": scaling}
-    if groups > 1 and _takes("enable_gqa"):
+    # Causal is a window: (tokens to the left, tokens to the right).
+    options: dict[str, object] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if groups > 1 and VARLEN_TAKES_GROUPS:
         options["enable_gqa"] = True
     elif groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if window is None and _takes("is_causal"):
-        options["is_causal"] = True
-    else:  # newer releases say it with a window: (tokens to the left, tokens to the right)
-        options["window_size"] = (-1 if window is None else window - 1, 0)
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     return varlen_attn(query, key, value, query_borders, key_borders, longest, longest, **options)[None]
-
-
-_known_options: dict[str, bool] = {}  # functools.cache is something torch.compile warns of
-
-
-def _takes(option: str) -> bool:
-    """Whether this release's `varlen_attn` has an option: its signature differs from 2.11 to 2.13."""
-    if option not in _known_options:
-        from torch.nn.attention.varlen import varlen_attn
-
-        _known_options[option] = option in inspect.signature(varlen_attn).parameters
-    return _known_options[option]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,20 +36,20 @@ def use_autocast_experts(base: PreTrainedModel) -> None:
         base.set_experts_implementation(NAME)
 
 
-class _CastExperts:
-    """Experts whose weights are read in another type."""
+class ExpertsView:
+    """Experts as a function should see them: it reads what `change` makes of each attribute, but for its own ones."""
 
-    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
-        self._experts, self._dtype = experts, dtype
+    def __init__(self, experts: nn.Module | ExpertsView, change: Callable[[Any], Any], **own: object) -> None:
+        self._experts, self._change = experts, change
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> object:
-        value = getattr(self._experts, name)
-        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        return self._change(getattr(self._experts, name))
 
 
 def _in_autocast_type(
     compute: Callable[..., torch.Tensor],
-    experts: nn.Module,
+    experts: nn.Module | ExpertsView,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -58,5 +58,9 @@ def _in_autocast_type(
     kind = hidden_states.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        experts, hidden_states = _CastExperts(experts, dtype), hidden_states.to(dtype)
+        experts, hidden_states = ExpertsView(experts, functools.partial(_cast, dtype)), hidden_states.to(dtype)
     return compute(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _cast(dtype: torch.dtype, value: object) -> object:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

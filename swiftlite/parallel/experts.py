@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from swiftlite.dtensors import is_fsdp_module, local
 from swiftlite.errors import UserError
-from swiftlite.models.experts import find_experts
+from swiftlite.models.experts import ExpertsView, find_experts
 from swiftlite.parallel.exchange import exchange
 from swiftlite.parallel.mesh import device_mesh
 
@@ -171,16 +171,6 @@ class ExpertGroup:
     compute: Callable[..., torch.Tensor]
 
 
-class _LocalExperts:
-    """What a rank holds of the experts, as if they were all there are."""
-
-    def __init__(self, experts: nn.Module, count: int) -> None:
-        self._experts, self.num_experts = experts, count
-
-    def __getattr__(self, name: str) -> object:
-        return local(getattr(self._experts, name))
-
-
 @torch.compiler.disable  # how many rows travel depends on the data: the compiled layer is cut here
 def expert_parallel_forward(
     experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -192,27 +182,27 @@ def expert_parallel_forward(
     """
     group, compute = experts.expert_parallel.group, experts.expert_parallel.compute
     size = dist.get_world_size(group)
-    local = _LocalExperts(experts, experts.num_experts // size)
+    here = ExpertsView(experts, local, num_experts=experts.num_experts // size)  # as if they were all there are
     chosen, order = top_k_index.flatten().sort(stable=True)  # rows for one rank, and for one expert, lie together
     edges = torch.searchsorted(chosen, torch.arange(experts.num_experts + 1, device=chosen.device))
-    leaving = edges.diff().view(size, local.num_experts)
+    leaving = edges.diff().view(size, here.num_experts)
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=group)
     send, receive = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
     rows = hidden_states[order // top_k_index.shape[1]].to(next(experts.parameters()).dtype)  # what computes, travels
     rows = exchange(rows, send, receive, group)
-    numbers = torch.arange(local.num_experts, device=chosen.device).repeat(size)
+    numbers = torch.arange(here.num_experts, device=chosen.device).repeat(size)
     numbers = numbers.repeat_interleave(arriving.flatten(), output_size=sum(receive))
-    results = exchange(_compute(compute, local, rows, numbers), receive, send, group)
+    results = exchange(_compute(compute, here, rows, numbers), receive, send, group)
     results = results[order.argsort()].view(*top_k_index.shape, -1)
     return (results * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
 def _compute(
-    compute: Callable[..., torch.Tensor], local: _LocalExperts, rows: torch.Tensor, numbers: torch.Tensor
+    compute: Callable[..., torch.Tensor], here: ExpertsView, rows: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
     """Expert `numbers[i]` of this rank on row i, unweighted: `[rows, hidden]`."""
     count = len(rows)
     if not count:  # one row of zeros: without a gradient here the others' collectives would wait for this rank
         rows, numbers = F.pad(rows, (0, 0, 0, 1)), F.pad(numbers, (0, 1))
-    return compute(local, rows, numbers[:, None], rows.new_ones(len(rows), 1))[:count]
+    return compute(here, rows, numbers[:, None], rows.new_ones(len(rows), 1))[:count]
