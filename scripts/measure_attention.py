@@ -1,8 +1,9 @@
-"""Attention of one document on a CPU, forwards and backwards: in blocks of queries, or with gradients in another type.
+"""Attention of one document on a CPU, forwards and backwards: in blocks of queries, with gradients in another type, and
+with a sliding window in tiles.
 
     python scripts/measure_attention.py --markdown docs/performance.md
 
-Beside each way runs PyTorch's kernel, in turn in one process; a figure is the fastest of several calls. Takes two
+Beside each way runs PyTorch's kernel, in turn in one process; a figure is the fastest of several calls. Takes four
 minutes; needs a quiet machine.
 """
 
@@ -26,6 +27,8 @@ PLACE, CALLS = "attention", 12
 SHAPES = ((9, 3, 64), (16, 8, 128), (32, 8, 128))  # heads, heads of keys, size: SmolLM2-135M, Qwen3-0.6B, Llama 3 8B
 HALF_SHAPES = ((8, 4, 32), *SHAPES[:2])
 LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
+WINDOWS = ((64, 8, 64, 128), (4, 1, 256, 512))  # heads, heads of keys, size, window: gpt-oss, Gemma 3 1B
+WINDOWED, TILES = (256, 512, 1024, 2048, 4096), (64, 128, 256)
 EVERYTHING, NOTHING = (1, 1, max(LENGTHS)), (1, 1, 0)  # heads, and documents, that are computed in blocks
 
 
@@ -40,7 +43,7 @@ def fastest(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def call(shape: tuple[int, int, int], length: int, dtype: torch.dtype) -> Callable[[], None]:
+def call(shape: tuple[int, int, int], length: int, dtype: torch.dtype, window: int | None = None) -> Callable[[], None]:
     """Attention of a document and its gradients."""
     heads, kv_heads, size = shape
     counts = (heads, kv_heads, kv_heads)
@@ -48,7 +51,7 @@ def call(shape: tuple[int, int, int], length: int, dtype: torch.dtype) -> Callab
     upstream = torch.randn(1, length, heads, size, dtype=dtype)
 
     def work() -> None:
-        torch.autograd.grad(attend_by_document(*row, [length], None), row, upstream)
+        torch.autograd.grad(attend_by_document(*row, [length], [length], None, window), row, upstream)
 
     return work
 
@@ -70,6 +73,25 @@ def compare(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, use: Cal
     return markdown_table(["heads (of keys)", *(f"{length:,} tokens" for length in LENGTHS)], cells)
 
 
+def compare_tiles(dtype: torch.dtype) -> str:
+    """A table of time with tiles of so many queries, of that where all queries behind the first window are one tile."""
+    cells = []
+    for *shape, window in WINDOWS:
+        seconds = {}
+        for tile in (*TILES, max(WINDOWED)):
+            attention_cpu.TILE = tile
+            attention_cpu._band.cache_clear()
+            seconds[tile] = [fastest(call(tuple(shape), length, dtype, window)) for length in WINDOWED]
+        whole = seconds.pop(max(WINDOWED))
+        for tile, found in seconds.items():
+            pairs = zip(WINDOWED, found, whole, strict=True)
+            ratios = [f"{ours / theirs:.2f}" if length > window else "-" for length, ours, theirs in pairs]
+            heads, kv_heads, size = shape
+            cells.append([f"{heads} ({kv_heads}) of {size}", str(window), str(tile), *ratios])
+            print(*cells[-1], sep="  ", flush=True)
+    return markdown_table(["heads (of keys)", "window", "tile", *(f"{n:,} tokens" for n in WINDOWED)], cells)
+
+
 def use_blocks(on: bool) -> None:  # noqa: FBT001 - what `compare` calls
     blocks = attention_blocks
     blocks.SMALLEST_HEAD, blocks.SHORTEST, blocks.LONGEST = EVERYTHING if on else NOTHING
@@ -83,14 +105,16 @@ def measure(options: argparse.Namespace) -> str:
     """Markdown."""
     torch.set_num_threads(options.threads)
     head, shortest, longest = attention_blocks.SMALLEST_HEAD, attention_blocks.SHORTEST, attention_blocks.LONGEST
-    wide, facts = attention_cpu.WIDE, machine()
+    wide, tile, facts = attention_cpu.WIDE, attention_cpu.TILE, machine()
     limits = ", ".join(f"{int(wide / size**1.5):,} tokens for heads of {size}" for _, _, size in HALF_SHAPES)
     return (
         f"{facts['cpu']}, {options.threads} threads, torch {version('torch')}, on {time.strftime('%Y-%m-%d')}: time in "
         f"blocks, of that by PyTorch's kernel, in fp32. Blocks are used for heads of {head} and more, from {shortest} "
         f"to {longest} tokens.\n\n{compare(SHAPES, torch.float32, use_blocks)}\n\n"
         f"Time with gradients in fp32, of that by PyTorch's kernel in bf16. Gradients are in fp32 up to {limits}.\n\n"
-        f"{compare(HALF_SHAPES, torch.bfloat16, use_wide_gradients)}"
+        f"{compare(HALF_SHAPES, torch.bfloat16, use_wide_gradients)}\n\n"
+        "Time with a sliding window in tiles of queries, of that with all queries behind the first window at a time, "
+        f"in fp32. Tiles are of {tile} queries.\n\n{compare_tiles(torch.float32)}"
     )
 
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from swiftlite.data.batches import collate
 from swiftlite.data.order import Sequence
 from swiftlite.errors import UserError
-from swiftlite.models import attention, attention_blocks, attention_cpu
+from swiftlite.models import attention, attention_blocks, attention_cpu, attention_varlen
 from swiftlite.models.anatomy import dissect
 from swiftlite.models.attention_cpu import attend_by_document
+from swiftlite.models.attention_varlen import serves_varlen
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.toys import toy_config
 from swiftlite.models.tuners import set_activation_checkpointing
@@ -76,12 +77,110 @@ def test_documents_of_any_length_attend_alike(heads, kv_heads, size):
     wanted = torch.cat(wanted, 1)
     expected = torch.autograd.grad(wanted, row, upstream)
     single = [each.detach().float().requires_grad_() for each in row]
-    got = attend_by_document(*single, WRITTEN_OUT, None)
+    got = attend_by_document(*single, WRITTEN_OUT, WRITTEN_OUT, None)
     found = [got, *torch.autograd.grad(got, single, upstream.float())]
     for single_precision, right in zip(found, [wanted, *expected], strict=True):
         assert (single_precision.double() - right).norm() < 1e-6 * right.norm()  # PyTorch's kernel: 5e-7
     with torch.no_grad():
-        assert torch.equal(attend_by_document(*single, WRITTEN_OUT, None), got)
+        assert torch.equal(attend_by_document(*single, WRITTEN_OUT, WRITTEN_OUT, None), got)
+
+
+def written_out(row, queries, keys, scaling, window, sinks):
+    """Attention of the last tokens of documents as it is written in the papers, in the tensors' own precision."""
+    groups, outputs = row[0].shape[1] // row[1].shape[1], []
+    key, value = (each.repeat_interleave(groups, 1).split(keys, 2) for each in row[1:])
+    for q, k, v in zip(row[0].split(queries, 2), key, value, strict=True):
+        place = torch.arange(k.shape[2])
+        distance = place[k.shape[2] - q.shape[2] :, None] - place
+        unseen = (distance < 0) | (distance >= (window or len(place)))
+        scores = (q @ k.mT * scaling).masked_fill(unseen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        outputs.append((scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2))
+    return torch.cat(outputs, 1)
+
+
+def row_of_documents(queries, keys, dtype=torch.float64, size=16):
+    torch.manual_seed(0)
+    shapes = [(1, sum(queries), 4, size), *[(1, sum(keys), 2, size)] * 2]
+    row = [torch.randn(shape, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+    return row, torch.randn(4, dtype=torch.float64).to(dtype).requires_grad_(), torch.randn(1, sum(queries), 4, size)
+
+
+# Around the window and the tiles behind it; then documents whose first tokens have no queries, or none has.
+TILE = attention_cpu.TILE
+WINDOWED = [1, 39, 40, 41, 40 + TILE, 41 + TILE, 3 * TILE]
+GOING_ON = [3, 0, 2 * TILE + 9, 1], [10, 44, 2 * TILE + 90, 1]
+
+
+@pytest.mark.parametrize("window", [None, 40, 2, 1000])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(WINDOWED, WINDOWED), GOING_ON])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_windows_and_sinks(window, with_sinks, queries, keys, dtype, bound):
+    row, sinks, upstream = row_of_documents(queries, keys, dtype)
+    inputs = [*row, sinks] if with_sinks else row
+    borders = [torch.tensor([0, *torch.tensor(each).cumsum(0)], dtype=torch.int32) for each in (queries, keys)]
+    apart = queries != keys
+    got, _ = attention.document_attention(
+        torch.nn.Module(), *row, None, scaling=0.3, sliding_window=window, s_aux=sinks if with_sinks else None,
+        cu_seq_lens_q=borders[0], max_length_q=max(keys), cu_seq_lens_k=borders[1] if apart else None,
+        key_index=torch.arange(sum(keys)) if apart else None,
+    )  # fmt: skip
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    wanted = written_out(exact[:3], queries, keys, 0.3, window, exact[3] if with_sinks else None)
+    found = [got, *torch.autograd.grad(got, inputs, upstream.to(dtype))]
+    for ours, right in zip(found, [wanted, *torch.autograd.grad(wanted, exact, upstream.double())], strict=True):
+        assert ours.dtype == dtype and (ours - right).norm() < bound * right.norm()
+
+
+def test_a_window_costs_no_more_than_its_tokens():
+    """Nothing of a long document is computed between tokens that do not see each other."""
+    tiles = list(attention_cpu._tiles([4000], [4000], 100, torch.float32))
+    assert sum((tile.queries.stop - tile.queries.start) * tile.length for tile in tiles) < 4000 * (100 + 128)
+    assert tiles[1].mask.untyped_storage().data_ptr() == tiles[-1].mask.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_beside_the_kernel_of_a_gpu(window, monkeypatch):
+    """The kernel's place is taken by one that takes and gives the same."""
+    lengths = [5, 1, 9]
+    row, sinks, upstream = row_of_documents(lengths, lengths)
+    borders = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
+    exact = [each.detach().requires_grad_() for each in (*row, sinks)]
+    wanted = written_out(exact[:3], lengths, lengths, 0.3, window, exact[3])
+
+    def scores(query, key, queries, keys, sides):
+        assert sides == (-1 if window is None else window - 1, 0) and torch.equal(queries, borders)
+        place = torch.arange(len(query))
+        document, distance = torch.bucketize(place, keys, right=True), place[:, None] - place
+        seen = (document[:, None] == document) & (distance >= 0) & (distance < (window or 100))
+        found = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(len(query[0]) // len(key[0]), 1)) * 0.3
+        return found.masked_fill(~seen, -torch.inf)
+
+    def kernel(query, key, value, queries, keys, longest_q, longest_k, *, return_aux, scale, window_size, **_):
+        found = scores(query, key, queries, keys, window_size)
+        value = value.repeat_interleave(len(query[0]) // len(value[0]), 1)
+        assert (longest_q, longest_k, scale) == (9, 9, 0.3) and return_aux.lse
+        return torch.einsum("hqk,khd->qhd", found.softmax(-1), value), found.logsumexp(-1)
+
+    def gradients(upstream, query, key, value, output, logsums, queries, keys, _q, _k, dropout, causal, *_, **options):
+        left, right = options["window_size_left"], options["window_size_right"]
+        assert dropout == 0 and causal == (window is None)
+        groups = len(query[0]) // len(key[0])
+        whole_key, whole_value = (each.repeat_interleave(groups, 1) for each in (key, value))
+        weights = (scores(query, key, queries, keys, (left, right)) - logsums[..., None]).exp()
+        arrived = torch.einsum("qhd,khd->hqk", upstream, whole_value) - (upstream * output).sum(-1).T[..., None]
+        arrived = arrived * weights * options["scale"]
+        found = torch.einsum("hqk,qhd->khd", arrived, query), torch.einsum("hqk,qhd->khd", weights, upstream)
+        return torch.einsum("hqk,khd->qhd", arrived, whole_key), *(f.unflatten(1, (-1, groups)).sum(2) for f in found)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(attention_varlen, "_backward", gradients)
+    got = attention_varlen.attend_by_varlen(*row, borders, borders, sinks, longest=9, scaling=0.3, window=window)
+    found = [got, *torch.autograd.grad(got, (*row, sinks), upstream.double())]
+    for ours, right in zip(found, [wanted, *torch.autograd.grad(wanted, exact, upstream.double())], strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("size", "longest"), [(32, 994), (64, 351), (128, 124)])
@@ -93,7 +192,7 @@ def test_gradients_of_short_documents_in_16_bits_are_taken_in_fp32(size, longest
     upstream, found = torch.randn(1, sum(lengths), 4, size).bfloat16(), []
     for dtype in (torch.bfloat16, torch.float64):
         row = [each.to(dtype).requires_grad_() for each in rows]
-        got = attend_by_document(*row, lengths, None)
+        got = attend_by_document(*row, lengths, lengths, None)
         found.append([got, *torch.autograd.grad(got, row, upstream.to(dtype))])
     assert types == [torch.float32, torch.bfloat16, torch.float32, *[torch.float64] * 3]
     for half, right in zip(*found, strict=True):
@@ -241,7 +340,7 @@ def test_a_head_with_more_weights_is_refused_where_they_do_not_show_yet():
 )
 def test_heads_that_flash_attention_takes(sizes, dtype, wanted):
     query, value = (SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 8, size)) for size in sizes)
-    assert attention._serves_varlen(query, value) is wanted
+    assert serves_varlen(query, value) is wanted
 
 
 def test_borders_are_read_once(monkeypatch):

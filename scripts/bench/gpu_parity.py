@@ -32,7 +32,7 @@ class Comparison:
 
 
 def family_configs() -> dict[str, object]:
-    """family -> config of a small model: grouped heads, windows, soft caps, experts and learned positions are met."""
+    """family -> config of a small model; among them are windows, soft caps, sinks, experts and learned positions."""
     import transformers as hf
 
     common = {
@@ -48,6 +48,9 @@ def family_configs() -> dict[str, object]:
         "qwen3-moe": hf.Qwen3MoeConfig(
             **common, head_dim=64, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2,
             output_router_logits=False,
+        ),
+        "gpt-oss": hf.GptOssConfig(
+            **common, head_dim=64, sliding_window=48, num_local_experts=4, num_experts_per_tok=2,
         ),
         "gpt2": hf.GPT2Config(
             vocab_size=VOCABULARY, n_positions=1024, n_embd=256, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,

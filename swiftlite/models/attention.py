@@ -4,11 +4,11 @@ A micro-batch is one row `[1, tokens]` in which documents follow each other. The
 own keyword arguments (`cu_seq_lens_q`, the name transformers gives to them for flash attention) to one function
 registered with transformers' attention interface:
 
-- CUDA, fp16 and bf16: `torch.nn.attention.varlen.varlen_attn`
-  (https://docs.pytorch.org/docs/stable/nn.attention.varlen.html);
-- everywhere else: scaled dot product attention, document by document, which on a CPU also is the fastest, and there is
-  one node of autograd's graph (`swiftlite/models/attention_cpu.py`);
-- logit soft-capping and attention sinks, which neither of them has: the same arithmetic written out.
+- CUDA, fp16 and bf16: one kernel for all documents (`swiftlite/models/attention_varlen.py`);
+- CPU: document by document, which is the fastest there, as one node of autograd's graph
+  (`swiftlite/models/attention_cpu.py`);
+- everywhere else: scaled dot product attention, document by document; and where it lacks something, logit soft-capping
+  or attention sinks (both kernels above have those), the same arithmetic written out.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from swiftlite.errors import UserError
 from swiftlite.models.attention_cpu import attend_by_document
+from swiftlite.models.attention_varlen import attend_by_varlen, serves_varlen
 
 NAME = "swiftlite_documents"
-LARGEST_HEAD = 256  # of flash attention
-VARLEN_TAKES_GROUPS = torch.__version__ >= "2.12"  # fewer heads of keys than of queries, as they are
 
 # (query, key, value, borders of the queries, borders of the keys, sinks) -> `[1, queries, heads, value_dim]`
 Attend = Callable[..., torch.Tensor]
@@ -127,20 +126,13 @@ def document_attention(
     window = sliding_window if sliding_window and max_length_q is not None and sliding_window < max_length_q else None
     if sliding_window:
         _noted.given.add(sliding_window)
-    if _serves_varlen(query, value) and not dropout and softcap is None and s_aux is None:
-        attend = functools.partial(_varlen, longest=max_length_q, scaling=scaling, window=window)
+    if serves_varlen(query, value) and not dropout and softcap is None:
+        attend = functools.partial(attend_by_varlen, longest=max_length_q, scaling=scaling, window=window)
     else:
         attend = functools.partial(_by_document, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
     shared = None if key_index is None else SharedKeys(key_index, cu_seq_lens_k)
     run = attend_row if context is None else context.attend
     return run(attend, query, key, value, cu_seq_lens_q, s_aux, shared), None
-
-
-def _serves_varlen(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether PyTorch's kernel for rows of documents takes such tensors: flash attention (arXiv 2307.08691) has 16-bit
-    types, and heads of one size, at most 256. Latent attention's values are smaller than its keys."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
 
 
 def attend_row(
@@ -186,9 +178,8 @@ def _by_document(
 ) -> torch.Tensor:
     """Attention of the last tokens of each document (of all, or of none) to those up to them."""
     queries, keys = lengths_between(query_borders), lengths_between(key_borders)
-    usual = not dropout and window is None and softcap is None and sinks is None and queries == keys
-    if usual and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-        return attend_by_document(query, key, value, queries, scaling)
+    if query.device.type == "cpu" and not dropout and softcap is None and query.shape[-1] == value.shape[-1]:
+        return attend_by_document(query, key, value, queries, keys, scaling, window, sinks)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -250,29 +241,3 @@ def _written_out(
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(-1)[..., :keys].to(value.dtype)
     return F.dropout(weights, p=dropout, training=dropout > 0) @ value
-
-
-def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_borders: torch.Tensor,
-    key_borders: torch.Tensor,
-    _sinks: None,
-    *,
-    longest: int | None,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """What `_by_document` does, by one kernel."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups = query.shape[1] // key.shape[1]
-    # Causal is a window: (tokens to the left, tokens to the right).
-    options: dict[str, object] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if groups > 1 and VARLEN_TAKES_GROUPS:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return varlen_attn(query, key, value, query_borders, key_borders, longest, longest, **options)[None]

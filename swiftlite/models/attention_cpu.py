@@ -6,78 +6,123 @@ they came, once: keys and values that several heads share are not copied for eac
 row that the next layer reads. Of documents in blocks weights are kept as well: such a document has at most four times a
 head's size in tokens, so they take no more than two rows of states.
 
+A document longer than a sliding window goes in tiles: the queries that see all before them, and then `TILE` at a time
+with the keys that one of them sees. So its time grows with its length, not with the length's square.
+
 In 16 bits the kernel's backward pass takes up to eight times as long as in fp32 where documents are short and heads
 small, so there gradients are taken in fp32 (`scripts/measure_attention.py`).
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from swiftlite.models.attention_blocks import attend_in_blocks, block_gradients, gains_by_blocks
+from swiftlite.models.sinks import share_with_sinks, sink_gradients
 
 # Tokens of a document x (a head's size)^1.5, up to which gradients in fp32 take less time than in 16 bits: 994 tokens
 # with heads of 32, 351 with heads of 64, 124 with heads of 128.
 WIDE = 180_000
+TILE = 64  # queries behind the first window (`scripts/measure_attention.py`)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
+class Tile(NamedTuple):
+    """A part of the row's queries, and the keys that they see. mask: `[queries, keys]`, added to the scores; None where
+    queries and keys are the same tokens, and each sees those up to itself."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor | None
+
+    @property
+    def length(self) -> int:
+        return self.keys.stop - self.keys.start
+
+
 def attend_by_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    queries: list[int],
+    keys: list[int],
+    scaling: float | None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query: `[1, heads, tokens, head_dim]`; key, value: `[1, kv_heads, tokens, head_dim]`; lengths: of the documents.
-    Returns `[1, tokens, heads, head_dim]`."""
-    return _ByDocument.apply(query, key, value, lengths, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    """Attention of the last tokens of each document (of all, or of none) to those up to them.
+
+    query: `[1, heads, tokens, head_dim]`; key, value: `[1, kv_heads, key_tokens, head_dim]`; queries, keys: how many of
+    them each document has; window: tokens that a query sees, itself among them; sinks: `[heads]`
+    (`swiftlite/models/sinks.py`). Returns `[1, tokens, heads, head_dim]`.
+    """
+    tiles = list(_tiles(queries, keys, window, query.dtype))
+    return _ByDocument.apply(query, key, value, sinks, tiles, query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 class _ByDocument(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, lengths, scale):  # noqa: ANN001, ANN205
+    def forward(ctx, query, key, value, sinks, tiles, scale):  # noqa: ANN001, ANN205
         _, heads, tokens, size = query.shape
         output = query.new_empty(1, tokens, heads, size)
         logsums = query.new_empty(heads, tokens, dtype=torch.promote_types(query.dtype, torch.float32))
         q, k, v, out, sums = _grouped(query, key, value, output, logsums)
         # Selective checkpointing keeps the results of single operations, and knows PyTorch's kernel for one.
-        written_out = query.dtype == torch.float32 and not is_in_torch_dispatch_mode()
+        ctx.written_out = query.dtype == torch.float32 and sinks is None and not is_in_torch_dispatch_mode()
         kept: list[torch.Tensor] = []
-        for place, length in _places(lengths):
-            if written_out and gains_by_blocks(length, size):
-                document = q[:, :, place], key[0, :, place], value[0, :, place]
-                for weights in attend_in_blocks(*document, scale, out[:, :, place]):
+        for tile in tiles:
+            rows, columns, mask = tile
+            if ctx.written_out and mask is None and gains_by_blocks(tile.length, size):
+                document = q[:, :, rows], key[0, :, rows], value[0, :, rows]
+                for weights in attend_in_blocks(*document, scale, out[:, :, rows]):
                     kept += [weights] if any(ctx.needs_input_grad) else []
             else:
-                attended = _forward(q[:, :, place], k[:, :, place], v[:, :, place], 0.0, True, scale=scale)
-                out[:, :, place], sums[:, :, place] = attended
-        ctx.save_for_backward(query, key, value, output, logsums, *kept)
-        ctx.lengths, ctx.scale, ctx.written_out = lengths, scale, written_out
+                states = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+                attended = _forward(*states, 0.0, mask is None, attn_mask=mask, scale=scale)
+                out[:, :, rows], sums[:, :, rows] = attended
+        if sinks is not None:
+            output, logsums = share_with_sinks(output, logsums, sinks)
+        ctx.save_for_backward(query, key, value, output, logsums, sinks, *kept)
+        ctx.tiles, ctx.scale = tiles, scale
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
-        query, key, value, output, logsums, *kept = ctx.saved_tensors
-        q, *others = _grouped(query, key, value, output, logsums)
+        query, key, value, output, logsums, sinks, *kept = ctx.saved_tensors
+        q, k, v, out, sums = _grouped(query, key, value, output, logsums)
         arrived, weights = _rows_of_groups(upstream, key.shape[1]), iter(kept)
-        grad_query, grad_key, grad_value = (torch.empty_like(each) for each in (query, key, value))
-        grads = grad_query[0].unflatten(0, q.shape[:2]), grad_key[0], grad_value[0]
-        for place, length in _places(ctx.lengths):
-            if ctx.written_out and gains_by_blocks(length, query.shape[-1]):
-                document = arrived[:, :, place], q[:, :, place], key[0, :, place], value[0, :, place]
+        to_query = torch.empty_like(query)
+        overlap = any(tile.mask is not None for tile in ctx.tiles)
+        to_key, to_value = ((torch.zeros_like if overlap else torch.empty_like)(each) for each in (key, value))
+        for tile in ctx.tiles:
+            rows, columns, mask = tile
+            if ctx.written_out and mask is None and gains_by_blocks(tile.length, query.shape[-1]):
+                document = arrived[:, :, rows], q[:, :, rows], key[0, :, rows], value[0, :, rows]
                 found = block_gradients(*document, ctx.scale, weights)
             else:
-                document = [each[:, :, place] for each in (arrived, q, *others)]
-                if query.dtype.itemsize == 2 and length * query.shape[-1] ** 1.5 <= WIDE:
-                    document = [each.float() for each in document]
-                to_query, to_keys, to_values = _backward(*document, 0.0, True, scale=ctx.scale)
-                found = to_query, to_keys.sum(1), to_values.sum(1)
-            for grad, of_document in zip(grads, found, strict=True):
-                grad[..., place, :] = of_document
-        return grad_query, grad_key, grad_value, None, None
+                states = [each[:, :, rows] for each in (arrived, q)] + [each[:, :, columns] for each in (k, v)]
+                states += [out[:, :, rows], sums[:, :, rows]]
+                if query.dtype.itemsize == 2 and tile.length * query.shape[-1] ** 1.5 <= WIDE:
+                    states, mask = [each.float() for each in states], mask if mask is None else mask.float()
+                of_query, *of_keys = _backward(*states, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+                found = of_query, *(each.sum(1) for each in of_keys)
+            to_query[0].unflatten(0, q.shape[:2])[..., rows, :] = found[0]
+            for grad, of_tile in zip((to_key[0], to_value[0]), found[1:], strict=True):
+                if overlap:
+                    grad[..., columns, :] += of_tile
+                else:
+                    grad[..., columns, :] = of_tile
+        to_sinks = None if sinks is None else sink_gradients(upstream, output, logsums, sinks)
+        return to_query, to_key, to_value, to_sinks, None, None
 
 
 def _grouped(
@@ -101,10 +146,38 @@ def _rows_of_groups(rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return rows[0].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
-def _places(lengths: list[int]) -> Iterator[tuple[slice, int]]:
-    """(where a document is, its length) of those that have tokens."""
-    start = 0
-    for length in lengths:
-        if length:
-            yield slice(start, start + length), length
-        start += length
+def _tiles(queries: list[int], keys: list[int], window: int | None, dtype: torch.dtype) -> Iterator[Tile]:
+    """Those of all documents that have queries."""
+    start = key_start = 0
+    for count, key_count in zip(queries, keys, strict=True):
+        before = key_count - count
+        for begin, end, first_key, mask in _parts(count, before, window, dtype) if count else ():
+            shown = slice(key_start + first_key, key_start + before + end)
+            yield Tile(slice(start + begin, start + end), shown, mask)
+        start, key_start = start + count, key_start + key_count
+
+
+def _parts(
+    count: int, before: int, window: int | None, dtype: torch.dtype
+) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
+    """(first query, the one behind the last, first key, mask) of the tiles of a document. before: tokens that have no
+    queries here."""
+    first = 0
+    if not before:
+        first = min(count, window or count)
+        yield 0, first, 0, None
+    elif window is None:
+        yield 0, count, 0, torch.full((count, before + count), -math.inf, dtype=dtype).triu_(before + 1)
+    for begin in range(first, count if window else 0, TILE):
+        end = min(begin + TILE, count)
+        unseen = before + begin - window + 1  # keys before those that the first query sees; less than none at the start
+        band = _band(window, dtype)[: end - begin]
+        yield begin, end, max(unseen, 0), band[:, max(-unseen, 0) : before + end - unseen]
+
+
+@functools.lru_cache(maxsize=8)
+def _band(window: int, dtype: torch.dtype) -> torch.Tensor:
+    """0 where one of `TILE` queries sees a key, -inf elsewhere. The first key is the first one that the first query
+    sees. Returns `[TILE, TILE + window - 1]`."""
+    seen = torch.ones(TILE, TILE + window - 1, dtype=torch.bool).triu().tril(window - 1)
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)

@@ -41,10 +41,12 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
 
 
 def keeps_scores(base: PreTrainedModel) -> bool:
-    """Whether attention keeps something of the size `[tokens, tokens]`: soft-capped scores, sinks, a window."""
+    """Whether attention keeps something of the size `[tokens, tokens]`: soft-capped scores; and what sinks or a window
+    make of them where values are not as wide as keys, which the kernels that know of both do not take."""
     values = base.config.get_text_config().to_dict()
     sinks = any(name.endswith(".sinks") for name, _ in base.named_parameters())
-    return sinks or bool(values.get("attn_logit_softcapping") or values.get("sliding_window"))
+    narrow = values.get("v_head_dim") not in (None, values.get("head_dim"))
+    return bool(values.get("attn_logit_softcapping") or narrow and (sinks or values.get("sliding_window")))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,0 +1,103 @@
+"""Causal attention of many documents on a GPU by one kernel, flash attention for rows of any length.
+
+Source: https://docs.pytorch.org/docs/stable/nn.attention.varlen.html, https://arxiv.org/abs/2307.08691
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from swiftlite.models.sinks import share_with_sinks, sink_gradients
+
+LARGEST_HEAD = 256  # of flash attention
+VARLEN_TAKES_GROUPS = torch.__version__ >= "2.12"  # fewer heads of keys than of queries, as they are
+
+_backward = torch.ops.aten._flash_attention_backward.default
+
+
+class Row(NamedTuple):
+    """How a row is divided. query_borders, key_borders: int32 `[documents + 1]`; longest: tokens of a document at most;
+    window: tokens that a query sees, itself among them; scaling: of the scores."""
+
+    query_borders: torch.Tensor
+    key_borders: torch.Tensor
+    longest: int
+    window: int | None
+    scaling: float | None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many tokens a query sees to its left and right, which says that attention is causal as well."""
+        return -1 if self.window is None else self.window - 1, 0
+
+
+def serves_varlen(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether PyTorch's kernel for rows of documents takes such tensors: flash attention has 16-bit types, and heads of
+    one size, at most 256. Latent attention's values are smaller than its keys."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
+
+
+def attend_by_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_borders: torch.Tensor,
+    key_borders: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of the last tokens of each document to those up to them.
+
+    query: `[1, heads, queries, head_dim]`; key, value: `[1, kv_heads, keys, head_dim]`; borders: of both; sinks:
+    `[heads]` or None. Returns `[1, queries, heads, head_dim]`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not VARLEN_TAKES_GROUPS:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    row = Row(query_borders, key_borders, longest, window, scaling)
+    if sinks is None:
+        return _attend(query, key, value, row)[0][None]
+    return _WithSinks.apply(query, key, value, sinks.float(), row)[None]
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """(results `[queries, heads, head_dim]`, what each softmax divides by as a logarithm `[heads, queries]`)."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    options: dict[str, object] = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
+    return varlen_attn(
+        query, key, value, row.query_borders, row.key_borders, row.longest, row.longest,
+        return_aux=AuxRequest(lse=True), scale=row.scaling, window_size=row.sides, **options,
+    )  # fmt: skip
+
+
+class _WithSinks(torch.autograd.Function):
+    """PyTorch's own node for this kernel has no gradient of the logarithms."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, row):  # noqa: ANN001, ANN205
+        output, total = share_with_sinks(*_attend(query, key, value, row), sinks)
+        ctx.save_for_backward(query, key, value, sinks, output, total, row.query_borders, row.key_borders)
+        ctx.row = row.longest, row.window, row.scaling
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+        query, key, value, sinks, output, total, query_borders, key_borders = ctx.saved_tensors
+        row = Row(query_borders, key_borders, *ctx.row)
+        left, right = row.sides
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)
+        gradients = _backward(
+            upstream.contiguous(), query, key, value, output, total, row.query_borders, row.key_borders, row.longest,
+            row.longest, 0.0, row.window is None, *no_dropout, scale=row.scaling, window_size_left=left,
+            window_size_right=right,
+        )  # fmt: skip
+        return *gradients, sink_gradients(upstream, output, total, sinks), None
