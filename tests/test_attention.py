@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from swiftlite.data.batches import collate
 from swiftlite.data.order import Sequence
 from swiftlite.errors import UserError
-from swiftlite.models import attention, attention_blocks, attention_cpu, attention_varlen
+from swiftlite.models import attention, attention_blocks, attention_cpu, attention_varlen, attention_written
 from swiftlite.models.anatomy import dissect
 from swiftlite.models.attention_cpu import attend_by_document
 from swiftlite.models.attention_varlen import serves_varlen
@@ -85,7 +85,7 @@ def test_documents_of_any_length_attend_alike(heads, kv_heads, size):
         assert torch.equal(attend_by_document(*single, WRITTEN_OUT, WRITTEN_OUT, None), got)
 
 
-def written_out(row, queries, keys, scaling, window, sinks):
+def written_out(row, queries, keys, scaling, window, sinks, softcap=None):
     """Attention of the last tokens of documents as it is written in the papers, in the tensors' own precision."""
     groups, outputs = row[0].shape[1] // row[1].shape[1], []
     key, value = (each.repeat_interleave(groups, 1).split(keys, 2) for each in row[1:])
@@ -93,7 +93,8 @@ def written_out(row, queries, keys, scaling, window, sinks):
         place = torch.arange(k.shape[2])
         distance = place[k.shape[2] - q.shape[2] :, None] - place
         unseen = (distance < 0) | (distance >= (window or len(place)))
-        scores = (q @ k.mT * scaling).masked_fill(unseen, -torch.inf)
+        scores = q @ k.mT * scaling
+        scores = (softcap * torch.tanh(scores / softcap) if softcap else scores).masked_fill(unseen, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
         outputs.append((scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2))
@@ -109,29 +110,47 @@ def row_of_documents(queries, keys, dtype=torch.float64, size=16):
 
 # Around the window and the tiles behind it; then documents whose first tokens have no queries, or none has.
 TILE = attention_cpu.TILE
+assert attention_written.BLOCK == 2 * TILE
 WINDOWED = [1, 39, 40, 41, 40 + TILE, 41 + TILE, 3 * TILE]
 GOING_ON = [3, 0, 2 * TILE + 9, 1], [10, 44, 2 * TILE + 90, 1]
 
 
 @pytest.mark.parametrize("window", [None, 40, 2, 1000])
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(WINDOWED, WINDOWED), GOING_ON])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_windows_and_sinks(window, with_sinks, queries, keys, dtype, bound):
+def test_windows_sinks_and_soft_caps(window, softcap, with_sinks, queries, keys, dtype, bound):
     row, sinks, upstream = row_of_documents(queries, keys, dtype)
     inputs = [*row, sinks] if with_sinks else row
     borders = [torch.tensor([0, *torch.tensor(each).cumsum(0)], dtype=torch.int32) for each in (queries, keys)]
     apart = queries != keys
     got, _ = attention.document_attention(
         torch.nn.Module(), *row, None, scaling=0.3, sliding_window=window, s_aux=sinks if with_sinks else None,
-        cu_seq_lens_q=borders[0], max_length_q=max(keys), cu_seq_lens_k=borders[1] if apart else None,
+        softcap=softcap, cu_seq_lens_q=borders[0], max_length_q=max(keys), cu_seq_lens_k=borders[1] if apart else None,
         key_index=torch.arange(sum(keys)) if apart else None,
     )  # fmt: skip
     exact = [each.detach().double().requires_grad_() for each in inputs]
-    wanted = written_out(exact[:3], queries, keys, 0.3, window, exact[3] if with_sinks else None)
+    wanted = written_out(exact[:3], queries, keys, 0.3, window, exact[3] if with_sinks else None, softcap)
     found = [got, *torch.autograd.grad(got, inputs, upstream.to(dtype))]
     for ours, right in zip(found, [wanted, *torch.autograd.grad(wanted, exact, upstream.double())], strict=True):
         assert ours.dtype == dtype and (ours - right).norm() < bound * right.norm()
+
+
+def test_dropped_weights_are_those_of_one_block():
+    row, sinks, _ = row_of_documents([300], [300])
+    wanted, got = [], []
+    for into, softcap in ((wanted, 1e6), (got, None)):  # a cap that changes nothing asks for what is written out
+        torch.manual_seed(3)
+        borders = torch.tensor([0, 300], dtype=torch.int32)
+        into.append(
+            attention.document_attention(
+                torch.nn.Module(), *row, None, scaling=0.3, s_aux=sinks, softcap=softcap, dropout=0.5,
+                cu_seq_lens_q=borders, max_length_q=300,
+            )[0]
+        )  # fmt: skip
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(got[0], written_out(row, [300], [300], 0.3, None, sinks), atol=1e-2)
 
 
 def test_a_window_costs_no_more_than_its_tokens():

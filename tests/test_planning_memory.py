@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from curves import family_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -19,7 +18,7 @@ from swiftlite.models.tuners import _selective_contexts
 from swiftlite.objectives.scorer import decoder_inputs
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.planning.choose import USABLE, Choice, Need
-from swiftlite.planning.memory import activation_bytes_per_token, keeps_scores
+from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training import setup
 from swiftlite.training.precision import Precision
 
@@ -76,16 +75,6 @@ def test_auto_recomputes_the_least_that_fits(share, spared, mode):
     assert setup._choose_checkpointing(config, shape, cpu, precision, room) == mode
     split = config.model_copy(update={"pipeline_schedule": "zero-bubble", "pipeline_parallel_size": 2, "compile": True})
     assert setup._choose_checkpointing(split, shape, cpu, precision, room) == ("none" if share > 1 else "full")
-
-
-@pytest.mark.parametrize(
-    ("family", "kept"), [("llama", False), ("mistral", False), ("gemma2", True), ("gpt-oss", False)]
-)
-def test_models_whose_attention_keeps_scores(family, kept):
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        assert keeps_scores(AutoModelForCausalLM.from_config(family_config(family))) == kept
 
 
 def test_the_states_of_a_share_leave_more_room():

@@ -8,7 +8,8 @@ registered with transformers' attention interface:
 - CPU: document by document, which is the fastest there, as one node of autograd's graph
   (`swiftlite/models/attention_cpu.py`);
 - everywhere else: scaled dot product attention, document by document; and where it lacks something, logit soft-capping
-  or attention sinks (both kernels above have those), the same arithmetic written out.
+  or attention sinks (both kernels above have those), the same arithmetic written out
+  (`swiftlite/models/attention_written.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from swiftlite.errors import UserError
 from swiftlite.models.attention_cpu import attend_by_document
 from swiftlite.models.attention_varlen import attend_by_varlen, serves_varlen
+from swiftlite.models.attention_written import Scores, attend_written_out, visible
+from swiftlite.models.dtypes import added_in
 
 NAME = "swiftlite_documents"
 
@@ -130,9 +133,10 @@ def document_attention(
         attend = functools.partial(attend_by_varlen, longest=max_length_q, scaling=scaling, window=window)
     else:
         attend = functools.partial(_by_document, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
+    sinks = None if s_aux is None else s_aux.to(added_in(s_aux.dtype))
     shared = None if key_index is None else SharedKeys(key_index, cu_seq_lens_k)
     run = attend_row if context is None else context.attend
-    return run(attend, query, key, value, cu_seq_lens_q, s_aux, shared), None
+    return run(attend, query, key, value, cu_seq_lens_q, sinks, shared), None
 
 
 def attend_row(
@@ -188,7 +192,8 @@ def _by_document(
     if softcap is None and sinks is None:
         outputs = [_one_document(q, k, v, scaling, dropout, window) for q, k, v in pieces]
     else:
-        outputs = [_written_out(q, k, v, scaling, dropout, window, softcap, sinks) for q, k, v in pieces]
+        scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, dropout)
+        outputs = [attend_written_out(q, k, v, sinks, scores) for q, k, v in pieces]
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
 
 
@@ -203,41 +208,5 @@ def _one_document(
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys and (window is None or keys <= window):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling)
-    mask = _band(queries, keys, window, query.device)
+    mask = visible(queries, keys, window, query.device)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-
-
-def _band(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a query may look: itself and the `window - 1` tokens before it (transformers' count).
-
-    The queries are the last of `keys` tokens. Returns `[queries, keys]`.
-    """
-    positions = torch.arange(keys, device=device)
-    distance = positions[keys - queries :, None] - positions[None, :]
-    allowed = distance >= 0
-    return allowed if window is None else allowed & (distance < window)
-
-
-def _written_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with soft-capped scores (Gemma 2, arXiv 2408.00118) or one learned sink a head (gpt-oss)."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (query @ key.transpose(2, 3)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    queries, keys = query.shape[2], key.shape[2]
-    scores = scores.masked_fill(~_band(queries, keys, window, query.device), float("-inf"))
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if sinks is not None:
-        column = sinks.reshape(1, -1, 1, 1).expand(1, -1, queries, 1).to(scores.dtype)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(-1)[..., :keys].to(value.dtype)
-    return F.dropout(weights, p=dropout, training=dropout > 0) @ value

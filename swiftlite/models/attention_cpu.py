@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from swiftlite.models.attention_blocks import attend_in_blocks, block_gradients, gains_by_blocks
+from swiftlite.models.dtypes import added_in
 from swiftlite.models.sinks import share_with_sinks, sink_gradients
 
 # Tokens of a document x (a head's size)^1.5, up to which gradients in fp32 take less time than in 16 bits: 994 tokens
@@ -61,8 +62,8 @@ def attend_by_document(
     """Attention of the last tokens of each document (of all, or of none) to those up to them.
 
     query: `[1, heads, tokens, head_dim]`; key, value: `[1, kv_heads, key_tokens, head_dim]`; queries, keys: how many of
-    them each document has; window: tokens that a query sees, itself among them; sinks: `[heads]`
-    (`swiftlite/models/sinks.py`). Returns `[1, tokens, heads, head_dim]`.
+    them each document has; window: tokens that a query sees, itself among them; sinks: `[heads]` in
+    fp32 at least (`swiftlite/models/sinks.py`). Returns `[1, tokens, heads, head_dim]`.
     """
     tiles = list(_tiles(queries, keys, window, query.dtype))
     return _ByDocument.apply(query, key, value, sinks, tiles, query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -73,7 +74,7 @@ class _ByDocument(torch.autograd.Function):
     def forward(ctx, query, key, value, sinks, tiles, scale):  # noqa: ANN001, ANN205
         _, heads, tokens, size = query.shape
         output = query.new_empty(1, tokens, heads, size)
-        logsums = query.new_empty(heads, tokens, dtype=torch.promote_types(query.dtype, torch.float32))
+        logsums = query.new_empty(heads, tokens, dtype=added_in(query.dtype))
         q, k, v, out, sums = _grouped(query, key, value, output, logsums)
         # Selective checkpointing keeps the results of single operations, and knows PyTorch's kernel for one.
         ctx.written_out = query.dtype == torch.float32 and sinks is None and not is_in_torch_dispatch_mode()
@@ -100,9 +101,10 @@ class _ByDocument(torch.autograd.Function):
         query, key, value, output, logsums, sinks, *kept = ctx.saved_tensors
         q, k, v, out, sums = _grouped(query, key, value, output, logsums)
         arrived, weights = _rows_of_groups(upstream, key.shape[1]), iter(kept)
-        to_query = torch.empty_like(query)
+        to_query, to_key, to_value = (torch.empty_like(each) for each in (query, key, value))
         overlap = any(tile.mask is not None for tile in ctx.tiles)
-        to_key, to_value = ((torch.zeros_like if overlap else torch.empty_like)(each) for each in (key, value))
+        if overlap:
+            to_key, to_value = (torch.zeros_like(each, dtype=added_in(each.dtype)) for each in (key, value))
         for tile in ctx.tiles:
             rows, columns, mask = tile
             if ctx.written_out and mask is None and gains_by_blocks(tile.length, query.shape[-1]):
@@ -122,7 +124,7 @@ class _ByDocument(torch.autograd.Function):
                 else:
                     grad[..., columns, :] = of_tile
         to_sinks = None if sinks is None else sink_gradients(upstream, output, logsums, sinks)
-        return to_query, to_key, to_value, to_sinks, None, None
+        return to_query, to_key.to(key.dtype), to_value.to(value.dtype), to_sinks, None, None
 
 
 def _grouped(

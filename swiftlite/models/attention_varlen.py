@@ -55,7 +55,7 @@ def attend_by_varlen(
     """Attention of the last tokens of each document to those up to them.
 
     query: `[1, heads, queries, head_dim]`; key, value: `[1, kv_heads, keys, head_dim]`; borders: of both; sinks:
-    `[heads]` or None. Returns `[1, queries, heads, head_dim]`.
+    `[heads]` in fp32, or None. Returns `[1, queries, heads, head_dim]`.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not VARLEN_TAKES_GROUPS:
@@ -64,7 +64,7 @@ def attend_by_varlen(
     row = Row(query_borders, key_borders, longest, window, scaling)
     if sinks is None:
         return _attend(query, key, value, row)[0][None]
-    return _WithSinks.apply(query, key, value, sinks.float(), row)[None]
+    return _WithSinks.apply(query, key, value, sinks, row)[None]
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:

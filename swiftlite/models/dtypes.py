@@ -27,6 +27,11 @@ def source_dtype(config: PretrainedConfig) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
+def added_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which many numbers of a type are added up: fp32 for those of 16 bits."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def fast_at_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -17,7 +17,7 @@ def share_with_sinks(
     output: torch.Tensor, logsums: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o', l'), new tensors. output: `[..., tokens, heads, size]`; logsums: `[heads, tokens]`; sinks: `[heads]`."""
-    total = torch.logaddexp(logsums, sinks[:, None].to(logsums.dtype))
+    total = torch.logaddexp(logsums, sinks[:, None])
     return output * (logsums - total).exp_().T[..., None].to(output.dtype), total
 
 
@@ -26,4 +26,4 @@ def sink_gradients(
 ) -> torch.Tensor:
     """`[heads]`. upstream: the gradient of o'; output, total: o' and l'."""
     taken = (upstream * output).sum(-1, dtype=total.dtype).flatten(0, -2).T
-    return -(torch.exp(sinks[:, None] - total) * taken).sum(-1).to(sinks.dtype)
+    return -(torch.exp(sinks[:, None] - total) * taken).sum(-1)

@@ -11,7 +11,7 @@ import torch
 from swiftlite.models.anatomy import attention_heads
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 
 def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtype, checkpointing: str = "none") -> int:
@@ -38,15 +38,6 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
         "full": 2 * hidden,
     }[checkpointing]
     return layer * shape.num_hidden_layers * (2 if dtype == torch.float32 else 1)
-
-
-def keeps_scores(base: PreTrainedModel) -> bool:
-    """Whether attention keeps something of the size `[tokens, tokens]`: soft-capped scores; and what sinks or a window
-    make of them where values are not as wide as keys, which the kernels that know of both do not take."""
-    values = base.config.get_text_config().to_dict()
-    sinks = any(name.endswith(".sinks") for name, _ in base.named_parameters())
-    narrow = values.get("v_head_dim") not in (None, values.get("head_dim"))
-    return bool(values.get("attn_logit_softcapping") or narrow and (sinks or values.get("sliding_window")))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -45,7 +45,7 @@ from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
 from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, moment_bytes, trained_bytes
-from swiftlite.planning.memory import activation_bytes_per_token, free_bytes, keeps_scores
+from swiftlite.planning.memory import activation_bytes_per_token, free_bytes
 from swiftlite.training.divide import Divided, divide, spares_cheap_results
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.sources import (
@@ -295,7 +295,7 @@ def _on_meta(
         "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "parameters": (need.trained, need.trained + need.frozen),
-        "ample_memory": need.activations < room / 2 and not keeps_scores(base),
+        "ample_memory": need.activations < room / 2,
     }
     options = DataParallel(
         dtype=precision.dtype,
