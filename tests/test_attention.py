@@ -101,11 +101,11 @@ def written_out(row, queries, keys, scaling, window, sinks, softcap=None):
     return torch.cat(outputs, 1)
 
 
-def row_of_documents(queries, keys, dtype=torch.float64, size=16):
+def row_of_documents(queries, keys, dtype=torch.float64, width=16):
     torch.manual_seed(0)
-    shapes = [(1, sum(queries), 4, size), *[(1, sum(keys), 2, size)] * 2]
+    shapes = [(1, sum(queries), 4, 16), (1, sum(keys), 2, 16), (1, sum(keys), 2, width)]
     row = [torch.randn(shape, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
-    return row, torch.randn(4, dtype=torch.float64).to(dtype).requires_grad_(), torch.randn(1, sum(queries), 4, size)
+    return row, torch.randn(4, dtype=torch.float64).to(dtype).requires_grad_(), torch.randn(1, sum(queries), 4, width)
 
 
 # Around the window and the tiles behind it; then documents whose first tokens have no queries, or none has.
@@ -160,11 +160,26 @@ def test_a_window_costs_no_more_than_its_tokens():
     assert tiles[1].mask.untyped_storage().data_ptr() == tiles[-1].mask.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_sinks_beside_the_kernel_of_a_gpu(window, monkeypatch):
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_values_narrower_than_keys(softcap, with_sinks):
+    row, sinks, upstream = row_of_documents(WINDOWED, WINDOWED, width=11)
+    inputs = [*row, sinks] if with_sinks else row
+    got, _ = attention.document_attention(
+        torch.nn.Module(), *row, None, scaling=0.3, sliding_window=40, s_aux=sinks if with_sinks else None,
+        softcap=softcap, cu_seq_lens_q=torch.tensor([0, *torch.tensor(WINDOWED).cumsum(0)]), max_length_q=max(WINDOWED),
+    )  # fmt: skip
+    wanted = written_out(row, WINDOWED, WINDOWED, 0.3, 40, sinks if with_sinks else None, softcap)
+    found = [got, *torch.autograd.grad(got, inputs, upstream.double())]
+    for ours, right in zip(found, [wanted, *torch.autograd.grad(wanted, inputs, upstream.double())], strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("window", "width"), [(None, 16), (3, 16), (None, 11)])
+def test_sinks_beside_the_kernel_of_a_gpu(window, width, monkeypatch):
     """The kernel's place is taken by one that takes and gives the same."""
     lengths = [5, 1, 9]
-    row, sinks, upstream = row_of_documents(lengths, lengths)
+    row, sinks, upstream = row_of_documents(lengths, lengths, width=width)
     borders = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
     exact = [each.detach().requires_grad_() for each in (*row, sinks)]
     wanted = written_out(exact[:3], lengths, lengths, 0.3, window, exact[3])
@@ -180,7 +195,7 @@ def test_sinks_beside_the_kernel_of_a_gpu(window, monkeypatch):
     def kernel(query, key, value, queries, keys, longest_q, longest_k, *, return_aux, scale, window_size, **_):
         found = scores(query, key, queries, keys, window_size)
         value = value.repeat_interleave(len(query[0]) // len(value[0]), 1)
-        assert (longest_q, longest_k, scale) == (9, 9, 0.3) and return_aux.lse
+        assert (longest_q, longest_k, scale) == (9, 9, 0.3) and return_aux.lse and query.shape[2] == value.shape[2]
         return torch.einsum("hqk,khd->qhd", found.softmax(-1), value), found.logsumexp(-1)
 
     def gradients(upstream, query, key, value, output, logsums, queries, keys, _q, _k, dropout, causal, *_, **options):
@@ -352,7 +367,8 @@ def test_a_head_with_more_weights_is_refused_where_they_do_not_show_yet():
     [
         ((64, 64), torch.bfloat16, True),
         ((256, 256), torch.float16, True),
-        ((192, 128), torch.bfloat16, False),
+        ((192, 128), torch.bfloat16, True),
+        ((128, 192), torch.bfloat16, False),
         ((512, 512), torch.bfloat16, False),
         ((64, 64), torch.float32, False),
     ],

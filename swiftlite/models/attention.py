@@ -182,7 +182,7 @@ def _by_document(
 ) -> torch.Tensor:
     """Attention of the last tokens of each document (of all, or of none) to those up to them."""
     queries, keys = lengths_between(query_borders), lengths_between(key_borders)
-    if query.device.type == "cpu" and not dropout and softcap is None and query.shape[-1] == value.shape[-1]:
+    if query.device.type == "cpu" and not dropout and softcap is None and value.shape[-1] <= query.shape[-1]:
         return attend_by_document(query, key, value, queries, keys, scaling, window, sinks)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:

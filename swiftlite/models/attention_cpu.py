@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from swiftlite.models.attention_blocks import attend_in_blocks, block_gradients, gains_by_blocks
@@ -63,10 +64,14 @@ def attend_by_document(
 
     query: `[1, heads, tokens, head_dim]`; key, value: `[1, kv_heads, key_tokens, head_dim]`; queries, keys: how many of
     them each document has; window: tokens that a query sees, itself among them; sinks: `[heads]` in
-    fp32 at least (`swiftlite/models/sinks.py`). Returns `[1, tokens, heads, head_dim]`.
+    fp32 at least (`swiftlite/models/sinks.py`). Values may be narrower than keys.
+    Returns `[1, tokens, heads, value_dim]`.
     """
+    size, width = query.shape[-1], value.shape[-1]
+    value = value if width == size else F.pad(value, (0, size - width))  # the kernel takes heads of one size
     tiles = list(_tiles(queries, keys, window, query.dtype))
-    return _ByDocument.apply(query, key, value, sinks, tiles, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    output = _ByDocument.apply(query, key, value, sinks, tiles, size**-0.5 if scaling is None else scaling)
+    return output[..., :width]
 
 
 class _ByDocument(torch.autograd.Function):

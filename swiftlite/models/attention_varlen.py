@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from swiftlite.models.sinks import share_with_sinks, sink_gradients
 
@@ -35,9 +36,9 @@ class Row(NamedTuple):
 
 def serves_varlen(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether PyTorch's kernel for rows of documents takes such tensors: flash attention has 16-bit types, and heads of
-    one size, at most 256. Latent attention's values are smaller than its keys."""
+    at most 256. Latent attention's values are narrower than its keys, and are filled up."""
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
+    return query.is_cuda and half and value.shape[-1] <= query.shape[-1] <= LARGEST_HEAD
 
 
 def attend_by_varlen(
@@ -54,17 +55,21 @@ def attend_by_varlen(
 ) -> torch.Tensor:
     """Attention of the last tokens of each document to those up to them.
 
-    query: `[1, heads, queries, head_dim]`; key, value: `[1, kv_heads, keys, head_dim]`; borders: of both; sinks:
-    `[heads]` in fp32, or None. Returns `[1, queries, heads, head_dim]`.
+    query: `[1, heads, queries, head_dim]`; key, value: `[1, kv_heads, keys, ...]`; borders: of both; sinks: `[heads]`
+    in fp32, or None. Returns `[1, queries, heads, value_dim]`.
     """
+    width = value.shape[-1]
+    value = value if width == query.shape[-1] else F.pad(value, (0, query.shape[-1] - width))
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not VARLEN_TAKES_GROUPS:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     row = Row(query_borders, key_borders, longest, window, scaling)
     if sinks is None:
-        return _attend(query, key, value, row)[0][None]
-    return _WithSinks.apply(query, key, value, sinks, row)[None]
+        output, _ = _attend(query, key, value, row)
+    else:
+        output = _WithSinks.apply(query, key, value, sinks, row)
+    return output[None, ..., :width]
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
