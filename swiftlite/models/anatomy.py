@@ -154,6 +154,32 @@ def attention_heads(config: PretrainedConfig) -> int:
     return getattr(config, "num_attention_heads", None) or 1
 
 
+def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """(of queries and keys, of values): how many numbers a head of attention has. Latent attention's differ."""
+    config = config.get_text_config()
+    values = config.to_dict()
+    size = values.get("head_dim") or config.hidden_size // attention_heads(config)
+    if values.get("qk_nope_head_dim"):
+        size = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    return size, values.get("v_head_dim") or size
+
+
+def attention_windows(config: PretrainedConfig) -> list[int | None]:
+    """For each layer how many tokens one of them sees: its sliding window, None where it sees all before it, 0 where
+    there is no attention."""
+    config = config.get_text_config()
+    values = config.to_dict()
+    windows = dict.fromkeys(ATTENTION_KINDS) | {"sliding_attention": values.get("sliding_window")}
+    kinds = values.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
+    return [windows.get(kind, 0) for kind in kinds]
+
+
+def tokens_in_view(length: int, window: int | None) -> float:
+    """How many tokens one of a document of some length sees, on average, in a layer with such a window."""
+    window = length if window is None else min(window, length)
+    return window - window * window / (2 * length)
+
+
 def balances_router(config: PretrainedConfig) -> bool:
     """Whether a mixture model's own load-balancing loss is trained beside the tokens."""
     return bool(config.get_text_config().to_dict().get("output_router_logits"))

@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import attention_heads, dissect, expert_share
+from swiftlite.models.anatomy import (
+    attention_heads,
+    attention_windows,
+    dissect,
+    expert_share,
+    head_sizes,
+    tokens_in_view,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -120,15 +127,11 @@ def stage_costs(base: PreTrainedModel, length: int) -> tuple[list[float], float,
     `2 a d` for each token in view, on average half of a document or the sliding window. The embedding is looked up.
     """
     anatomy, config = dissect(base), base.config.get_text_config()
-    values = config.to_dict()
-    heads = attention_heads(config)
-    width = heads * (values.get("head_dim") or config.hidden_size // heads)
-    kinds = values.get("layer_types") or [""] * len(anatomy.layers)
-    window = values.get("sliding_window") or length
-    costs = []
-    for layer, kind in zip(anatomy.layers, kinds, strict=True):
-        view = min(length / 2, window) if "sliding" in kind else length / 2
-        costs.append(_weights_met(layer, expert_share(config)) + 2 * width * view)
+    per_pair, share = attention_heads(config) * sum(head_sizes(config)), expert_share(config)
+    costs = [
+        _weights_met(layer, share) + per_pair * tokens_in_view(length, window)
+        for layer, window in zip(anatomy.layers, attention_windows(config), strict=True)
+    ]
     return costs, float(config.hidden_size), float(sum(p.numel() for p in anatomy.head.parameters()))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from swiftlite.models.anatomy import attention_heads, dissect
+from swiftlite.models.anatomy import attention_heads, dissect, head_sizes
 from swiftlite.models.experts import find_experts
 from swiftlite.parallel.context import divide_heads
 from swiftlite.parallel.stages import Schedule
@@ -110,7 +110,7 @@ class ModelShape:
             hidden=config.hidden_size,
             heads=attention_heads(config),
             kv_heads=values.get("num_key_value_heads") or attention_heads(config),
-            head_size=values.get("head_dim") or config.hidden_size // attention_heads(config),
+            head_size=head_sizes(config)[0],
             chosen=values.get("num_experts_per_tok") or 1,
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.models.anatomy import attention_heads
+from swiftlite.models.anatomy import attention_heads, head_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,7 +27,7 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
     shape = model_config.get_text_config()
     values = shape.to_dict()
     hidden, heads = shape.hidden_size, attention_heads(shape)
-    size = values.get("head_dim") or hidden // heads
+    size, _ = head_sizes(shape)  # values narrower than keys are filled up
     kv_heads = values.get("num_key_value_heads") or heads
     feed_forward = values.get("intermediate_size") or values.get("n_inner") or 4 * hidden
     if isinstance(feed_forward, list | tuple):  # layer by layer

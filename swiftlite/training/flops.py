@@ -1,17 +1,27 @@
 """Model FLOPs of a step, for MFU: what the mathematics needs, recomputation not counted.
 
 Forward and backward take `6 N` per token for the N parameters that a token meets in matrix products (the output head
-included, the embedding look-up not) and `6 L a d * length` for causal attention (half of the full square); frozen
-weights need no weight gradient, which leaves `4 N`. Source: appendix B of PaLM, arXiv 2204.02311.
+included, the embedding look-up not) and `12 a d` for each token that it sees in each layer: half of a document, or a
+sliding window. Frozen weights need no weight gradient, which leaves `4 N`.
+Source: appendix B of PaLM, arXiv 2204.02311.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from swiftlite.models.anatomy import ATTENTION_KINDS, attention_heads, expert_share, head_of
+from swiftlite.models.anatomy import (
+    attention_heads,
+    attention_windows,
+    expert_share,
+    head_of,
+    head_sizes,
+    tokens_in_view,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,11 +52,12 @@ class FlopCounter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
-        embedding, head = model.get_input_embeddings().weight, head_of(model).weight
+        head = head_of(model).weight
+        tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
         self._in_layers = self._in_head = 0.0
         met = expert_share(config)
         for name, parameter in model.named_parameters():
-            if parameter.ndim < 2 or (parameter is embedding and parameter is not head):
+            if parameter.ndim < 2 or (parameter in tables and parameter is not head):
                 continue
             share = met if ".experts" in name else 1.0
             flops = (6 if parameter.requires_grad else 4) * parameter.numel() * share
@@ -54,20 +65,23 @@ class FlopCounter:
                 self._in_head = flops
             else:
                 self._in_layers += flops
-        heads, kinds = attention_heads(config), config.to_dict().get("layer_types") or []
-        size = config.to_dict().get("head_dim") or config.hidden_size // heads
-        layers = config.num_hidden_layers - sum(kind not in ATTENTION_KINDS for kind in kinds)
-        self._per_square = 6 * layers * heads * size
+        self._per_pair = 6 * attention_heads(config) * sum(head_sizes(config))  # of a token and one that it sees
+        self._windows = Counter(attention_windows(config))
 
     def step(self, lengths: list[int]) -> float:
         """lengths: tokens of each document of the step."""
-        return (self._in_layers + self._in_head) * sum(lengths) + self._per_square * sum(n * n for n in lengths)
+        return (self._in_layers + self._in_head) * sum(lengths) + sum(map(self._attention, lengths))
 
     def work(self, length: int, trained: int, device: torch.device) -> float:
         """How long a document takes, in FLOPs of matrix products: the head runs at its trained tokens only, and
         attention is slower."""
-        attention = self._per_square * ATTENTION_TIME.get(device.type, 1.0) * length * length
+        attention = ATTENTION_TIME.get(device.type, 1.0) * self._attention(length)
         return self._in_layers * length + self._in_head * trained + attention
+
+    def _attention(self, length: int) -> float:
+        """Of a document."""
+        seen = sum(layers * tokens_in_view(length, window) for window, layers in self._windows.items())
+        return self._per_pair * seen * length
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
