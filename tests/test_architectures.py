@@ -24,7 +24,7 @@ from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training.setup import check_alone
-from swiftlite.training.share import Sharing
+from swiftlite.training.share import Sharing, group_by_length
 from swiftlite.training.sources import new_scores
 
 SHAPE = {
@@ -133,7 +133,7 @@ def test_packed_loss_and_gradients_are_those_of_the_documents_one_by_one(family)
 
 
 @pytest.mark.parametrize("what", ALONE)
-def test_documents_that_cannot_share_a_row_are_run_one_at_a_time(what):
+def test_documents_that_cannot_share_a_row_have_rows_of_their_own(what):
     name, changes, why = ALONE[what]
     torch.manual_seed(0)
     reference = hf.AutoModelForCausalLM.from_config(config_of(name, changes), attn_implementation="eager").train()
@@ -148,12 +148,14 @@ def test_documents_that_cannot_share_a_row_are_run_one_at_a_time(what):
     model.load_state_dict(reference.state_dict())
     scorer = TokenScorer(model.train(), model, alone=True)
     scorer.check()
-    documents = [lay_out([torch.randint(3, 500, (n,))]) for n in LENGTHS]
-    for batch in documents:
-        loss = supervised_loss(scorer(batch).logprobs, 100)
+    documents = [torch.randint(3, 500, (n,)) for n in LENGTHS]
+    for together in ([documents[0]], documents[1:]):  # one alone, and several of unequal length side by side
+        loss = supervised_loss(scorer(lay_out(together)).logprobs, 100)
         loss.backward()
-        logits = reference(input_ids=batch.input_ids, use_cache=False).logits[0].float()
-        expected = torch.nn.functional.cross_entropy(logits, batch.labels[0], reduction="sum") / 100
+        expected = torch.zeros(())
+        for batch in [lay_out([document]) for document in together]:
+            logits = reference(input_ids=batch.input_ids, use_cache=False).logits[0].float()
+            expected = expected + torch.nn.functional.cross_entropy(logits, batch.labels[0], reduction="sum") / 100
         expected.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -175,13 +177,34 @@ def test_a_model_whose_tokens_see_later_ones_is_refused_alone_too():
         TokenScorer(model, model, alone=True).check()
 
 
-def test_every_micro_batch_is_one_document():
+def test_a_model_whose_rows_see_one_another_is_refused():
+    """As a normalization over a batch would."""
+    model = hf.AutoModelForCausalLM.from_config(config_of("GPTJConfig", OLD_SHAPE | {"rotary_dim": 8} | NO_DROPOUT))
+    model.transformer.ln_f.register_forward_hook(lambda _module, _given, hidden: hidden + hidden.mean(0, keepdim=True))
+    with pytest.raises(UserError, match="GPTJ.* lets one packed document see another"):
+        TokenScorer(model, model, alone=True).check()
+
+
+def test_documents_of_about_one_length_are_side_by_side():
+    groups = group_by_length(documents(100, 20, 76, 300, 74, 16, 15, 14, 100), 300)
+    lengths = [[len(document.input_ids) for document in group] for group in groups]
+    assert lengths == [[300], [100, 100, 76], [74], [20, 16, 15], [14]]
+
+
+def test_what_fills_rows_up_is_counted():
+    model = hf.AutoModelForCausalLM.from_config(config_of("FalconConfig", {}))
+    batch = lay_out([torch.arange(3, 12), torch.arange(3, 15)])
+    assert TokenScorer(model, model, alone=True).tokens_of_pass(batch) == 2 * 12
+    assert TokenScorer(model, model).tokens_of_pass(batch) == 9 + 12
+
+
+def test_one_document_in_a_micro_batch():
     packs = [documents(30, 20, 10), documents(50)]
     flops = SimpleNamespace(work=lambda length, trained, device: length)
 
     def share(rank):
         mesh = SimpleNamespace(layout=Layout(dp_shard=2), data_rank=rank, device=torch.device("cpu"))
-        return Sharing(mesh, 4, flops, alone=True)(packs)
+        return Sharing(mesh, 4, flops, side_by_side=0)(packs)
 
     mine, theirs = share(0), share(1)
     assert [[batch.tokens for batch in share.micro_batches] for share in (mine, theirs)] == [[50, 10], [30, 20]]
@@ -212,7 +235,7 @@ def test_a_model_of_documents_one_at_a_time_in_two_processes(tmp_path, tiny_mode
     one, two = tmp_path / "one", tmp_path / "two"
     start = run(*SWIFTLITE, "sft", *flags, "-o", one)
     assert start.returncode == 0, start.stderr
-    assert "one at a time, because of layers of kind linear_attention" in start.stdout
+    assert "in rows of their own, because of layers of kind linear_attention" in start.stdout
     middle = one / "checkpoints" / "step-00000002"
     several = ["--nproc-per-node", "2", "--parallel", "fsdp", "-o", two, "--resume", middle]
     done = run(*SWIFTLITE, "sft", *flags, *several)

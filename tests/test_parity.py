@@ -24,7 +24,7 @@ def train_alone(config):
 
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "qwen3-moe", "gpt2"]
-ALONE = ["qwen3.5", "mamba2", "falcon"]  # run documents one at a time
+ALONE = ["qwen3.5", "mamba2", "falcon"]  # documents in rows of their own
 STEPS = 4
 
 

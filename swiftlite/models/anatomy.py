@@ -201,7 +201,7 @@ def strange_layers(config: PretrainedConfig) -> list[str]:
 
 
 def why_alone(model: PreTrainedModel) -> str | None:
-    """Why documents of this model cannot lie end to end in one row, but have to be run one at a time; None where they
+    """Why documents of this model cannot lie end to end in one row, but need rows of their own; None where they
     can. model: on `meta` will do.
     """
     if strange := strange_layers(model.config):

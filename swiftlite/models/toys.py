@@ -68,7 +68,7 @@ def _builders(layers: int) -> dict[str, Callable[[], PretrainedConfig]]:
             vocab_size=VOCABULARY, n_positions=512, n_embd=64, n_layer=layers, n_head=4, bos_token_id=2,
             eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         ),
-        # Those below run documents one at a time.
+        # Documents of those below have rows of their own.
         "qwen3.5": lambda: hf.Qwen3_5TextConfig(
             **common, **heads, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
             linear_value_head_dim=16, layer_types=_hybrid(layers),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router, dissect
@@ -55,17 +56,14 @@ class TokenScorer(nn.Module):
         summed: bool = False,
         direct: bool = False,
         alone: bool = False,
-        passes: int = 1,
     ) -> None:
         """model: what is trained and saved (with adapters or not); base: the causal language model inside it.
 
         summed: the loss is a multiple of the sum of all log-probabilities; direct: nothing takes notice of gradients on
-        their way; see `token_logprobs`. alone: the decoder gets one document at a time, and borders are not spoken of;
-        passes: then the documents of any micro-batch, which one without rows makes up for, since ranks that share
-        weights have to run as often.
+        their way; see `token_logprobs`. alone: the decoder gets each document as a row, and borders are not spoken of.
         """
         super().__init__()
-        self._summed, self._direct, self._alone, self._passes = summed, direct, alone, passes
+        self._summed, self._direct, self._alone = summed, direct, alone
         self.wants_upstream = summed
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
@@ -93,27 +91,36 @@ class TokenScorer(nn.Module):
         """The decoder's outputs. hidden: `[1, T, hidden]`, what enters its layers instead of the tokens' embeddings."""
         options: dict[str, object] = {"output_router_logits": True} if self._routed else {}
         if self._alone:
-            return self._decode_one_by_one(batch, options)
+            return self._decode_side_by_side(batch, options)
         if not self._anatomy.gives_scores:
             options[PLACES] = batch.learnt
         return self._anatomy.decoder(**self._inputs(batch, hidden), **options)
 
-    def _decode_one_by_one(self, batch: MicroBatch | _Probe, options: dict[str, object]) -> _Decoded:
-        """Each document in a pass of its own, answers behind the prompt that they share."""
+    def _decode_side_by_side(self, batch: MicroBatch | _Probe, options: dict[str, object]) -> _Decoded:
+        """Each document in a row of its own, answers behind the prompt that they share. Rows are filled up behind their
+        last tokens, which see nothing of it."""
         documents = documents_of(batch)
-        runs = [document for document in documents if document.is_run]
-        runs += runs[:1] * (self._passes - len(runs))
-        decoded = [self._anatomy.decoder(input_ids=run.input_ids, use_cache=False, **options) for run in runs]
-        states = iter([one.last_hidden_state for one in decoded])
-        width = decoded[0].last_hidden_state.shape[-1]
-        rows = [
-            next(states)[:, -document.tokens :]
+        runs = [document.input_ids[0] for document in documents if document.is_run]
+        rows = pad_sequence(runs, batch_first=True)
+        decoded = self._anatomy.decoder(input_ids=rows, use_cache=False, **options)
+        states = iter(decoded.last_hidden_state)
+        unread = decoded.last_hidden_state.new_zeros(1, decoded.last_hidden_state.shape[-1])
+        own = [
+            next(states)[document.input_ids.shape[1] - document.tokens : document.input_ids.shape[1]]
             if document.is_run
-            else decoded[0].last_hidden_state.new_zeros(1, document.tokens, width)
+            else unread.expand(document.tokens, -1)
             for document in documents
         ]
-        routed = [one.router_logits for one in decoded] if self._routed else []
-        return _Decoded(torch.cat([*rows, *states], dim=1), tuple(map(torch.cat, zip(*routed, strict=True))))
+        real = torch.cat([torch.arange(len(run)) + place * rows.shape[1] for place, run in enumerate(runs)])
+        routed = decoded.router_logits if self._routed else ()
+        return _Decoded(torch.cat(own)[None], tuple(each[real.to(each.device)] for each in routed))
+
+    def tokens_of_pass(self, batch: MicroBatch) -> int:
+        """How many go through the model: those of a micro-batch, and what fills rows up."""
+        if not self._alone:
+            return batch.input_ids.shape[1]
+        runs = [document.input_ids.shape[1] for document in documents_of(batch) if document.is_run]
+        return len(runs) * max(runs)
 
     def _inputs(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None) -> dict[str, object]:
         return one_document(batch) if self._alone else decoder_inputs(batch, hidden)
@@ -179,13 +186,15 @@ class TokenScorer(nn.Module):
             self._check_windows(windows, longest)
 
     def _check_alone(self) -> None:
-        document = _probe(self.base.config.get_text_config().vocab_size, next(self.parameters()).device).second()
+        probe = _probe(self.base.config.get_text_config().vocab_size, next(self.parameters()).device)
+        document = probe.second()
         if self._anatomy.gives_scores:
-            hidden = self._decode(document).last_hidden_state[:, :5]
+            hidden = self._decode(document).last_hidden_state
         else:
             hidden, own = self._with_own_logits(document, None)
             self._check_head(hidden, own, document)
-        beginning = self._decode(document.first(3)).last_hidden_state[:, :3]
+        self._check_documents(self._decode(probe).last_hidden_state, hidden)
+        beginning = self._decode(document.first(3)).last_hidden_state
         if (beginning - hidden[:, :3]).abs().max() > _tolerance(hidden.dtype) * hidden.abs().max():
             raise UserError(f"{type(self.base).__name__} lets a token see later ones", fix="use a decoder-only model")
 
@@ -283,8 +292,8 @@ def one_document(batch: MicroBatch | _Probe) -> dict[str, object]:
 
 
 class _Decoded(NamedTuple):
-    """What is read of a decoder's outputs. last_hidden_state: `[1, T, hidden]`, and behind it those of passes that only
-    make up for others; router_logits: of each layer `[tokens, experts]`."""
+    """What is read of a decoder's outputs. last_hidden_state: `[1, T, hidden]`; router_logits: of each layer `[tokens,
+    experts]`, those of a prompt once for each answer."""
 
     last_hidden_state: torch.Tensor
     router_logits: tuple[torch.Tensor, ...]

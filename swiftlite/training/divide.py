@@ -39,7 +39,7 @@ from swiftlite.parallel.stages import choose_schedule, plan_stages
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.lanes import cut_step
-from swiftlite.training.share import Rounded, Sharing
+from swiftlite.training.share import CPU_FORWARD_TOKENS, Rounded, Sharing
 from swiftlite.training.step import DirectStep, StepRunner
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def divide(
         in_pieces=not config.optimizer_in_backward,
         alike=balances_router(base.config),
         rounded=None if alone else _row_length(config, mesh, base, precision),
-        alone=alone,
+        side_by_side=_side_by_side(config, mesh, base) if alone else None,
     )
     if layout.pp == 1:
         _quantize(base, config)
@@ -123,10 +123,7 @@ def divide(
             use_direct_embeddings(model)
             if precision.dtype == HALF and not config.compile:
                 use_half_products(model)
-        passes = 2 if alone and config.method in PAIRED else 1  # one for each answer
-        scorer = TokenScorer(model, base, summed=_is_summed(config), direct=direct, alone=alone, passes=passes)
-        if passes > 1:  # the second one's gradients are added to the first one's
-            options = replace(options, background_sums=False)
+        scorer = TokenScorer(model, base, summed=_is_summed(config), direct=direct, alone=alone)
         parts = [Part(scorer, model, base)]
         runner: StepRunner = DirectStep(
             scorer,
@@ -183,6 +180,14 @@ def _cut_to_stages(
 def _is_summed(config: RunConfig) -> bool:
     """Whether the loss is a plain sum over tokens."""
     return config.method not in PREFERENCE
+
+
+def _side_by_side(config: RunConfig, mesh: Mesh, base: PreTrainedModel) -> int:
+    """Tokens of a forward pass over documents in rows of their own, as `Sharing` takes it."""
+    if config.method in PAIRED or balances_router(base.config):  # whose loss would be of other micro-batches
+        return 0
+    tokens = config.micro_batch_size * pack_capacity(config)
+    return min(tokens, CPU_FORWARD_TOKENS) if mesh.device.type == "cpu" else tokens
 
 
 def _row_length(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision: Precision) -> Rounded | None:

@@ -341,6 +341,6 @@ class Session:
             "parameters": f"{trained:,} trained of {total:,}",
             "data": "{rows:,} rows, {tokens:,} tokens, {packs:,} packs, {fill:.1%} full".format(**data),
             "device": trainee.device_words,
-            **({"documents": f"one at a time, because of {trainee.alone}"} if trainee.alone else {}),
+            **({"documents": f"in rows of their own, because of {trainee.alone}"} if trainee.alone else {}),
             "output": str(self._output),
         }

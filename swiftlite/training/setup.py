@@ -71,8 +71,8 @@ class Trainee:
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
-    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`; alone: why documents are run one at
-    a time, if they are.
+    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`; alone: why documents
+    have rows of their own, if they have.
     """
 
     model: nn.Module
@@ -248,7 +248,7 @@ def check_alone(config: RunConfig, layout: Layout, base: PreTrainedModel, why: s
     else:
         return
     raise UserError(
-        f"documents of {type(base).__name__} are run one at a time, because of {why}; not under {refused}",
+        f"documents of {type(base).__name__} cannot share a row, because of {why}; not under {refused}",
         where=config.model,
         fix=fix,
     )

@@ -21,6 +21,8 @@ from swiftlite.training.flops import FlopCounter
 # into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
 CPU_FORWARD_TOKENS = 1024
 
+FULLEST = 0.75  # of a row beside the longest of its forward pass: no row is less full
+
 Cost = Callable[[Pack], float]
 Rounded = Callable[[int], int]
 
@@ -48,9 +50,9 @@ class StepShare:
 class Sharing:
     """How a run divides its steps. lanes: micro-batches that this process trains at a time; cut_tokens: of one, about,
     where documents may leave their packs; in_pieces: whether a micro-batch of several packs may be run in several
-    forward passes; alike: micro-batches are those of one process, because a loss is a mean of each; rounded: the length
-    that fast products want in place of a row's, reached by padding; alone: a micro-batch is one document, or
-    the two answers of one pair."""
+    forward passes; alike: micro-batches are those of one process, because a loss is a mean of each; rounded: the
+    length that fast products want in place of a row's, reached by padding; side_by_side: where documents cannot share
+    a row, the tokens of a pass that has several of them in rows of their own, 0 for one (or one pair) in each pass."""
 
     mesh: Mesh
     micro_batch_size: int
@@ -60,7 +62,7 @@ class Sharing:
     in_pieces: bool = True
     alike: bool = False
     rounded: Rounded | None = None
-    alone: bool = False
+    side_by_side: int | None = None
 
     def __call__(self, packs: list[Pack]) -> StepShare:
         """This process's part of some packs of a step."""
@@ -72,8 +74,8 @@ class Sharing:
 
     def _share(self, packs: list[Pack]) -> StepShare:
         layout, size = self.mesh.layout, self.micro_batch_size
-        if self.alone:
-            packs, size = [[document] for document in _joined(packs)], 1
+        if self.side_by_side is not None:
+            packs, size = group_by_length(_joined(packs), self.side_by_side), 1
         if self.cut_tokens is not None:
             cut = balance(packs, self.cut_tokens, self.lanes, self._cost, self.rounded)
             return share_step(cut, 0, 1, 1, None, self._cost)
@@ -85,6 +87,18 @@ class Sharing:
 
     def _cost(self, pack: Pack) -> float:
         return sum(self.flops.work(_length(document), _trained(document), self.mesh.device) for document in pack)
+
+
+def group_by_length(documents: Pack, tokens: int) -> list[Pack]:
+    """Documents of about one length together, the longest first. tokens: that the rows of a group, filled up to its
+    longest, have together at most, where it has several."""
+    groups: list[Pack] = []
+    for document in sorted(documents, key=_length, reverse=True):
+        longest = _length(groups[-1][0]) if groups else 0
+        full = FULLEST * longest > _length(document) or (groups and (len(groups[-1]) + 1) * longest > tokens)
+        groups += [[]] if full or not groups else []
+        groups[-1].append(document)
+    return groups
 
 
 def share_step(

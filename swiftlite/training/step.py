@@ -112,7 +112,7 @@ class DirectStep:
             router = part.detach()
             loss = loss + part
         (loss * scale).backward()
-        return values, router, mine.input_ids.shape[1]
+        return values, router, scorer.tokens_of_pass(mine)
 
     def _mine(self, batch: MicroBatch) -> MicroBatch:
         """What of a micro-batch this process computes, on its device."""
