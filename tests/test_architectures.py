@@ -198,17 +198,24 @@ def test_what_fills_rows_up_is_counted():
     assert TokenScorer(model, model).tokens_of_pass(batch) == 9 + 12
 
 
+def micro_batches(packs, rank, side_by_side):
+    mesh = SimpleNamespace(layout=Layout(dp_shard=2), data_rank=rank, device=torch.device("cpu"))
+    flops = SimpleNamespace(work=lambda length, trained, device: length)
+    return Sharing(mesh, 4, flops, side_by_side=side_by_side)(packs).micro_batches
+
+
 def test_one_document_in_a_micro_batch():
     packs = [documents(30, 20, 10), documents(50)]
-    flops = SimpleNamespace(work=lambda length, trained, device: length)
+    mine, theirs = (micro_batches(packs, rank, side_by_side=0) for rank in (0, 1))
+    assert [[batch.tokens for batch in batches] for batches in (mine, theirs)] == [[50, 10], [30, 20]]
+    assert {len(batch.cu_seqlens) for batch in (*mine, *theirs)} == {2}
 
-    def share(rank):
-        mesh = SimpleNamespace(layout=Layout(dp_shard=2), data_rank=rank, device=torch.device("cpu"))
-        return Sharing(mesh, 4, flops, side_by_side=0)(packs)
 
-    mine, theirs = share(0), share(1)
-    assert [[batch.tokens for batch in share.micro_batches] for share in (mine, theirs)] == [[50, 10], [30, 20]]
-    assert {len(batch.cu_seqlens) for share in (mine, theirs) for batch in share.micro_batches} == {2}
+def test_processes_have_equally_much_side_by_side():
+    """Though all would fit one forward pass."""
+    packs = [documents(50, 45, 48, 10), documents(47)]
+    mine, theirs = (micro_batches(packs, rank, side_by_side=400) for rank in (0, 1))
+    assert [[batch.tokens for batch in batches] for batches in (mine, theirs)] == [[50 + 45, 10], [48 + 47, 0]]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from swiftlite.training.flops import FlopCounter
 # into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
 CPU_FORWARD_TOKENS = 1024
 
-FULLEST = 0.75  # of a row beside the longest of its forward pass: no row is less full
+FULL_ENOUGH = 0.75  # of the longest row of a forward pass, which the others are filled up to
 
 Cost = Callable[[Pack], float]
 Rounded = Callable[[int], int]
@@ -75,7 +75,7 @@ class Sharing:
     def _share(self, packs: list[Pack]) -> StepShare:
         layout, size = self.mesh.layout, self.micro_batch_size
         if self.side_by_side is not None:
-            packs, size = group_by_length(_joined(packs), self.side_by_side), 1
+            packs, size = [[document] for document in _joined(packs)], 1
         if self.cut_tokens is not None:
             cut = balance(packs, self.cut_tokens, self.lanes, self._cost, self.rounded)
             return share_step(cut, 0, 1, 1, None, self._cost)
@@ -83,7 +83,7 @@ class Sharing:
             size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
         limit = CPU_FORWARD_TOKENS if self.mesh.device.type == "cpu" and self.in_pieces else None
         rank, ranks = self.mesh.data_rank, layout.data_ranks
-        return share_step(packs, rank, ranks, size, limit, self._cost, alike=self.alike)
+        return share_step(packs, rank, ranks, size, limit, self._cost, alike=self.alike, beside=self.side_by_side or 0)
 
     def _cost(self, pack: Pack) -> float:
         return sum(self.flops.work(_length(document), _trained(document), self.mesh.device) for document in pack)
@@ -95,9 +95,11 @@ def group_by_length(documents: Pack, tokens: int) -> list[Pack]:
     groups: list[Pack] = []
     for document in sorted(documents, key=_length, reverse=True):
         longest = _length(groups[-1][0]) if groups else 0
-        full = FULLEST * longest > _length(document) or (groups and (len(groups[-1]) + 1) * longest > tokens)
-        groups += [[]] if full or not groups else []
-        groups[-1].append(document)
+        alike = _length(document) >= FULL_ENOUGH * longest
+        if groups and alike and (len(groups[-1]) + 1) * longest <= tokens:
+            groups[-1].append(document)
+        else:
+            groups.append([document])
     return groups
 
 
@@ -110,14 +112,19 @@ def share_step(
     cost: Cost,
     *,
     alike: bool = False,
+    beside: int = 0,
 ) -> StepShare:
     """Divide a step's packs.
 
     size: packs in a micro-batch at most; token_limit: tokens in one of several packs, None for any number; alike:
-    micro-batches hold the same packs however many ranks there are, at the price of ranks that are less even.
+    micro-batches hold the same packs however many ranks there are, at the price of ranks that are less even; beside:
+    see `group_by_length`, 0 where packs are laid end to end.
     """
     if alike:
         divided = _by_rank(_micro_batches(packs, size, token_limit), ranks, lambda piece: sum(map(cost, piece)))
+    elif beside:
+        groups = [group_by_length(_joined(mine), beside) for mine in _by_rank(packs, ranks, cost)]
+        divided = [[[group] for group in mine] for mine in groups]
     else:
         divided = [_micro_batches(mine, size, token_limit) for mine in _by_rank(packs, ranks, cost)]
     count = max(len(mine) for mine in divided)
