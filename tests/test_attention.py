@@ -113,12 +113,13 @@ TILE = attention_cpu.TILE
 assert attention_written.BLOCK == 2 * TILE
 WINDOWED = [1, 39, 40, 41, 40 + TILE, 41 + TILE, 3 * TILE]
 GOING_ON = [3, 0, 2 * TILE + 9, 1], [10, 44, 2 * TILE + 90, 1]
+AT_A_BORDER = [0, 9, 30], [44, 9, 30]  # a slice of a row that begins where a document does
 
 
 @pytest.mark.parametrize("window", [None, 40, 2, 1000])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(WINDOWED, WINDOWED), GOING_ON])
+@pytest.mark.parametrize(("queries", "keys"), [(WINDOWED, WINDOWED), GOING_ON, AT_A_BORDER])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_windows_sinks_and_soft_caps(window, softcap, with_sinks, queries, keys, dtype, bound):
     row, sinks, upstream = row_of_documents(queries, keys, dtype)

@@ -63,9 +63,8 @@ def attend_by_document(
     """Attention of the last tokens of each document (of all, or of none) to those up to them.
 
     query: `[1, heads, tokens, head_dim]`; key, value: `[1, kv_heads, key_tokens, head_dim]`; queries, keys: how many of
-    them each document has; window: tokens that a query sees, itself among them; sinks: `[heads]` in
-    fp32 at least (`swiftlite/models/sinks.py`). Values may be narrower than keys.
-    Returns `[1, tokens, heads, value_dim]`.
+    them each document has; window: tokens that a query sees, itself among them; sinks: `[heads]` in fp32 at least
+    (`swiftlite/models/sinks.py`). Values may be narrower than keys. Returns `[1, tokens, heads, value_dim]`.
     """
     size, width = query.shape[-1], value.shape[-1]
     value = value if width == size else F.pad(value, (0, size - width))  # the kernel takes heads of one size
@@ -107,8 +106,10 @@ class _ByDocument(torch.autograd.Function):
         q, k, v, out, sums = _grouped(query, key, value, output, logsums)
         arrived, weights = _rows_of_groups(upstream, key.shape[1]), iter(kept)
         to_query, to_key, to_value = (torch.empty_like(each) for each in (query, key, value))
-        overlap = any(tile.mask is not None for tile in ctx.tiles)
-        if overlap:
+        # Windows overlap; and keys of a document without queries are in no tile.
+        in_tiles = sum(tile.length for tile in ctx.tiles)
+        each_once = in_tiles == key.shape[2] and all(tile.mask is None for tile in ctx.tiles)
+        if not each_once:
             to_key, to_value = (torch.zeros_like(each, dtype=added_in(each.dtype)) for each in (key, value))
         for tile in ctx.tiles:
             rows, columns, mask = tile
@@ -124,10 +125,10 @@ class _ByDocument(torch.autograd.Function):
                 found = of_query, *(each.sum(1) for each in of_keys)
             to_query[0].unflatten(0, q.shape[:2])[..., rows, :] = found[0]
             for grad, of_tile in zip((to_key[0], to_value[0]), found[1:], strict=True):
-                if overlap:
-                    grad[..., columns, :] += of_tile
-                else:
+                if each_once:
                     grad[..., columns, :] = of_tile
+                else:
+                    grad[..., columns, :] += of_tile
         to_sinks = None if sinks is None else sink_gradients(upstream, output, logsums, sinks)
         return to_query, to_key.to(key.dtype), to_value.to(value.dtype), to_sinks, None, None
 

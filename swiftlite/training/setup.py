@@ -71,8 +71,8 @@ class Trainee:
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
-    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`; alone: why documents
-    have rows of their own, if they have.
+    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`; alone: why documents have
+    rows of their own, if they have.
     """
 
     model: nn.Module
