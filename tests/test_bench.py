@@ -13,7 +13,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import gpu_check  # noqa: E402
 from bench import campaign, pairs, tables, workload  # noqa: E402
-from bench.measure import PROBE, Run, evaluate, run_command  # noqa: E402
+from bench.measure import PROBE, Run, evaluate, read_files, run_command  # noqa: E402
 from bench.preference_tools import DPO  # noqa: E402
 from bench.tools import SFT  # noqa: E402
 
@@ -77,6 +77,14 @@ def test_rate_leaves_out_skipped_steps_and_the_time_before_them():
     assert run.first_step_seconds == pytest.approx(10.0) and run.start_seconds == pytest.approx(9.0)
     assert run.peak_rss_mib == pytest.approx(9.0)
     assert run.tokens_of_steps == [5000, 300, 500]
+
+
+def test_every_file_of_an_environment_is_read(tmp_path):
+    (tmp_path / "package" / "deep").mkdir(parents=True)
+    (tmp_path / "package" / "large.so").write_bytes(bytes(5 << 20))
+    (tmp_path / "package" / "deep" / "small.py").write_bytes(b"import this")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    assert read_files(tmp_path) == (5 << 20) + len(b"import this")
 
 
 def test_command_output_is_kept_and_a_slow_one_is_stopped(tmp_path):

@@ -9,7 +9,8 @@ from test_parity import metrics, settings
 from test_run import train
 from torch import nn
 
-from swiftlite.models import products
+from swiftlite.models import processor, products
+from swiftlite.models.dtypes import fast_at_bf16
 from swiftlite.models.products import FastLinear, ProductSum, linear, product, rounded, use_fast_products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -116,28 +117,43 @@ def test_modules_keep_names_and_weights(calls, monkeypatch):
     assert [name for name, _ in model.named_parameters()] == names
 
 
-ZEN_5 = {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "fpu avx2 avx512f"}
+ZEN_5 = {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "fpu avx2 avx512f avx512_bf16"}
+
+
+@pytest.fixture
+def describe_processor(monkeypatch, tmp_path):
+    """Takes what the system says of its first processor."""
+
+    def describe(known: dict[str, str]) -> None:
+        first = "".join(f"{name}\t: {value}\n" for name, value in known.items())
+        (tmp_path / "cpuinfo").write_text(f"{first}\nvendor_id\t: AnotherOne\nflags\t\t: none\n")
+
+    monkeypatch.setattr(processor, "INFORMATION", tmp_path / "cpuinfo")
+    monkeypatch.setattr(products.platform, "machine", lambda: "x86_64")
+    return describe
 
 
 @pytest.mark.parametrize(
-    ("differing", "wanted"),
+    ("differing", "onednn", "bf16"),
     [
-        ({}, True),
-        ({"cpu family": "25"}, False),
-        ({"flags": "fpu avx2"}, False),
-        ({"vendor_id": "GenuineIntel"}, False),
+        ({}, True, True),
+        ({"cpu family": "25"}, False, True),
+        ({"flags": "fpu avx2 avx512f"}, True, False),
+        ({"flags": "fpu avx2"}, False, False),
+        ({"vendor_id": "GenuineIntel"}, False, True),
+        ({"vendor_id": "GenuineIntel", "flags": "fpu avx512f amx_bf16"}, False, True),
     ],
-    ids=["zen 5", "zen 4", "without AVX-512", "intel"],
+    ids=["zen 5", "zen 4", "without bf16", "without AVX-512", "intel", "AMX"],
 )
-def test_the_choice_is_the_processors(differing, wanted, monkeypatch):
-    monkeypatch.setattr(products, "_processor", lambda: ZEN_5 | differing)
-    monkeypatch.setattr(products.platform, "machine", lambda: "x86_64")
-    assert products.prefers_onednn.__wrapped__() == wanted
+def test_what_is_fast_is_the_processors(differing, onednn, bf16, describe_processor):
+    describe_processor(ZEN_5 | differing)
+    assert products.prefers_onednn.__wrapped__() == onednn
+    assert fast_at_bf16(torch.device("cpu")) == bf16
 
 
-def test_nothing_is_chosen_where_the_processor_is_not_known(monkeypatch):
-    monkeypatch.setattr(products, "_processor", dict)
+def test_nothing_is_chosen_where_the_processor_is_not_known(describe_processor):
     assert not products.prefers_onednn.__wrapped__()
+    assert not fast_at_bf16(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

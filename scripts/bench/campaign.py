@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.environments import ENVIRONMENTS, EnvironmentFailed, compile_package, make_environment, versions
-from bench.measure import Run, measure
+from bench.measure import Run, measure, read_files
 from bench.settings import Benchmark, Setting
 from bench.tables import as_json, fill, goals, has_place, markdown, summarise, text_table
+from swiftlite.models.processor import processor
 
 CACHE = Path.home() / ".cache" / "swiftlite" / "bench"
 
@@ -107,8 +108,7 @@ def _environments(benchmark: Benchmark, options: argparse.Namespace) -> tuple[di
 
 def machine() -> dict:
     """cpu: with its family, since processors of one name differ in what they can."""
-    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    known = processor()
     family = f" (family {known['cpu family']})" if "cpu family" in known else ""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -124,7 +124,7 @@ def _run_all(
     pythons: dict[str, Path],
     failures: dict[str, str],
 ) -> list[Run]:
-    """Every setting of the chosen tools, round after round: there and back, for what ran before shows in a start."""
+    """Every setting of the chosen tools, round after round: there and back, for the machine's minutes differ."""
     runs = []
     facts = workload.facts()
     chosen = [setting for setting in benchmark.settings if setting.tool in options.only]
@@ -139,6 +139,7 @@ def _run_all(
                 continue
             steps = steps_of(benchmark, setting, options, facts["described"]["mean"])
             line = benchmark.command(setting, pythons[setting.tool], workload, folder, steps)
+            read_files(pythons[setting.tool].parents[1] / "lib")
             measure(
                 run, line, folder, steps=steps, skip=options.skip, threads=options.threads, timeout=options.timeout,
                 mark=facts.get("mark"),

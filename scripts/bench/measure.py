@@ -17,6 +17,7 @@ from bench.workload import PAD_ID, VOCABULARY
 PROBE = Path(__file__).resolve().parent / "probe"
 POLL_SECONDS = 0.25
 MIB = 2**20
+READ_BYTES = 4 * MIB
 
 
 @dataclass
@@ -92,6 +93,18 @@ def run_command(
     process.returncode = os.waitstatus_to_exitcode(status)  # it is reaped: Popen must not wait for it again
     others = max(0.0, busy_seconds() - busy - usage.ru_utime - usage.ru_stime) / seconds
     return (process.returncode if finished else None), start, seconds, others
+
+
+def read_files(folder: Path) -> int:
+    """Read every file below a folder once, so that the next command finds them in memory: a system that drops files
+    nobody has read for a minute would have the first of a tool's runs alone wait for the disk. Returns bytes."""
+    total = 0
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while part := file.read(READ_BYTES):
+                    total += len(part)
+    return total
 
 
 def measure(

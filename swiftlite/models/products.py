@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from swiftlite.models.processor import instructions, processor
 
 SMALLEST = 1 << 20  # multiplications: below, what a call costs is more than what the product gains
 SLICE_ROWS = 1024  # of a sum of products that are made at a time
@@ -30,12 +31,9 @@ def prefers_onednn() -> bool:
     """Whether this machine's processor is an AMD with AVX-512 of full width."""
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return False
-    known = _processor()
-    return (
-        known.get("vendor_id") == "AuthenticAMD"
-        and int(known.get("cpu family", 0)) >= ZEN_5
-        and "avx512f" in known.get("flags", "").split()
-    )
+    known = processor()
+    is_new = known.get("vendor_id") == "AuthenticAMD" and int(known.get("cpu family", 0)) >= ZEN_5
+    return is_new and "avx512f" in instructions()
 
 
 def onednn_serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -45,13 +43,6 @@ def onednn_serves(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float32 and prefers_onednn()
-
-
-def _processor() -> dict[str, str]:
-    """What the system says of the first processor, nothing where it cannot be known."""
-    info = Path("/proc/cpuinfo")
-    first = info.read_text().partition("\n\n")[0] if info.is_file() else ""
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
 
 def rounded(tokens: int) -> int:
