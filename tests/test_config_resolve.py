@@ -154,6 +154,9 @@ def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
         ({"epochs": "inf"}, "number"),
         ({"columns": "a"}, "KEY=COLUMN"),
         ({"max_shard_size": "5"}, "5GB"),
+        ({"parallel": "tp"}, "--tensor-parallel-size is a flag of its own; it takes auto"),
+        ({"parallel": "pipeline"}, "--pipeline-parallel-size is a flag of its own"),
+        ({"parallel": "fspd"}, "did you mean `fsdp`"),
     ],
 )  # fmt: skip
 def test_contradictions_name_the_fix(values, said):

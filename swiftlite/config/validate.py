@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from swiftlite.config.flags import Flag, all_flags, nearest
+from swiftlite.config.flags import Flag, all_flags, find_flag, nearest
 from swiftlite.config.schema import RunConfig
 from swiftlite.errors import UserError, all_in_one
 
@@ -62,9 +62,7 @@ def _explain(flag: Flag, detail: ErrorDetails, given: Any) -> tuple[str, str]:
         return f"{flag.name} cannot be null", f"leave it out for the default ({flag.default_in_words})"
     subject = f"{flag.name} is {_short(value)}"
     if kind == "literal_error":
-        near = nearest(str(value), flag.choices)
-        hint = f"did you mean `{near}`? " if near else ""
-        return f"{subject}, which it does not know", f"{hint}it takes {', '.join(flag.choices)}"
+        return f"{subject}, which it does not know", f"{_hint(str(value), flag)}it takes {', '.join(flag.choices)}"
     bounds = {
         "greater_than_equal": ("at least", "ge"),
         "greater_than": ("more than", "gt"),
@@ -77,6 +75,15 @@ def _explain(flag: Flag, detail: ErrorDetails, given: Any) -> tuple[str, str]:
     wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "map": "KEY=COLUMN pairs"}
     fix = f"give {wanted.get(flag.kind, 'text')}" + ("" if flag.kind == "bool" else f", such as {_example(flag)}")
     return f"{subject}, not {wanted.get(flag.kind, 'what it takes')}", fix
+
+
+def _hint(word: str, flag: Flag) -> str:
+    """What was meant by a word that a flag does not take: another flag, as in `--parallel tp`, or one of its words."""
+    other = find_flag(word) or find_flag(f"{word}_parallel_size")
+    near = None if other else nearest(word, flag.choices)
+    if other:
+        return f"{other.option} is a flag of its own; "
+    return f"did you mean `{near}`? " if near else ""
 
 
 def _example(flag: Flag) -> str:
