@@ -82,8 +82,8 @@ def measure(work: Path, threads: int) -> str:
         f"{time.strftime('%Y-%m-%d')}. The machine multiplies {SIDE:,} x {SIDE:,} matrices at "
         f"{words} (before and after the run). The fastest of {STEPS - 1} steps, "
         f"{fastest['tokens'] / fastest['step_seconds']:,.0f} tokens/s, does its products with weights at "
-        f"{reached / 1e9:.0f} GFLOP/s of the whole step's time: **{reached / highest:.0%}** of the highest rate in fp32. "
-        f"Of a step under `--profile`:\n\n```text\n{table}\n```"
+        f"{reached / 1e9:.0f} GFLOP/s of the whole step's time: **{reached / highest:.0%}** of the highest "
+        f"rate in fp32. Of a step under `--profile`:\n\n```text\n{table}\n```"
     )
 
 
