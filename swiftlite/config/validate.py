@@ -79,10 +79,9 @@ def _explain(flag: Flag, detail: ErrorDetails, given: Any) -> tuple[str, str]:
 
 def _hint(word: str, flag: Flag) -> str:
     """What was meant by a word that a flag does not take: another flag, as in `--parallel tp`, or one of its words."""
-    other = find_flag(word) or find_flag(f"{word}_parallel_size")
-    near = None if other else nearest(word, flag.choices)
-    if other:
+    if other := find_flag(word) or find_flag(f"{word}_parallel_size"):
         return f"{other.option} is a flag of its own; "
+    near = nearest(word, flag.choices)
     return f"did you mean `{near}`? " if near else ""
 
 
