@@ -14,7 +14,7 @@ from swiftlite.checkpoint.state import read_trainer_state
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError
 from swiftlite.models.toys import toy_judged, toy_pairs
-from swiftlite.training import reference
+from swiftlite.training import reference, setup
 from swiftlite.training.step import DirectStep
 
 
@@ -86,13 +86,15 @@ def test_adapters_switched_off_are_the_reference(start, scored, method, other):
     ("method", "more"),
     [
         ("dpo", {"tuner": "full"}),
+        ("dpo", {"tuner": "full", "reference": "precompute"}),
         ("dpo", {"tuner": "full", "loss": ["bco_pair"]}),
         ("dpo", {"tuner": "lora", "lora_dropout": 0.3}),
         ("dpo", {"tuner": "lora", "reference": "precompute"}),
         ("kto", {"tuner": "full"}),
+        ("kto", {"tuner": "full", "reference": "precompute"}),
         ("kto", {"tuner": "lora"}),
     ],
-    ids=["full", "bco_pair", "lora", "lora, precomputed", "kto", "kto, lora"],
+    ids=["full", "precomputed", "bco_pair", "lora", "lora, precomputed", "kto", "kto, precomputed", "kto, lora"],
 )
 @pytest.mark.parametrize("forgets", [False, True], ids=["", "reference lost"])
 def test_resume_continues_bit_for_bit(start, tmp_path, method, more, forgets):
@@ -120,7 +122,8 @@ def table_files(tmp_path):
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_pass_that_was_interrupted_goes_on(start, tmp_path, monkeypatch, scored, method):
-    whole = start("whole", method, global_batch_size=2)
+    more = {"global_batch_size": 2, "reference": "precompute"}
+    whole = start("whole", method, **more)
     calls = len(scored)
     shutil.rmtree(tmp_path / "cache" / "reference")
     monkeypatch.setattr(reference, "STEPS_A_FILE", 1)
@@ -133,47 +136,73 @@ def test_a_pass_that_was_interrupted_goes_on(start, tmp_path, monkeypatch, score
 
     monkeypatch.setattr(DirectStep, "score", failing)
     with pytest.raises(KeyboardInterrupt):
-        start("cut", method, global_batch_size=2)
+        start("cut", method, **more)
     kept = table_files(tmp_path)
     assert len(kept) == 2
     before = [file.read_bytes() for file in kept]
     monkeypatch.setattr(DirectStep, "score", counting)
-    rows = start("on", method, global_batch_size=2)
+    rows = start("on", method, **more)
     assert len(scored) == 2 * calls  # nothing is scored twice
     assert [file.read_bytes() for file in kept] == before
     assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
 
 
 def test_values_are_kept_for_runs_that_would_find_the_same(start, tmp_path, scored):
-    start("first")
+    start("first", reference="precompute")
     assert scored
     scored.clear()
-    start("second", beta=0.5, loss=["ipo"], learning_rate=1e-4, micro_batch_size=2)
+    start("second", reference="precompute", beta=0.5, loss=["ipo"], learning_rate=1e-4, micro_batch_size=2)
     assert not scored
     (tmp_path / "dpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in toy_pairs(23)))
-    start("third")
+    start("third", reference="precompute")
     assert scored
     assert len({file.parent for file in table_files(tmp_path)}) == 2
 
 
 def test_values_of_other_weights_are_not_taken(start, tmp_path, tiny_model, scored):
-    start("first")
+    start("first", reference="precompute")
     scored.clear()
-    start("second", model=str(tmp_path / "first" / "model"))
+    start("second", reference="precompute", model=str(tmp_path / "first" / "model"))
     assert scored
     assert metrics(tmp_path / "second")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 @pytest.mark.parametrize(("method", "loss"), [("dpo", "0.69"), ("kto", "0.5")])
 def test_a_wrong_value_stops_the_run_at_its_first_step(start, tmp_path, method, loss):
-    start("first", method)
+    start("first", method, reference="precompute")
     (file,) = table_files(tmp_path)
     held = load_file(file)
     held["values"][:, 0] += 4.0
     save_file(held, file)
     with pytest.raises(RunError, match=f"first step's loss is .* but {loss}"):
-        start("second", method)
+        start("second", method, reference="precompute")
     assert not list_checkpoints(tmp_path / "second")
+
+
+@pytest.mark.parametrize(
+    ("more", "copies"),
+    [
+        ({}, True),
+        ({"max_steps": None}, True),
+        ({"max_steps": None, "epochs": 1.5}, False),
+        ({"max_steps": None, "dataset": ["{}*2"]}, False),
+        ({"eval_fraction": 0.25}, False),
+        ({"free": 100_000}, False),
+    ],
+    ids=["part of an epoch", "an epoch", "rows again", "rows twice", "evaluation", "little memory"],
+)
+def test_a_copy_is_the_reference_where_it_costs_little(start, tmp_path, monkeypatch, more, copies):
+    more = {"max_steps": 2, "global_batch_size": 2, "packing": False} | more
+    if free := more.pop("free", None):
+        monkeypatch.setattr(setup, "free_bytes", lambda device: free)
+    if "dataset" in more:
+        more["dataset"] = [more["dataset"][0].format(tmp_path / "dpo.jsonl")]
+    kept = start(**more)
+    assert bool(table_files(tmp_path)) is not copies
+    other = "precompute" if copies else "model"
+    assert [row["loss"] for row in start("other", reference=other, **more)] == pytest.approx(
+        [row["loss"] for row in kept], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

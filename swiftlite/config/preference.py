@@ -36,7 +36,8 @@ class PreferenceSettings(BaseModel):
         None,
         PREFERENCE,
         "Where the reference's values come from: a pass before training, kept on disk, or a second copy of the model.",
-        shown="adapters switched off under lora without --adapter; else precompute",
+        shown="adapters switched off under lora without --adapter; else model where no answer is scored twice and the "
+        "copy takes less than a quarter of the memory left free, or precompute",
     )
     desirable_weight: Positive = flag(
         1.0, PREFERENCE, "kto: weight of desirable answers.", "kto_chosen_weight", "chosen_weight"

@@ -126,6 +126,11 @@ class BatchPlan:
         return [self._read_pack(self._packs(0)[place]) for place in places]
 
     @property
+    def repeats(self) -> bool:
+        """Whether some row is trained on a second time."""
+        return self.total_steps > self._epoch_steps(0) or any(part.weight > 1 for part in self._parts)
+
+    @property
     def row_counts(self) -> dict[str, int]:
         """Distinct rows that take part, per data set."""
         return {part.name: len(index) for part, index in zip(self._parts, self._index, strict=True)}

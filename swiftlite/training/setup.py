@@ -71,8 +71,8 @@ class Trainee:
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
-    ample_memory: an estimate is far from what is free; kernels: `liger` or `none`; alone: why documents have
-    rows of their own, if they have.
+    ample_memory: an estimate is far from what is free; bears_copy: so it would be with a second copy of the weights;
+    kernels: `liger` or `none`; alone: why documents have rows of their own, if they have.
     """
 
     model: nn.Module
@@ -85,6 +85,7 @@ class Trainee:
     trained_shapes: dict[str, tuple[int, ...]]
     parameters: tuple[int, int]
     ample_memory: bool
+    bears_copy: bool
     has_new_head: bool = False
     kernels: str = "none"
     alone: str | None = None
@@ -296,6 +297,7 @@ def _on_meta(
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "parameters": (need.trained, need.trained + need.frozen),
         "ample_memory": need.activations < room / 2,
+        "bears_copy": not choice.offload and _copy_bytes(need, precision) / choice.layout.shards < room / 4,
     }
     options = DataParallel(
         dtype=precision.dtype,
@@ -334,6 +336,11 @@ def _need(
             no_gradients=config.optimizer_in_backward,
         ),
     )
+
+
+def _copy_bytes(need: Need, precision: Precision) -> float:
+    """What the weights of a second, undivided model take. It is loaded as the first one is, with masters."""
+    return need.trained * precision.masters.itemsize + need.frozen * need.frozen_bytes
 
 
 def _choose(config: RunConfig, need: Need, free: int, layout: Layout) -> Choice:

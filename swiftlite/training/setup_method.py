@@ -65,11 +65,18 @@ def _reference(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None)
     if config.reference is None and config.tuner == "lora" and config.adapter is None:
         models = [part.model for part in trainee.divided.parts]
         return LiveReference(trainee.divided.runner, _modules(trainee), lambda: adapters_off(models))
-    if config.reference == "model":
+    if config.reference == "model" or (config.reference is None and _copy_costs_little(parts)):
         with parts.reporter.phase("loading the reference"):
             second = parts.build_start()
         return LiveReference(second.divided.runner, _modules(second), nullcontext)
     return _precomputed(parts, mismatched)
+
+
+def _copy_costs_little(parts: MethodParts) -> bool:
+    """Whether a second model needs no time that a pass beforehand would spare, and little memory. The first step comes
+    at once then, and what goes wrong in it is seen before all answers have been scored."""
+    prepared = parts.prepared
+    return parts.trainee.bears_copy and prepared.eval is None and not prepared.train.repeats
 
 
 def _precomputed(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:
