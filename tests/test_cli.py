@@ -99,6 +99,9 @@ def test_every_recipe_resolves(run, name):
         ("infer --modle x", "--model"),
         ("recipes show nothing", "recipe"),
         ("report /nowhere", "metrics.jsonl"),
+        ("recipes copy llama3/8b-sft-fsdp /proc/x.yaml", "/proc/x.yaml"),
+        ("sft --no-gradient-checkpointing", "write `--activation-checkpointing none`"),
+        ("sft --per_device_eval_batch_size 2", "leave it out: evaluation"),
         ("sft --model /nowhere/model --dataset d/x", "/nowhere/model"),
     ],
 )

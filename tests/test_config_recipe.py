@@ -208,6 +208,15 @@ def test_a_saved_config_runs_again_beside_its_run(tmp_path, monkeypatch):
     assert resolve(None, named, saved, env={}).config.output_dir == "out"
 
 
+def test_a_saved_config_of_a_run_that_went_on_begins_anew(tmp_path):
+    path = tmp_path / "out" / "config.yaml"
+    path.parent.mkdir()
+    resumed = resolve_config("sft", model="m/x", dataset="d/x", output_dir=str(path.parent), resume="auto")
+    save_config(resumed, path)
+    again = resolve(None, {}, load_recipe(str(path)), env={}).config
+    assert again.resume == "never" and again.output_dir == f"{path.parent}-2"
+
+
 def test_a_saved_config_is_found_from_any_folder(tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here / "model", here / "out", here / "cache", there):

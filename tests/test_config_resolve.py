@@ -298,6 +298,21 @@ def test_machines_are_numbered_from_0():
 # --- batch sizes
 
 
+@pytest.mark.parametrize("given", [{}, {"global_batch_size": 2}, {"num_microbatches": 2}, {"micro_batch_size": 4},
+                                   {"gradient_accumulation_steps": 2, "global_batch_size": 4}])  # fmt: skip
+def test_the_batch_that_a_pipeline_is_told_to_take_fits_it(given):
+    named = {"model": "a/b", "dataset": ["c/d"], "pipeline_parallel_size": 4, "nproc_per_node": 4}
+    try:
+        resolve_config("sft", **named | given)
+    except UserError as error:
+        words = [word.strip(",") for word in error.fix.split(" or ")[0].replace(" with ", " ").split()[1:]]
+        said = {name[2:].replace("-", "_"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+        config = resolve_config("sft", **named | given | said)
+        assert config.gradient_accumulation_steps >= 4
+    else:
+        assert given in ({}, {"micro_batch_size": 4})
+
+
 def sizes(total=None, micro=None, accumulation=None):
     named = {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
     return {name: size for name, size in named.items() if size is not None}

@@ -308,6 +308,24 @@ def test_what_the_template_does_not_write_of_the_context_is_counted(prepare, wri
     assert "of 33 rows 1 messages left out" in losses_in_words(prepared.audit)
 
 
+def test_a_key_that_the_template_reads_elsewhere_is_counted_where_it_is_not(
+    prepare, write_rows, tokenizer, monkeypatch
+):
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'tool' %}"
+        "{{ message.name }}: {% endif %}{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+        "{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    asked, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+    call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}], "train": False}
+    result = {"role": "tool", "content": "4", "name": "add"}
+    used = prepare(write_rows("a.jsonl", [{"messages": [asked, call, result, answer]}])).audit["rows"]
+    assert "messages.name" not in used.get("unused_columns", {})
+    named = [{"messages": [asked | {"name": "ann"}, answer]}, {"messages": [asked, answer | {"name": "bob"}]}]
+    assert prepare(write_rows("b.jsonl", named)).audit["rows"]["unused_columns"] == {"messages.name": 2}
+
+
 @pytest.mark.parametrize(
     "following",
     [

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swiftlite.data.forms import BadRow, Chat, Completion, Text
-from swiftlite.data.rows import check_columns, detect_format, read_row, rename_columns
+from swiftlite.data.rows import check_columns, detect_format, hint_for, read_row, rename_columns
 from swiftlite.errors import UserError
 
 CALL = {"name": "add", "arguments": {"a": 1}}
@@ -126,6 +126,41 @@ def test_sharegpt_function_calls():
     )
     assert chat.messages[1] == {"role": "assistant", "content": "", "tool_calls": [WRAPPED]}
     assert turns(chat)[2:] == [("tool", "2", False), ("assistant", "It is 2.", True)]
+
+
+def test_openais_older_spelling_of_a_call():
+    call = {"role": "assistant", "content": "Let me see.", "function_call": {**CALL, "arguments": '{"a": 1}'}}
+    row = {"messages": [{"role": "user", "content": "1 + 1"}, call, {"role": "function", "name": "add", "content": "2"},
+                        {"role": "assistant", "content": "2", "function_call": None}],
+           "functions": [{"name": "add", "parameters": {}}]}  # fmt: skip
+    chat = form(row)
+    assert chat.messages[1] == {"role": "assistant", "content": "Let me see.", "tool_calls": [WRAPPED]}
+    assert chat.messages[3] == {"role": "assistant", "content": "2"}
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
+    assert chat.tools == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"instruction": "a", "context": "b", "response": "c", "n": 1}, "--columns output=response input=context "),
+        ({"system_prompt": "s", "question": "a", "response": "c"},
+         "--columns instruction=question output=response system=system_prompt "),
+        ({"input": "a", "output": "c"}, "--columns instruction=input "),
+        ({"dialogue": [{"role": "user", "content": "a"}]}, "--columns messages=dialogue "),
+        ({"data": [{"instruction": "a", "output": "b"}]}, "the list under data alone"),
+        ({"a;b;c": "1;2;3"}, "divided by commas"),
+        ({"question": "a", "answers": ["b"]}, ""),
+        ({"foo": 1}, ""),
+    ],
+)  # fmt: skip
+def test_what_would_make_rows_of_unknown_keys_known(row, hint):
+    found = hint_for(row)
+    assert hint in found and bool(found) == bool(hint)
+    if "--columns" in found:
+        words = found.split("--columns ")[1].split(" would")[0].split()
+        named = rename_columns(row, dict(word.split("=") for word in words))
+        assert detect_format(named, "sft").name in ("Alpaca", "messages")
 
 
 def test_calls_at_once_in_turns_of_their_own_are_one_message():

@@ -328,8 +328,14 @@ def test_two_network_namespaces_are_two_machines(tmp_path, flags):
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2]
 
 
+def test_machines_need_a_place_to_meet(tmp_path, flags):
+    done = run(*SWIFTLITE, "sft", *flags, "-o", tmp_path / "out", "--nnodes", "2")
+    assert done.returncode == 2 and "--master-addr HOST" in done.stderr
+
+
 def test_a_machine_that_waits_for_the_others_can_be_ended(tmp_path, flags):
-    words = ["--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "1", "--master-port", port := free_port()]
+    port = free_port()
+    words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port]
     process = subprocess.Popen(
         [*SWIFTLITE, "sft", *flags, "-o", str(tmp_path / "out"), *words], stderr=subprocess.PIPE, env=ENV
     )

@@ -160,6 +160,10 @@ def test_a_named_checkpoint_is_resumed_elsewhere_but_never_over_newer_ones(base,
         with pytest.raises(UserError) as refused:
             train(base, resume=str(misspelt), output_dir=str(tmp_path / "third"))
         assert "such as" in refused.value.fix and "step-00000006" in refused.value.fix
+    (older.parent / "step-00000006" / "manifest.json").unlink()
+    with pytest.raises(UserError) as refused:
+        train(base, resume=str(older.parent / "step-5"), output_dir=str(tmp_path / "third"))
+    assert "step-00000006" not in refused.value.fix and "auto" not in refused.value.fix
 
 
 def test_resume_refuses_other_data(base, write_rows, chat_rows):

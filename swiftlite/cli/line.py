@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from swiftlite.config.flags import ELSEWHERE, Flag, all_flags, find_flag, known_names, nearest
+from swiftlite.config.flags import Flag, all_flags, elsewhere, find_flag, known_names, nearest
 from swiftlite.errors import UserError, all_in_one
 
 TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -127,8 +127,8 @@ class _Reader:
         negated = [f"no_{flag.name}" for flag in all_flags().values() if flag.kind == "bool"]
         near = nearest(name, [*known_names(), *negated, *self._own, "recipe"])
         hint = f"did you mean `--{near.replace('_', '-')}`? " if near else ""
-        if instead := ELSEWHERE.get(name):
-            hint = f"write `--{instead.replace(':', '').replace('_', '-')}`. "
+        if instead := elsewhere(name, in_recipe=False):
+            hint = f"{instead}. "
         return UserError(
             f"unknown flag {option}", where=self._where(), fix=f"{hint}`swiftlite {self._command} --help` shows all"
         )

@@ -60,7 +60,12 @@ def copy(
         raise UserError("the file exists", where=str(target), fix="name another file")
     if not target.parent.is_dir():
         raise UserError("there is no such folder", where=str(target.parent), fix="make it first, or name another")
-    target.write_text(_with_whole_paths(source.read_text(encoding="utf-8"), source.parent), encoding="utf-8")
+    text = _with_whole_paths(source.read_text(encoding="utf-8"), source.parent)
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"the recipe cannot be written: {error.strerror}"
+        raise UserError(what, where=str(target), fix="name another file or folder") from error
     typer.echo(f"copied to {target}")
 
 

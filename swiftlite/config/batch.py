@@ -50,24 +50,26 @@ def solve_batch(
     if total is None:
         micro = micro or 1
         accumulation = accumulation or max(stages, math.ceil(DEFAULT_GLOBAL / (micro * ranks)))
-        return _checked(Batch(micro * accumulation * ranks, micro, accumulation), stages)
+        batch = Batch(micro * accumulation * ranks, micro, accumulation)
+        return _checked(batch, stages, said if ACCUMULATION in sizes else None)
     if micro is not None and accumulation is not None and total != micro * accumulation * ranks:
         raise _disagree(total, micro, accumulation, ranks, said)
     if accumulation is None:
         micro = micro or 1
         _check_divides(total, micro * ranks, f"micro-batch {micro} x {_ranks(ranks)}")
-        return _checked(Batch(total, micro, total // (micro * ranks)), stages)
+        return _checked(Batch(total, micro, total // (micro * ranks)), stages, None)
     _check_divides(total, accumulation * ranks, f"accumulation {accumulation} x {_ranks(ranks)}")
-    return _checked(Batch(total, total // (accumulation * ranks), accumulation), stages)
+    return _checked(Batch(total, total // (accumulation * ranks), accumulation), stages, said)
 
 
-def _checked(batch: Batch, stages: int) -> Batch:
+def _checked(batch: Batch, stages: int, said: str | None) -> Batch:
+    """said: the flag that the accumulation was given by, if it was."""
     if batch.accumulation < stages:
-        needed = batch.global_size // batch.accumulation * stages
+        size = f"--global-batch-size {batch.global_size // batch.accumulation * stages}"
         raise UserError(
             f"a pipeline of {stages} stages needs at least {stages} micro-batches a step, but there are "
             f"{batch.accumulation}",
-            fix=f"use --global-batch-size {needed}, or a smaller --micro-batch-size",
+            fix=f"use {said} {stages} with {size}" if said else f"use {size}, or a smaller --micro-batch-size",
         )
     return batch
 

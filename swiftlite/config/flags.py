@@ -22,10 +22,18 @@ ELSEWHERE = {
     "fsdp": "parallel: fsdp",
     "deepspeed": "parallel: fsdp",
     "use_peft": "tuner: lora",
+    "no_gradient_checkpointing": "activation_checkpointing: none",
+    "no_activation_checkpointing": "activation_checkpointing: none",
     "save_strategy": "save_steps: 500",
     "eval_strategy": "eval_steps: 500",
     "evaluation_strategy": "eval_steps: 500",
     "logging_strategy": "log_steps: 1",
+}
+NEEDLESS = {  # and those that nothing here needs
+    "per_device_eval_batch_size": "evaluation takes micro-batches as training does",
+    "eval_batch_size": "evaluation takes micro-batches as training does",
+    "dataloader_num_workers": "steps are read ahead in any case",
+    "remove_unused_columns": "columns that no row format has are counted and not read",
 }
 
 
@@ -90,6 +98,16 @@ def find_flag(spelled: str) -> Flag | None:
 def known_names() -> list[str]:
     """Every name and alias, in snake_case."""
     return list(_by_spelling())
+
+
+def elsewhere(name: str, *, in_recipe: bool) -> str | None:
+    """What a user of another tool does here instead of naming `name`, None where nothing is known of it."""
+    if why := NEEDLESS.get(name):
+        return f"leave it out: {why}"
+    if name not in ELSEWHERE:
+        return None
+    written = ELSEWHERE[name] if in_recipe else "--" + ELSEWHERE[name].replace(":", "").replace("_", "-")
+    return f"write `{written}`"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.config.flags import ELSEWHERE, find_flag, known_names, nearest
+from swiftlite.config.flags import elsewhere, find_flag, known_names, nearest
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError, all_in_one
 from swiftlite.untrusted import existing
@@ -170,8 +170,7 @@ def _known(key: str, where: str) -> tuple[str, str]:
         return item.name, item.kind
     near = nearest(key.replace("-", "_"), known_names())
     fix = f"did you mean `{near}`?" if near else "`swiftlite recipes schema` lists the keys"
-    if instead := ELSEWHERE.get(key):
-        fix = f"write `{instead}`"
+    fix = elsewhere(key, in_recipe=True) or fix
     raise UserError(f"unknown key `{key}` in the recipe", where=where, fix=fix)
 
 

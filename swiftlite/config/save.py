@@ -15,9 +15,10 @@ DERIVED = ("gradient_accumulation_steps", "num_microbatches")  # they change wit
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write the config as a recipe that runs from any folder; the file is whole or unchanged."""
+    """Write the config as a recipe that runs from any folder, and from the start; the file is whole or unchanged."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(dump_config(with_absolute_names(config)), encoding="utf-8")
+    config = with_absolute_names(config.model_copy(update={"resume": "never"}))
+    partial.write_text(dump_config(config), encoding="utf-8")
     os.replace(partial, path)
 
 

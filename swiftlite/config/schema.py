@@ -328,8 +328,9 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         1, PARALLELISM, "Ranks that split each layer.", "tp", "tensor_model_parallel_size"
     )
     sequence_parallel: Annotated[Literal["auto", "always", "never"], Spelling()] = flag(
-        "auto", PARALLELISM, "Whether tensor-parallel ranks divide tokens between blocks; auto: on GPUs, not compiled."
-    )
+        "auto", PARALLELISM, "Tensor-parallel ranks divide tokens between blocks; auto: on GPUs, not compiled.",
+        bare="always",
+    )  # fmt: skip
     pipeline_parallel_size: Count = flag(
         1, PARALLELISM, "Stages that split the layers.", "pp", "pipeline_model_parallel_size"
     )

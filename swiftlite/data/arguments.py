@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Message = dict[str, Any]
-_PROBE = [
+CALL = [  # a conversation up to its call, as an example
     {"role": "user", "content": "x"},
     {
         "role": "assistant",
@@ -33,12 +33,12 @@ def with_fitting_arguments(messages: Sequence[Message], render: Callable[[list[M
 
 def _takes_text(render: Callable[[list[Message]], str]) -> bool:
     try:
-        if _PYTHON not in render(_PROBE):
+        if _PYTHON not in render(CALL):
             return False
     except Exception:  # foreign code may raise anything
         pass
     try:
-        return _JSON in render(_as_text(_PROBE))
+        return _JSON in render(_as_text(CALL))
     except Exception:  # the template takes no calls at all, and says so of the row
         return False
 

@@ -90,12 +90,11 @@ def build_entry(
 
 def bad_row_error(row: dict[str, Any]) -> UserError:
     """The error for a rejected row under `--on-bad-row error`."""
-    return UserError(
-        f"{row['detail']} ({row['reason']})",
-        where=f"{row['file']}:{row['line']}",
-        fix="mend the row, or leave such rows out with --on-bad-row skip (counted in audit.json, listed in "
-        "rejected_rows.jsonl)",
-    )
+    fix = "mend the row, or leave such rows out with --on-bad-row skip (counted in audit.json, listed in "
+    fix += "rejected_rows.jsonl)"
+    if row["reason"] == "unknown_format":  # of a file's first row it is true of all of them
+        fix = "name the columns that a format reads with --columns KEY=COLUMN, or write rows as docs/data.md tells"
+    return UserError(f"{row['detail']} ({row['reason']})", where=f"{row['file']}:{row['line']}", fix=fix)
 
 
 def check_vocabulary(largest: int, vocabulary: int | None, where: Callable[[int], str]) -> None:

@@ -206,6 +206,8 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
     if role == "function_call":
         calls = _json_value(message["content"], name)
         message |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    if role == "assistant" and isinstance(message.get("function_call"), dict):  # OpenAI's older spelling of one call
+        message.setdefault("tool_calls", []).append(message.pop("function_call"))
     if message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call, name) for call in array(message["tool_calls"], f"{name}.tool_calls")]
     for key in REASONING_KEYS:
@@ -265,8 +267,9 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The row's tools as templates take them, None where there are none. Raises BadRow."""
-    given = row.get("tools")
+    """The row's tools as templates take them, None where there are none. `functions` is OpenAI's older name of them.
+    Raises BadRow."""
+    given = row.get("tools") or row.get("functions")
     if given in (None, "", []):
         return None
     tools = [json_object(tool, "tools") for tool in array(given, "tools")]

@@ -131,7 +131,8 @@ def _shared_messages(chosen: Turns, rejected: Turns) -> int:
     if shared == len(both):
         raise BadRow("empty", "one of chosen and rejected is no more than what both begin with")
     if shared == 0 or any(message["role"] != "assistant" for message, _ in both[shared]):
-        raise BadRow("different_prompts", "chosen and rejected do not answer the same prompt")
+        where = "; is it in another column, name that with --columns prompt=COLUMN" if shared == 0 else ""
+        raise BadRow("different_prompts", f"chosen and rejected do not answer the same prompt{where}")
     return shared
 
 
@@ -141,7 +142,11 @@ def _pair_of_texts(prompt: str | None, chosen: str, rejected: str, margin: float
     if prompt is None:
         prompt = _shared_text(chosen, rejected)
         if not prompt.strip():
-            raise BadRow("different_prompts", "there is no prompt, and chosen and rejected begin differently")
+            raise BadRow(
+                "different_prompts",
+                "there is no prompt, and chosen and rejected begin differently; is it in another column, name that "
+                "with --columns prompt=COLUMN",
+            )
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     for name, text in (("chosen", chosen), ("rejected", rejected)):
         if not text.strip():

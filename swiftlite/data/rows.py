@@ -54,6 +54,37 @@ def detect_format(row: Mapping[str, Any], method: str) -> Format | None:
     return None
 
 
+ASKING = ("instruction", "prompt", "question", "query", "problem", "input")
+ANSWERING = ("output", "response", "answer", "completion", "solution", "target")
+BESIDE = {"input": "context", "system": "system_prompt"}  # what Alpaca rows may have, under names it often has
+
+
+def hint_for(row: Mapping[str, Any]) -> str:
+    """What to do with a row whose keys no format has, empty where nothing suggests itself."""
+    if len(row) == 1:
+        ((key, value),) = row.items()
+        if ";" in key:
+            return "; columns are divided by commas in .csv, by tabs in .tsv"
+        if isinstance(value, list) and value and isinstance(value[0], dict) and not {"role", "from"} & value[0].keys():
+            return f"; the list under {key} alone, as a file, would be rows"
+    columns = _columns_for(row)
+    return f"; --columns {columns} would name them as a format does" if columns else ""
+
+
+def _columns_for(row: Mapping[str, Any]) -> str | None:
+    """`--columns` that would make this a row of conversation."""
+    for key, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and {"role", "from"} & value[0].keys():
+            return f"messages={key}"
+    texts = {key for key, value in row.items() if isinstance(value, str)}
+    asks = next((key for key in ASKING if key in texts), None)
+    answers = next((key for key in ANSWERING if key in texts), None)
+    if asks is None or answers is None:
+        return None
+    named = {"instruction": asks, "output": answers} | {key: name for key, name in BESIDE.items() if name in texts}
+    return " ".join(f"{key}={column}" for key, column in named.items() if key != column)
+
+
 def _check_method(found: Format, method: str) -> None:
     pairs = "`prompt`, `chosen` and `rejected`"
     if method in PAIRED and found.kind == UNPAIRED:
@@ -65,7 +96,8 @@ def _check_method(found: Format, method: str) -> None:
         judged = ", or `prompt`, `completion` and `label`" if method == "kto" else ""
         raise UserError(
             f"{method} learns from answers that are compared, these are {found.name} rows",
-            fix=f"give rows with {pairs}{judged}; `swiftlite sft` takes these",
+            fix=f"give rows with {pairs}{judged}, or name their columns, such as --columns "
+            f"{'label' if method == 'kto' else 'rejected'}=COLUMN; `swiftlite sft` takes these",
         )
     if method not in PREFERENCE and found.kind != ANSWERS:
         raise UserError(
@@ -167,7 +199,7 @@ def _with_answer(known: Format, key: str, read: Callable[..., Row], kind: str, *
 
 BEFORE = ("system", "history", "tools")
 PROMPT_KEYS = ("prompt", "conversations", *QUESTIONS, "input", *BEFORE, "margin")
-MESSAGE_KEYS = ("system", "tools")
+MESSAGE_KEYS = ("system", "tools", "functions")
 CHATS = (
     Format("messages", ("messages",), read_messages, MESSAGE_KEYS),
     Format("ShareGPT", ("conversations",), lambda row: read_messages(row, "conversations"), MESSAGE_KEYS),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.data.arguments import with_fitting_arguments
+from swiftlite.data.arguments import CALL, with_fitting_arguments
 from swiftlite.data.forms import BadRow, Chat
 from swiftlite.data.messages import REASONING_KEYS
 from swiftlite.errors import UserError
@@ -63,6 +63,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._date = datetime.date.fromisoformat(template_date)
         self._templates = {with_tools: self._prepare(with_tools) for with_tools in (False, True)}
+        self._shown: dict[tuple[str, str, bool], bool] = {}
         self._end = self._behind_an_answer()
         added = map(str, tokenizer.added_tokens_decoder.values())  # of which those of --new-tokens are not special
         special = _special_tokens(tokenizer) | {token for token in added if self._end.startswith(token)}
@@ -86,16 +87,34 @@ class ChatRenderer:
         return [_joined(group) for group in groups]
 
     def unknown_keys(self, chat: Chat) -> set[str]:
-        """Keys of the messages that the template does not name, so that nothing is made of them. The thinking of an
-        answer to learn is checked by itself."""
-        keys = {
-            key
-            for message, trained in zip(chat.messages, chat.trained, strict=True)
-            for key in message
-            if not (trained and key in REASONING_KEYS)
-        }
-        template = self._templates[bool(chat.tools)]
-        return {key for key in keys - {"role", "content"} if key not in template}
+        """Keys of the messages of which the template makes nothing. The thinking of an answer to learn is checked by
+        itself."""
+        template, found = self._templates[bool(chat.tools)], set()
+        for message, trained in zip(chat.messages, chat.trained, strict=True):
+            keys = message.keys() - {"role", "content"} - found - ({*REASONING_KEYS} if trained else set())
+            for key in keys:
+                text = isinstance(message[key], str)
+                if key not in template or (text and not self._shows(message["role"], key, chat.tools)):
+                    found.add(key)
+        return found
+
+    def _shows(self, role: str, key: str, tools: list[dict[str, Any]] | None) -> bool:
+        """Whether a text under this key in a message of this role changes what is written. A template that names the
+        key may mean that of a tool's call."""
+        if (place := (role, key, bool(tools))) not in self._shown:
+            user, answer = _PROBE[0], {"role": "assistant", "content": "x"}
+            before = {"assistant": [user], "tool": CALL}.get(role, [])
+            after = {"system": [user, answer], "assistant": []}.get(role, [answer])
+            plain = {"role": role, "content": "x"}
+            try:
+                without, with_key = (
+                    self._render(Chat(messages, [], tools), len(messages))
+                    for messages in ([*before, plain | more, *after] for more in ({}, {key: "abcdefgh2"}))
+                )
+                self._shown[place] = without != with_key
+            except BadRow:  # it does not take such a conversation, or wants the key
+                self._shown[place] = True
+        return self._shown[place]
 
     # ---- one answer ---------------------------------------------------------------------------------------------
 

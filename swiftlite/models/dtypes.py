@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swiftlite.config.types import DTYPE
 from swiftlite.errors import UserError
 from swiftlite.models.processor import instructions
 
@@ -18,6 +19,7 @@ BF16_PRODUCTS = {"amx_bf16", "avx512_bf16"}  # extensions of x86
 
 def named_dtype(name: str, where: str, *, kind: str = "number type") -> torch.dtype:
     """What the flag `where`, which also takes `auto`, names. Raises UserError for a name that is none."""
+    name = DTYPE.get(name.lower(), name)
     if name not in DTYPES:
         raise UserError(f"unknown {kind} {name!r}", where=where, fix=f"give auto, {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -62,6 +62,9 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
+    if machines.nodes > 1:
+        place = f"{machines.address}:{machines.port or DEFAULT_PORT}"
+        print(f"machine {machines.node} meets {machines.nodes - 1} more at {place}", file=sys.stderr)
     launch = elastic_launch(
         LaunchConfig(
             min_nodes=machines.nodes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -113,6 +114,17 @@ def _check_output(output: Path) -> None:
             where=f"--output {output}",
             fix=f"mkdir -p {output.absolute().parent}",
         )
+    try:
+        _aside(output).touch()
+        _aside(output).unlink()
+    except OSError as error:
+        what = f"the output cannot be written: {error.strerror}"
+        raise UserError(what, where=f"--output {output}", fix="name a file in another folder") from error
+
+
+def _aside(output: Path) -> Path:
+    """Where answers lie until all of them are there."""
+    return output.with_name(f".{output.name}.partial")
 
 
 def answer_prompts(answerer, options: InferOptions) -> None:  # noqa: ANN001 - Answerer; its module loads torch
@@ -158,7 +170,7 @@ def answer_file(answerer, questions: list[Question], output: Path, batch_size: i
 @contextlib.contextmanager
 def _written_aside(output: Path) -> Iterator[IO[str]]:
     """A file that gets its name only when all of it is on the disk; on failure nothing is left."""
-    partial = output.with_name(f".{output.name}.partial")
+    partial = _aside(output)
     try:
         with partial.open("w", encoding="utf-8") as file:
             yield file
@@ -166,9 +178,9 @@ def _written_aside(output: Path) -> Iterator[IO[str]]:
             os.fsync(file.fileno())
         partial.rename(output)
     except OSError as error:
-        raise RunError(
-            f"the output cannot be written: {error.strerror}", where=str(output), fix="free some space on the disk"
-        ) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "free some space on the disk" if full else "name a file in another folder"
+        raise RunError(f"the output cannot be written: {error.strerror}", where=str(output), fix=fix) from error
     finally:
         partial.unlink(missing_ok=True)
 

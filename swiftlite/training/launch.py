@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.layout import Layout, under_torchrun
 from swiftlite.data.background import prepared_in_background
 from swiftlite.ending import raise_seen_signal
-from swiftlite.errors import RunError
+from swiftlite.errors import RunError, UserError
 from swiftlite.heap import prepare_heap
 from swiftlite.imports import quiet_bitsandbytes
 from swiftlite.models.tokenizer import tokenizer_loader
@@ -44,6 +44,11 @@ def _start(config: RunConfig, layout: Layout, report: Report) -> None:
     """Start this machine's processes, again from the newest checkpoint where they failed while running."""
     from swiftlite.parallel.start import Machines, start_processes
 
+    if (config.nnodes or 1) > 1 and config.master_addr is None:
+        raise UserError(
+            f"--nnodes is {config.nnodes}, but no --master-addr says where the machines meet",
+            fix="give all of them the address of machine 0 as --master-addr HOST, and each its --node-rank",
+        )
     machines = Machines(
         processes=config.nproc_per_node or layout.world // (config.nnodes or 1),
         nodes=config.nnodes or 1,

@@ -74,12 +74,12 @@ def _named_checkpoint(folder: Path, output: Path, used: bool) -> Path:
     problems = check_folder(folder, deep=True) if folder.is_dir() else ["it is not a folder"]
     if problems:
         beside = list_checkpoints(folder.parent.parent) or list_checkpoints(folder)
-        others = [other for other in beside if other != folder]
-        such = f", such as {others[0]}" if others else ""
+        complete = next((other for other in beside if other != folder and not check_folder(other)), None)
+        such = f", such as {complete}, or use --resume auto" if complete else ", or start a new run"
         raise UserError(
             f"the checkpoint cannot be used: {'; '.join(problems[:3])}",
             where=str(folder),
-            fix=f"name a complete checkpoint folder{such}, or use --resume auto",
+            fix=f"name a complete checkpoint folder{such}",
         )
     existing = [other.resolve() for other in list_checkpoints(output)]
     if used and (not existing or folder.resolve() != existing[0]):
