@@ -16,8 +16,8 @@ from swiftlite.data.batches import MicroBatch, collate
 from swiftlite.data.order import Sequence as Document
 from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
-from swiftlite.models.tuners import set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.context import check_context_parallel, slice_for_context

@@ -14,9 +14,9 @@ from swiftlite.models import attention, attention_blocks, attention_cpu, attenti
 from swiftlite.models.anatomy import dissect
 from swiftlite.models.attention_cpu import attend_by_document
 from swiftlite.models.attention_varlen import serves_varlen
+from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.last_layer import spare_last_mlp
 from swiftlite.models.toys import toy_config
-from swiftlite.models.tuners import set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer, decoder_inputs
 from swiftlite.objectives.supervised import supervised_loss
 

@@ -22,8 +22,8 @@ from swiftlite.data.order import Sequence as Document
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
-from swiftlite.models.tuners import set_activation_checkpointing
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel import stages
 from swiftlite.parallel.data import DataParallel, shard_over_data

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
 
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data.batches import collate
 from swiftlite.data.order import Sequence
 from swiftlite.models import attention
+from swiftlite.models.checkpointing import kept_operations
 from swiftlite.models.toys import toy_config
-from swiftlite.models.tuners import _selective_contexts
 from swiftlite.objectives.scorer import decoder_inputs
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.planning.choose import USABLE, Choice, Need
@@ -30,12 +29,11 @@ class KeptUnderSelective(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        caching, _ = _selective_contexts()
-        self._policy, self.kept = caching.policy_fn, 0
+        self._operations, self.kept = kept_operations(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if self._policy(None, func, *args, **(kwargs or {})) == CheckpointPolicy.MUST_SAVE:
+        if func in self._operations:
             tensors = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, torch.Tensor)]
             self.kept += sum(x.numel() * x.element_size() for x in tensors)
         return result

@@ -15,8 +15,8 @@ from swiftlite.data.preference_tokens import Preference, Tokens, lay_out_pair
 from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
-from swiftlite.models.tuners import set_activation_checkpointing
 from swiftlite.objectives.scorer import decoder_inputs
 from swiftlite.parallel.context import Context, slice_for_context
 

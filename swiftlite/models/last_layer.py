@@ -7,6 +7,9 @@ turns are often more than half of all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 from torch import nn
 
@@ -16,8 +19,8 @@ PLACES = "learnt_places"  # a keyword argument of the decoder, which hands it on
 class LearntPlacesOnly:
     """Hooks of one layer and of its MLP: `[1, tokens, hidden]` in and out, computed at the places given.
 
-    The places reach the layer among its own keyword arguments, so that a recomputation in the backward pass, or a
-    pipeline with several micro-batches under way, finds those of its own micro-batch.
+    The places reach the layer among its own keyword arguments, since a pipeline has several micro-batches under way. A
+    recomputation in the backward pass begins behind the layer's hooks (transformers 5.24), so `again` tells it.
     """
 
     def __init__(self, layer: nn.Module, mlp: nn.Module) -> None:
@@ -30,6 +33,18 @@ class LearntPlacesOnly:
 
     def _begin(self, _layer: nn.Module, _args: object, kwargs: dict[str, object]) -> None:
         self._places = kwargs.get(PLACES)
+
+    def again(self) -> AbstractContextManager[None]:
+        """Where a layer whose forward pass begins now is recomputed: with the places of its micro-batch."""
+        return self._with(self._places)
+
+    @contextmanager
+    def _with(self, places: torch.Tensor | None) -> Iterator[None]:
+        before, self._places = self._places, places
+        try:
+            yield
+        finally:
+            self._places = before
 
     def _choose(self, _mlp: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self._places is None:
@@ -45,9 +60,10 @@ class LearntPlacesOnly:
         return everywhere.index_copy(1, self._places, output)
 
 
-def spare_last_mlp(layer: nn.Module) -> None:
+def spare_last_mlp(layer: nn.Module) -> LearntPlacesOnly | None:
     """Let the MLP of the last decoder layer skip tokens that nothing is learnt at. Leaves a layer alone that has none,
-    or a mixture of experts, whose router balances over all tokens."""
+    or a mixture of experts, whose router balances over all tokens: None."""
     mlp = getattr(layer, "mlp", None)
     if isinstance(mlp, nn.Module) and not any("expert" in name for name, _ in mlp.named_modules()):
-        LearntPlacesOnly(layer, mlp)
+        return LearntPlacesOnly(layer, mlp)
+    return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import SCORE_HEAD, Anatomy, head_of
+from swiftlite.models.anatomy import SCORE_HEAD, head_of
 from swiftlite.quick_imports import quick_imports
 from swiftlite.untrusted import existing
 
@@ -234,67 +234,3 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trained, all) parameters; a tied tensor counts once."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
-
-
-def set_activation_checkpointing(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> None:
-    """`full` recomputes each layer in the backward; `selective` keeps the results of matrix products and attention;
-    `offload` is `full` with the layers' inputs in the host's memory meanwhile.
-
-    Source of the policy: https://docs.pytorch.org/docs/stable/checkpoint.html (selective activation checkpointing).
-    Raises UserError where the architecture has no checkpointing.
-    """
-    if mode == "none":
-        return
-    options: dict[str, object] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = _selective_contexts
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer releases rename the method, 5.17 has only this name
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    except ValueError as error:
-        raise UserError(str(error), fix="use --activation-checkpointing none") from error
-    anatomy.embedding.register_forward_hook(_require_grad)
-    if mode == "offload":
-        _SavedInHost(anatomy.decoder)
-
-
-class _SavedInHost:
-    """Hooks of a decoder: what its forward pass saves for the backward lies in the host's memory, pinned where there is
-    a GPU. A checkpointed layer saves its input alone, so weights stay where they are.
-
-    Source: https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu
-    """
-
-    def __init__(self, decoder: nn.Module) -> None:
-        self._saving: AbstractContextManager | None = None
-        decoder.register_forward_pre_hook(self._enter)
-        decoder.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, _decoder: nn.Module, _args: object) -> None:
-        self._saving = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
-        self._saving.__enter__()
-
-    def _leave(self, _decoder: nn.Module, _args: object, _output: object) -> None:
-        self._saving.__exit__(None, None, None)
-
-
-def _require_grad(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
-    """Frozen embeddings would leave a checkpointed first layer without an input that needs a gradient."""
-    return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_(True)
-
-
-def _selective_contexts() -> tuple[object, object]:
-    import torch.nn.attention.varlen  # its attention is an operation once it is imported
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    ops = torch.ops.aten
-    kept = {ops.mm.default, ops.addmm.default, ops.bmm.default, ops._scaled_mm.default}
-    kept |= {ops._scaled_dot_product_flash_attention_for_cpu.default, ops._scaled_dot_product_flash_attention.default}
-    kept |= {ops._scaled_dot_product_efficient_attention.default, ops._scaled_dot_product_cudnn_attention.default}
-    kept |= {torch.ops.torch_attn._varlen_attn.default, torch.ops.mkldnn._linear_pointwise.default}
-
-    def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)

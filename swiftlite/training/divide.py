@@ -20,6 +20,7 @@ from swiftlite.config.methods import PAIRED, PREFERENCE, pack_capacity
 from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
+from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.embedding import use_direct_embeddings
 from swiftlite.models.experts import use_autocast_experts
 from swiftlite.models.half_products import HALF, use_half_products
@@ -29,7 +30,7 @@ from swiftlite.models.norms import fuse_norms, widen_layer_norms
 from swiftlite.models.products import onednn_serves, rounded, use_fast_products
 from swiftlite.models.quantize import quantize
 from swiftlite.models.rotation import fuse_rotations
-from swiftlite.models.tuners import count_parameters, set_activation_checkpointing
+from swiftlite.models.tuners import count_parameters
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
 from swiftlite.parallel.experts import apply_expert_parallel, build_expert_mesh, shard_experts
@@ -212,7 +213,7 @@ def _divide_part(
     checkpointing: str,
     config: RunConfig,
 ) -> None:
-    anatomy, experts, by_tokens = dissect(part.base), [], _divides_tokens(mesh, config)
+    anatomy, experts, spared, by_tokens = dissect(part.base), [], None, _divides_tokens(mesh, config)
     widen_layer_norms(part.base)
     if mesh.layout.tp > 1:
         from swiftlite.parallel.tensor import apply_tensor_parallel
@@ -227,12 +228,13 @@ def _divide_part(
         fuse_norms(part.base)
         fuse_rotations(part.base)
         if not by_tokens and (part.stage is None or part.stage.is_last):
-            spare_last_mlp(anatomy.layers[-1])
+            spared = spare_last_mlp(anatomy.layers[-1])
     if mesh.device.type != "cpu":  # where casting an expert's weights takes longer than the few tokens that meet it
         use_autocast_experts(part.base)
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
-    set_activation_checkpointing(part.base, anatomy, checkpointing)
+    again = {"again": spared.again} if spared is not None else {}
+    set_activation_checkpointing(part.base, anatomy, checkpointing, compiled=config.compile, **again)
     if config.compile:
         compile_layers(anatomy.layers)
     if experts:

@@ -1,0 +1,174 @@
+"""Activation checkpointing: what a layer's forward pass leaves out is computed again in the backward pass."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from swiftlite.models.anatomy import Anatomy
+
+Context = AbstractContextManager[Any]
+Contexts = tuple[Context, Context]  # of a layer's forward pass, and of its recomputation
+
+
+def set_activation_checkpointing(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    mode: str,
+    *,
+    again: Callable[[], Context] = nullcontext,
+    compiled: bool = False,
+) -> None:
+    """`full` recomputes each layer in the backward; `selective` keeps the results of matrix products and attention;
+    `offload` is `full` with the layers' inputs in the host's memory meanwhile.
+
+    again: called where a layer's forward pass begins, gives the context of its recomputation; compiled: layers will be.
+
+    Raises UserError where the architecture has no checkpointing.
+    """
+    if mode == "none":
+        return
+    own = (_tagged if compiled else _kept) if mode == "selective" else _nothing_kept
+    options: dict[str, object] = {"use_reentrant": False}
+    if mode == "selective" or again is not nullcontext:
+        options["context_fn"] = own if again is nullcontext else partial(_with_again, own, again)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer releases rename the method, 5.17 has only this name
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    except ValueError as error:
+        raise UserError(str(error), fix="use --activation-checkpointing none") from error
+    anatomy.embedding.register_forward_hook(_require_grad)
+    if mode == "offload":
+        _SavedInHost(anatomy.decoder)
+
+
+class _SavedInHost:
+    """Hooks of a decoder: what its forward pass saves for the backward lies in the host's memory, pinned where there is
+    a GPU. A checkpointed layer saves its input alone, so weights stay where they are.
+
+    Source: https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._saving: AbstractContextManager | None = None
+        decoder.register_forward_pre_hook(self._enter)
+        decoder.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, _decoder: nn.Module, _args: object) -> None:
+        self._saving = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        self._saving.__enter__()
+
+    def _leave(self, _decoder: nn.Module, _args: object, _output: object) -> None:
+        self._saving.__exit__(None, None, None)
+
+
+def _require_grad(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+    """Frozen embeddings would leave a checkpointed first layer without an input that needs a gradient."""
+    return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_(True)
+
+
+def _nothing_kept() -> Contexts:
+    return nullcontext(), nullcontext()
+
+
+def _with_again(own: Callable[[], Contexts], again: Callable[[], Context]) -> Contexts:
+    forward, backward = own()
+    both = ExitStack()
+    return forward, _Entered(both, (again(), backward))
+
+
+class _Entered(AbstractContextManager):
+    """Several contexts as one, entered in their order."""
+
+    def __init__(self, stack: ExitStack, contexts: tuple[Context, ...]) -> None:
+        self._stack, self._contexts = stack, contexts
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *failure: object) -> bool | None:
+        return self._stack.__exit__(*failure)
+
+
+def kept_operations() -> set[object]:
+    """Whose results `selective` keeps: products of matrices and attention."""
+    import torch.nn.attention.varlen  # its attention is an operation once it is imported
+
+    ops = torch.ops.aten
+    kept = {ops.mm.default, ops.addmm.default, ops.bmm.default, ops._scaled_mm.default}
+    kept |= {ops._scaled_dot_product_flash_attention_for_cpu.default, ops._scaled_dot_product_flash_attention.default}
+    kept |= {ops._scaled_dot_product_efficient_attention.default, ops._scaled_dot_product_cudnn_attention.default}
+    return kept | {torch.ops.torch_attn._varlen_attn.default, torch.ops.mkldnn._linear_pointwise.default}
+
+
+def _tagged() -> Contexts:
+    """For compiled layers: the compiler decides by the policy.
+
+    Source: https://docs.pytorch.org/docs/stable/checkpoint.html (selective activation checkpointing).
+    """
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    kept = kept_operations()
+
+    def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _kept() -> Contexts:
+    """PyTorch's own contexts count all operations of a layer, and so want the same ones of its recomputation. Where a
+    layer holds units of FSDP (experts), those are gathered ahead in the forward pass, and within the recomputation."""
+    operations, results = kept_operations(), deque()
+    return _Keep(operations, results), _GiveBack(operations, results)
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of some operations in their order."""
+
+    def __init__(self, operations: set[object], results: deque) -> None:
+        super().__init__()
+        self._operations, self._results = operations, results
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if op in self._operations:
+            own = tree_map_only(torch.Tensor, torch.Tensor.detach, result)  # the result itself becomes part of a graph
+            self._results.append((op, own, _versions(own)))
+        return result
+
+
+class _GiveBack(_Keep):
+    """Gives them back instead of computing them again, each once.
+
+    Raises RuntimeError where another operation is asked for, or a result has been changed in place since.
+    """
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op not in self._operations:
+            return op(*args, **(kwargs or {}))
+        kept, result, versions = self._results.popleft()
+        if kept is not op or versions != _versions(result):
+            raise RuntimeError(f"{op} is recomputed, but what was kept is of {kept}, or was changed in place since")
+        return result
+
+
+def _versions(result: Any) -> list[int]:
+    """How often each tensor of a result has been changed in place."""
+    return [part._version for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
