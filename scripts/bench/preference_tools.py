@@ -16,6 +16,8 @@ from bench.tools import hf_trainer, swiftlite
 LEARNING_RATE = "1e-5"
 SETTINGS = (
     Setting("swiftlite", "defaults", "swiftlite", packed=True),
+    Setting("swiftlite", "no packing", "swiftlite", ("--no-packing",)),
+    Setting("swiftlite", "precomputed reference", "swiftlite", ("--reference", "precompute"), packed=True),
     Setting("swiftlite", "prompt computed twice", "swiftlite", ("--no-share-prompt",), packed=True),
     Setting("trl", "as shipped", "shipped"),
     Setting("llamafactory", "as shipped", "shipped"),
@@ -56,6 +58,6 @@ DPO = Benchmark(
     commands={"swiftlite": _swiftlite, "trl": _trl, "llamafactory": _llamafactory},
     pack_tokens=2 * MAX_LENGTH,
     kinds={"shipped": 2.0, "precomputed": 2.0, "tuned": 2.0},
-    first_step=None,
+    first_step=0.5,
     memory=1.0,
 )

@@ -206,8 +206,9 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
     if role == "function_call":
         calls = _json_value(message["content"], name)
         message |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    if role == "assistant" and isinstance(message.get("function_call"), dict):  # OpenAI's older spelling of one call
-        message.setdefault("tool_calls", []).append(message.pop("function_call"))
+    older = message.get("function_call") if role == "assistant" else None  # OpenAI's spelling of one call
+    if isinstance(older, dict) and "tool_calls" not in message:
+        message["tool_calls"] = [message.pop("function_call")]
     if message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call, name) for call in array(message["tool_calls"], f"{name}.tool_calls")]
     for key in REASONING_KEYS:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -87,23 +87,14 @@ def _nothing_kept() -> Contexts:
 
 
 def _with_again(own: Callable[[], Contexts], again: Callable[[], Context]) -> Contexts:
-    forward, backward = own()
-    both = ExitStack()
-    return forward, _Entered(both, (again(), backward))
+    forward, recomputation = own()
+    return forward, _both(again(), recomputation)
 
 
-class _Entered(AbstractContextManager):
-    """Several contexts as one, entered in their order."""
-
-    def __init__(self, stack: ExitStack, contexts: tuple[Context, ...]) -> None:
-        self._stack, self._contexts = stack, contexts
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *failure: object) -> bool | None:
-        return self._stack.__exit__(*failure)
+@contextmanager
+def _both(outer: Context, inner: Context) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def kept_operations() -> set[object]:
