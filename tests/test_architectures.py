@@ -17,7 +17,10 @@ from swiftlite.errors import UserError
 from swiftlite.models import attention
 from swiftlite.models.anatomy import check_trainable_architecture, expert_share, why_alone
 from swiftlite.models.load import build_model, load_config, own_attention
+from swiftlite.models.norms import fuse_norms
+from swiftlite.models.products import use_fast_products
 from swiftlite.models.rotary import document_lengths, scale_by_document
+from swiftlite.models.rotation import fuse_rotations
 from swiftlite.models.toys import toy_pairs
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
@@ -127,6 +130,8 @@ def test_packed_loss_and_gradients_are_those_of_the_documents_one_by_one(family)
     model.load_state_dict(reference.state_dict())
     assert why_alone(model) is None
     scale_by_document(model)
+    for swap in (use_fast_products, fuse_norms, fuse_rotations):  # as every run on a CPU does
+        swap(model)
     scorer = TokenScorer(model, model)
     scorer.check()
     check_one_by_one(scorer, reference, [torch.randint(3, 500, (n,)) for n in LENGTHS], atol=1e-5)
@@ -146,6 +151,8 @@ def test_documents_that_cannot_share_a_row_have_rows_of_their_own(what):
     model.set_attn_implementation(own_attention(model))
     materialize(model, torch.device("cpu"))
     model.load_state_dict(reference.state_dict())
+    for swap in (use_fast_products, fuse_norms, fuse_rotations):
+        swap(model)
     scorer = TokenScorer(model.train(), model, alone=True)
     scorer.check()
     documents = [torch.randint(3, 500, (n,)) for n in LENGTHS]

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.models.toys import toy_pairs
+from swiftlite.parallel.stages import SPLITS_CORRECTLY
 from swiftlite.parallel.world import World
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -94,11 +95,14 @@ def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
     assert close(tmp_path / "last" / "model" / "model.safetensors", one / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_a_pipeline_of_all_forward_passes_first_recomputes_each_micro_batch(tmp_path, flags, checkpointing):
+@pytest.mark.parametrize(
+    ("schedule", "checkpointing"),
+    [("gpipe", "full"), ("gpipe", "selective"), *([("zero-bubble", "full")] if SPLITS_CORRECTLY else [])],
+)
+def test_a_pipeline_recomputes_each_micro_batch_with_its_own_places(tmp_path, flags, schedule, checkpointing):
     more = ["--max-steps", "3", "--no-packing", "--activation-checkpointing", checkpointing]
     one, two = tmp_path / "one", tmp_path / "two"
-    stages = ["--pp", "2", "--pipeline-schedule", "gpipe", "--nproc-per-node", "2"]
+    stages = ["--pp", "2", "--pipeline-schedule", schedule, "--nproc-per-node", "2"]
     for words in (["-o", one], [*stages, "-o", two]):
         done = run(*SWIFTLITE, "sft", *flags, *more, *words)
         assert done.returncode == 0, done.stderr

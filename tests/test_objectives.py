@@ -5,6 +5,7 @@ import torch
 
 from swiftlite.objectives import logprobs
 from swiftlite.objectives.logprobs import chunk_tokens, token_logprobs
+from swiftlite.objectives.scorer import _tolerance
 from swiftlite.objectives.supervised import supervised_loss
 
 
@@ -142,3 +143,10 @@ def test_bf16_logits_are_summed_in_fp32():
     assert ours.dtype == torch.float32
     exact = plain(hidden.bfloat16().double(), weight.bfloat16().double(), None, targets)
     torch.testing.assert_close(ours.double(), exact, rtol=1e-2, atol=0.15)
+
+
+def test_the_check_of_documents_allows_for_the_type_of_products():
+    hidden = torch.zeros(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _tolerance(hidden) == _tolerance(hidden.bfloat16())
+    assert _tolerance(hidden) < 1e-3

@@ -50,6 +50,16 @@ def attention_of(function):
     return names["Attention"]()
 
 
+def turn_one(x, cos, sin, unsqueeze_dim=1):
+    """As Gemma 4 has it."""
+    return apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim)[0]
+
+
+def turn_one_sine_first(tensor, sin, cos):
+    """As GPT-J has it."""
+    return turn_one(tensor, cos, sin)
+
+
 def inputs(turned=SIZE, dtype=torch.float32):
     torch.manual_seed(0)
     q, k = (torch.randn(1, 5, heads, SIZE, dtype=dtype).transpose(1, 2).requires_grad_() for heads in (4, 2))
@@ -135,3 +145,17 @@ def test_a_fused_module_is_called_as_before_and_others_stay():
     assert type(plain) is Attention and Attention.forward is theirs
     assert inspect.signature(type(ours).forward) == inspect.signature(theirs)
     assert type(copy.deepcopy(ours)) is type(ours)
+
+
+@pytest.mark.parametrize("family", ["gptj", "gemma3n", "gemma4"])
+def test_functions_of_other_forms_are_called_as_they_are(family):
+    q, k, cos, sin = inputs()
+    given, function = {
+        "gptj": ((q, sin, cos), turn_one_sine_first),
+        "gemma3n": ((q, cos, sin), turn_one),
+        "gemma4": ((q, cos, sin, 1), turn_one),
+    }[family]
+    module = attention_of(function)
+    expected = module(*given)
+    fuse_rotations(module)
+    assert torch.equal(module(*given), expected)

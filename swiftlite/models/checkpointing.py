@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +88,22 @@ def _nothing_kept() -> Contexts:
 
 def _with_again(own: Callable[[], Contexts], again: Callable[[], Context]) -> Contexts:
     forward, recomputation = own()
-    return forward, _both(again(), recomputation)
+    return forward, _Both(again(), recomputation)
 
 
-@contextmanager
-def _both(outer: Context, inner: Context) -> Iterator[None]:
-    with outer, inner:
-        yield
+class _Both(AbstractContextManager):
+    """Two contexts as one, entered as often as they can be: zero-bubble recomputes a layer twice."""
+
+    def __init__(self, outer: Context, inner: Context) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *failure: object) -> None:
+        self._inner.__exit__(*failure)
+        self._outer.__exit__(*failure)
 
 
 def kept_operations() -> set[object]:

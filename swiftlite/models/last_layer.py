@@ -7,8 +7,7 @@ turns are often more than half of all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -36,15 +35,7 @@ class LearntPlacesOnly:
 
     def again(self) -> AbstractContextManager[None]:
         """Where a layer whose forward pass begins now is recomputed: with the places of its micro-batch."""
-        return self._with(self._places)
-
-    @contextmanager
-    def _with(self, places: torch.Tensor | None) -> Iterator[None]:
-        before, self._places = self._places, places
-        try:
-            yield
-        finally:
-            self._places = before
+        return _With(self, self._places)
 
     def _choose(self, _mlp: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self._places is None:
@@ -58,6 +49,19 @@ class LearntPlacesOnly:
             return None
         everywhere = output.new_zeros(1, self._tokens, output.shape[2])
         return everywhere.index_copy(1, self._places, output)
+
+
+class _With(AbstractContextManager):
+    """Entered twice where gradients of inputs and those of weights are taken apart, which a generator cannot be."""
+
+    def __init__(self, spared: LearntPlacesOnly, places: torch.Tensor | None) -> None:
+        self._spared, self._places = spared, places
+
+    def __enter__(self) -> None:
+        self._before, self._spared._places = self._spared._places, self._places
+
+    def __exit__(self, *_failure: object) -> None:
+        self._spared._places = self._before
 
 
 def spare_last_mlp(layer: nn.Module) -> LearntPlacesOnly | None:

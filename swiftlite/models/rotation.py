@@ -60,10 +60,11 @@ def _rotation(plain: Callable) -> Callable:
     """A function that does the same, in one node where it can."""
     turns_halves: bool | None = None  # known once there was an input
 
-    def rotate(query, key, cos, sin, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
+    def rotate(*given, **more):  # noqa: ANN002, ANN003, ANN202 - some turn one tensor, or take the sine first
         nonlocal turns_halves
-        if args or kwargs or not _serves(query, key, cos, sin):
-            return plain(query, key, cos, sin, *args, **kwargs)
+        if more or not _serves(*given):
+            return plain(*given, **more)
+        query, key, cos, sin = given
         if turns_halves is None:
             turns_halves = _turns_halves(plain, query.shape[-1])
         if not turns_halves:
@@ -73,8 +74,12 @@ def _rotation(plain: Callable) -> Callable:
     return rotate
 
 
-def _serves(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether queries and keys are `[rows, heads, tokens, size]` and the others `[rows, tokens, size]`, all plain."""
+def _serves(*given: object) -> bool:
+    """Whether these are queries and keys `[rows, heads, tokens, size]`, cosines and sines `[rows, tokens, size]`, all
+    plain tensors."""
+    if len(given) != 4 or not all(isinstance(each, torch.Tensor) for each in given):
+        return False
+    query, key, cos, sin = given
     by_token = [each.shape[:1] + each.shape[2:] if each.ndim == 4 else None for each in (query, key)]
     if by_token != [cos.shape, sin.shape] or cos.shape != sin.shape:
         return False

@@ -195,7 +195,7 @@ class TokenScorer(nn.Module):
             self._check_head(hidden, own, document)
         self._check_documents(self._decode(probe).last_hidden_state, hidden)
         beginning = self._decode(document.first(3)).last_hidden_state
-        if (beginning - hidden[:, :3]).abs().max() > _tolerance(hidden.dtype) * hidden.abs().max():
+        if (beginning - hidden[:, :3]).abs().max() > _tolerance(hidden) * hidden.abs().max():
             raise UserError(f"{type(self.base).__name__} lets a token see later ones", fix="use a decoder-only model")
 
     def _check(self) -> None:
@@ -232,7 +232,7 @@ class TokenScorer(nn.Module):
         return None
 
     def _check_documents(self, hidden: torch.Tensor, alone: torch.Tensor) -> None:
-        if (alone - hidden[:, 3:]).abs().max() > _tolerance(hidden.dtype) * hidden.abs().max():
+        if (alone - hidden[:, 3:]).abs().max() > _tolerance(hidden) * hidden.abs().max():
             raise UserError(
                 f"{type(self.base).__name__} lets one packed document see another",
                 fix="use another model, or report the architecture",
@@ -266,7 +266,10 @@ class TokenScorer(nn.Module):
             )
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def _tolerance(hidden: torch.Tensor) -> float:
+    """Of the type in which products were made: under autocast hidden states may be fp32 all the same."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     return min(MOST, ROUNDINGS * torch.finfo(dtype).eps)
 
 
