@@ -90,7 +90,9 @@ def import_architecture(model_config: PretrainedConfig, *, classifier: bool = Fa
         raise UserError(
             f"{model_config.model_type} is no {kind} in transformers",
             where=model_config.name_or_path,
-            fix="use a decoder-only model",
+            fix="use a model that has one, such as Llama, Qwen or Mistral"
+            if classifier
+            else "use a decoder-only model",
         )
 
 

@@ -115,7 +115,9 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
             raise UserError(
                 f"LoRA cannot be added: {str(error).splitlines()[0]}",
                 where="--target-modules",
-                fix="name other linear layers of the model, or use --tuner full",
+                fix="name other linear layers of the model, "
+                + ("leave --dora out, " if config.dora else "")
+                + "or use --tuner full",
             ) from error
     _refuse_unknown_names(wrapped, config)
     _refuse_adapted_head(wrapped)

@@ -72,8 +72,7 @@ def _check_experts(name: str, experts: nn.Module, size: int) -> None:
         raise UserError(
             "LoRA on the experts themselves cannot be divided over expert-parallel ranks",
             where=name,
-            fix="name other modules, such as --target-modules q_proj k_proj v_proj o_proj, "
-            "or use --expert-parallel-size 1",
+            fix="name the linear layers of attention with --target-modules, or use --expert-parallel-size 1",
         )
     odd = [key for key, p in experts.named_parameters() if "." in key or p.shape[0] != experts.num_experts]
     if odd:

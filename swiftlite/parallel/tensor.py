@@ -374,5 +374,5 @@ def _refuse_adapters(model: nn.Module) -> None:
             raise UserError(
                 f"{kind} does not work with tensor parallelism",
                 where="--tensor-parallel-size",
-                fix="use --tensor-parallel-size 1, or plain LoRA on linear layers",
+                fix="use --tensor-parallel-size 1, or plain LoRA on linear layers named by --target-modules",
             )

@@ -72,7 +72,7 @@ def tensor_plan(config: PretrainedConfig) -> TensorPlan:
         raise UserError(
             f"{text.model_type} has no tensor-parallel plan in transformers",
             where="--tensor-parallel-size",
-            fix="use --tensor-parallel-size 1; data, pipeline and context parallelism do not need a plan",
+            fix="use --tensor-parallel-size 1; data parallelism needs no plan",
         )
     experts = [name for name, style in styles.items() if style == "moe_tp_experts"]
     inside = tuple(f"{name}." for name in experts)  # experts are dealt out whole, never cut
