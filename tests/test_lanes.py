@@ -170,7 +170,7 @@ def test_how_steps_are_cut_and_how_many_lanes_there_are(several_threads, change,
     mesh = SimpleNamespace(device=torch.device(change.get("device", "cpu")), layout=layout)
     facts = {"attention_dropout": change.get("dropout", 0.0), "output_router_logits": change.get("routed", False)}
     text = SimpleNamespace(to_dict=lambda: facts)
-    base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text), modules=list)
     assert cut_step(config, mesh, base, change.get("trained", 1000), change.get("kept", 100_000)) == (tokens, count)
 
 

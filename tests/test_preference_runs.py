@@ -225,6 +225,12 @@ def test_the_reference_of_an_adapter_that_is_trained_on_is_this_adapter(start, t
     check_same_curve(rows, start("second model", reference="model", **more))
 
 
+def test_an_adapter_with_dropout_is_trained_on(start, tmp_path):
+    start("first", tuner="lora", lora_dropout=0.3, learning_rate=1e-2)
+    more = {"tuner": "lora", "adapter": str(tmp_path / "first" / "model")}
+    assert start("on", **more)[0]["loss"] != pytest.approx(math.log(2), abs=1e-3)  # dropout moves it
+
+
 def test_labels_out_of_balance_are_told(start, tmp_path, capsys):
     rows = toy_judged(24)
     (tmp_path / "kto.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:12] + rows[1::2]))

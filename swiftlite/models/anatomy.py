@@ -131,7 +131,9 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 def has_dropout(model: PreTrainedModel) -> bool:
-    """Whether a forward pass of the model draws random numbers in training; adapters have their own."""
+    """Whether a forward pass of the model, with adapters that are in it, draws random numbers in training."""
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
     values = model.config.get_text_config().to_dict()
     return any(value and isinstance(value, float) for key, value in values.items() if key.endswith(DROPOUTS))
 
