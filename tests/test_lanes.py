@@ -165,12 +165,15 @@ def test_how_steps_are_cut_and_how_many_lanes_there_are(several_threads, change,
         "tuner": "full",
         "lora_dropout": 0.0,
     }
-    config = SimpleNamespace(**(values | change))
+    values |= change
+    config = SimpleNamespace(**values)
     layout = Layout() if "world" not in change else Layout(dp_shard=change["world"])
     mesh = SimpleNamespace(device=torch.device(change.get("device", "cpu")), layout=layout)
     facts = {"attention_dropout": change.get("dropout", 0.0), "output_router_logits": change.get("routed", False)}
     text = SimpleNamespace(to_dict=lambda: facts)
-    base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text), modules=list)
+    base = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: text), modules=lambda: [torch.nn.Dropout(values["lora_dropout"])]
+    )
     assert cut_step(config, mesh, base, change.get("trained", 1000), change.get("kept", 100_000)) == (tokens, count)
 
 

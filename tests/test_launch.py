@@ -58,6 +58,12 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
+def check_same_curve(one: Path, two: Path) -> None:
+    for mine, other in zip(metrics(two), metrics(one), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
 def close(one: Path, other: Path) -> bool:
     left, right = load_file(one), load_file(other)
     return left.keys() == right.keys() and all((left[n] - right[n]).norm() <= 1e-5 * right[n].norm() for n in left)
@@ -73,9 +79,8 @@ def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
     assert done.returncode == 0, done.stderr
     assert "2 processes: 2 x full sharding" in done.stdout
     assert done.stdout.count("step 3/6") == 1 and done.stderr == ""
+    check_same_curve(one, two)
     for mine, other in zip(metrics(two), metrics(one), strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert mine["tokens"] == other["tokens"] and mine["trained_tokens"] == other["trained_tokens"]
     assert close(two / "model" / "model.safetensors", one / "model" / "model.safetensors")
     middle = two / "checkpoints" / "step-00000004"
@@ -106,9 +111,7 @@ def test_a_pipeline_recomputes_each_micro_batch_with_its_own_places(tmp_path, fl
     for words in (["-o", one], [*stages, "-o", two]):
         done = run(*SWIFTLITE, "sft", *flags, *more, *words)
         assert done.returncode == 0, done.stderr
-    for mine, other in zip(metrics(two), metrics(one), strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    check_same_curve(one, two)
 
 
 def test_experts_that_are_gathered_ahead_are_recomputed(tmp_path, tiny_model, flags):
@@ -124,9 +127,7 @@ def test_experts_that_are_gathered_ahead_are_recomputed(tmp_path, tiny_model, fl
     for words in (["-o", one], ["--parallel", "fsdp", "--nproc-per-node", "2", "-o", two]):
         done = run(*SWIFTLITE, "sft", *flags, *words)
         assert done.returncode == 0, done.stderr
-    for mine, other in zip(metrics(two), metrics(one), strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    check_same_curve(one, two)
 
 
 def test_checkpoints_are_whole_where_the_first_process_trains_nothing(tmp_path, flags):
@@ -150,9 +151,7 @@ def test_the_experts_of_a_reference_model_are_divided_too(tmp_path, tiny_model, 
     for more in (["-o", one], ["--ep", "2", "--nproc-per-node", "2", "-o", two]):
         done = run(*SWIFTLITE, "dpo", *flags, *more)
         assert done.returncode == 0, done.stderr
-    for mine, other in zip(metrics(two), metrics(one), strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    check_same_curve(one, two)
 
 
 def test_one_process_offloads_too(tmp_path, flags):

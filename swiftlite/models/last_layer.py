@@ -7,7 +7,8 @@ turns are often more than half of all tokens.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -64,10 +65,11 @@ class _With(AbstractContextManager):
         self._spared._places = self._before
 
 
-def spare_last_mlp(layer: nn.Module) -> LearntPlacesOnly | None:
+def spare_last_mlp(layer: nn.Module) -> Callable[[], AbstractContextManager[None]]:
     """Let the MLP of the last decoder layer skip tokens that nothing is learnt at. Leaves a layer alone that has none,
-    or a mixture of experts, whose router balances over all tokens: None."""
+    or a mixture of experts, whose router balances over all tokens. Returns `again` of `set_activation_checkpointing`.
+    """
     mlp = getattr(layer, "mlp", None)
     if isinstance(mlp, nn.Module) and not any("expert" in name for name, _ in mlp.named_modules()):
-        return LearntPlacesOnly(layer, mlp)
-    return None
+        return LearntPlacesOnly(layer, mlp).again
+    return nullcontext

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -213,7 +214,7 @@ def _divide_part(
     checkpointing: str,
     config: RunConfig,
 ) -> None:
-    anatomy, experts, spared, by_tokens = dissect(part.base), [], None, _divides_tokens(mesh, config)
+    anatomy, experts, again, by_tokens = dissect(part.base), [], nullcontext, _divides_tokens(mesh, config)
     widen_layer_norms(part.base)
     if mesh.layout.tp > 1:
         from swiftlite.parallel.tensor import apply_tensor_parallel
@@ -228,13 +229,12 @@ def _divide_part(
         fuse_norms(part.base)
         fuse_rotations(part.base)
         if not by_tokens and (part.stage is None or part.stage.is_last):
-            spared = spare_last_mlp(anatomy.layers[-1])
+            again = spare_last_mlp(anatomy.layers[-1])
     if mesh.device.type != "cpu":  # where casting an expert's weights takes longer than the few tokens that meet it
         use_autocast_experts(part.base)
     if expert_mesh is not None:
         experts = apply_expert_parallel(part.base, expert_mesh)
-    again = {"again": spared.again} if spared is not None else {}
-    set_activation_checkpointing(part.base, anatomy, checkpointing, compiled=config.compile, **again)
+    set_activation_checkpointing(part.base, anatomy, checkpointing, again=again, compiled=config.compile)
     if config.compile:
         compile_layers(anatomy.layers)
     if experts:

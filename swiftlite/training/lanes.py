@@ -44,9 +44,8 @@ def cut_step(
     random numbers are drawn on the way (threads have one generator), where a loss is a mean per micro-batch, and where
     a gradient is used at once.
     """
-    random = has_dropout(base) or (config.tuner == "lora" and config.lora_dropout)
     alone = config.compile or config.optimizer_in_backward
-    if mesh.device.type != "cpu" or mesh.layout.world > 1 or alone or random or balances_router(base.config):
+    if mesh.device.type != "cpu" or mesh.layout.world > 1 or alone or has_dropout(base) or balances_router(base.config):
         return None, 1
     allowed = config.micro_batch_size * config.max_length
     if allowed <= LANE_TOKENS:
