@@ -372,11 +372,17 @@ def test_a_head_with_more_weights_is_refused_where_they_do_not_show_yet():
         ((128, 192), torch.bfloat16, False),
         ((512, 512), torch.bfloat16, False),
         ((64, 64), torch.float32, False),
+        ((100, 100), torch.bfloat16, False),  # no multiple of 8
     ],
 )
-def test_heads_that_flash_attention_takes(sizes, dtype, wanted):
-    query, value = (SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 8, size)) for size in sizes)
+def test_heads_that_flash_attention_takes(monkeypatch, sizes, dtype, wanted):
+    query, value = (
+        SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 8, size), device="cuda:0") for size in sizes
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert serves_varlen(query, value) is wanted
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert not serves_varlen(query, value)
 
 
 def test_borders_are_read_once(monkeypatch):

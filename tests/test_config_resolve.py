@@ -28,6 +28,13 @@ def plan(env=None, method="sft", **values):
     return resolve(method, {k: Given(v, k, "flag") for k, v in {**NAMED, **values}.items()}, env=env or {})
 
 
+def test_a_folder_at_home_is_meant_by_a_tilde(monkeypatch, tmp_path):
+    """A shell leaves it alone behind `--output-dir=`, and in a recipe."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert made(output_dir="~/out").output_dir == str(tmp_path / "out")
+    assert made(resume="~/out/checkpoints/step-00000001").output_dir == str(tmp_path / "out")
+
+
 def test_every_flag_has_help_a_panel_and_names_of_its_own():
     spelled = [name for flag in all_flags().values() for name in (flag.name, *flag.aliases)]
     assert len(spelled) == len(set(spelled))

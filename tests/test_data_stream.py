@@ -9,6 +9,7 @@ import pytest
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data import stream, windows
 from swiftlite.data.prepare import prepare_data
+from swiftlite.data.stream_record import WindowRecord, append_record, read_records
 from swiftlite.errors import UserError
 
 LINES = [f"line {i} " + "of some text " * (i % 11) for i in range(400)]
@@ -206,3 +207,11 @@ def test_a_token_that_the_model_does_not_know_is_told_with_its_line(open_stream,
     with pytest.raises(UserError, match=f"knows only {known} tokens") as failure:
         list(plan.steps())
     assert failure.value.where == f"{text_file}:301"
+
+
+def test_records_of_windows_are_read_whole(tmp_path):
+    """Text of a bad row may hold what `splitlines` takes for the end of a line."""
+    record = WindowRecord({"packs": 1}, {"invalid_json": 1}, {}, [{"reason": "invalid_json", "text": "a\u2028b\x85c"}])
+    for window in range(2):
+        append_record(tmp_path / "windows.jsonl", window, record)
+    assert read_records(tmp_path / "windows.jsonl") == {0: record, 1: record}

@@ -102,6 +102,17 @@ def test_the_end_of_a_turn_stops_an_answer(loaded, tokenizer):
     assert stops == [7, 8, end_of_text, im_end]
 
 
+def test_an_end_of_a_turn_that_is_no_special_token_is_not_shown(loaded):
+    answerer = Answerer(*loaded, Sampling(max_new_tokens=12))
+    prompt = answerer.encode(ask(PROMPTS[1]), "test")
+    answerer._stops.clear()
+    made, tokenizer = answerer._generate([prompt])[0].tolist(), loaded[1]
+    seen = [token for token in made if tokenizer.decode(token, skip_special_tokens=True).strip()]
+    answerer._stops.append(seen[-1])
+    said = "".join(answerer.stream(prompt)).strip()
+    assert said == answerer.answer([prompt])[0].text != tokenizer.decode(made[: made.index(seen[-1]) + 1]).strip()
+
+
 def load_copy(tokenizer, **changes: str):
     import copy
 

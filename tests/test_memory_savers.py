@@ -7,14 +7,18 @@ from test_verify import BF16_LOSS, BF16_NORM, in_real_processes
 from torch import nn
 
 from swiftlite.checkpoint.folder import list_checkpoints
+from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
+from swiftlite.parallel.mesh import build_mesh
 from swiftlite.training import adamw_paged
 from swiftlite.training.adamw_8bit import AdamW8bit
 from swiftlite.training.adamw_bf16 import AdamWBf16, round_stochastically
 from swiftlite.training.failures import NotFinite
+from swiftlite.training.optimizer import UpdatesInBackward
 from swiftlite.verification.cases import FULL, LORA, Subject
 
+CPU = torch.device("cpu")
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 ALONE = {"global_batch_size": 1, "max_grad_norm": 0.0, "optimizer_in_backward": True}
 EARLY = {
@@ -87,6 +91,17 @@ def test_updates_in_the_backward_pass_are_the_same_training(start, tmp_path):
     late = start("late", **ALONE | {"optimizer_in_backward": False})
     assert start("early", **ALONE) == [pytest.approx(pair, rel=1e-6) for pair in late]
     assert weights_of(tmp_path / "early") == weights_of(tmp_path / "late")
+
+
+def test_gradients_are_never_all_there_and_no_step_tells_the_norm_of_another():
+    parameter = nn.Parameter(torch.ones(3, 4))
+    updates = UpdatesInBackward(torch.optim.AdamW([parameter], lr=0.1), [parameter], (), build_mesh(Layout(), CPU))
+    parameter.sum().backward()  # nothing is learnt: a check of memory
+    assert parameter.grad is None and torch.equal(parameter, torch.ones(3, 4))
+    with updates.during_backward():
+        parameter.sum().backward()
+    assert parameter.grad is None and updates.norm(0.0, 1.0) == pytest.approx(12**0.5)
+    assert updates.norm(0.0, 1.0) == 0.0  # of a step without a trained token
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "paged_adamw"])

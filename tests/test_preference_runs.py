@@ -3,8 +3,10 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 from test_parity import metrics, settings, train_alone
 from test_run import same_weights
@@ -14,8 +16,11 @@ from swiftlite.checkpoint.state import read_trainer_state
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError
 from swiftlite.models.toys import toy_judged, toy_pairs
-from swiftlite.training import reference, setup
+from swiftlite.training import reference, setup, setup_method
+from swiftlite.training.precision import resolve_precision
 from swiftlite.training.step import DirectStep
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -238,3 +243,16 @@ def test_labels_out_of_balance_are_told(start, tmp_path, capsys):
     assert "warning: 6 answers are desirable, 18 undesirable" in capsys.readouterr().out
     start("weighed", method="kto", max_steps=1, desirable_weight=3.5)
     assert "undesirable: for balance" not in capsys.readouterr().out
+
+
+def test_values_are_kept_under_all_that_changes_them(tmp_path, tiny_model):
+    def key(**more):
+        config = resolve_config("dpo", **settings(tmp_path, tiny_model("llama"), "rows", precision="bf16", **more))
+        chosen = resolve_precision("bf16", CPU, fp8=config.fp8)
+        trainee = SimpleNamespace(precision=chosen, kernels=config.kernels, mesh=SimpleNamespace(device=CPU))
+        prepared = SimpleNamespace(fingerprint="rows")
+        return setup_method._key(SimpleNamespace(config=config, trainee=trainee, prepared=prepared))
+
+    changes = {"fp8": "rowwise"}, {"kernels": "liger"}, {"compile": True}, {"revision": "other"}, {"loss": ["ipo"]}
+    keys = [key(**change) for change in ({}, *changes)]
+    assert len(set(keys[:4])) == 4 and set(keys[4:]) == {keys[0]}

@@ -1,6 +1,7 @@
 """What a run leaves behind, resume bit for bit, tuners, signals, and bad input found before anything is written."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.training import run as run_module
+from swiftlite.training.step import DirectStep
 
 NEW_TOKENS = [f"<fox {number}>" for number in range(200)]  # more than the toys' vocabulary has rows to spare
 
@@ -416,6 +418,22 @@ def test_early_stop_keeps_the_best_checkpoint(base, tmp_path):
     best = min(rows, key=lambda row: row["eval_loss"])["step"]
     assert len(rows) == best + 2 < 40
     assert f"step-{best:08d}" in {folder.name for folder in list_checkpoints(tmp_path / "out")}
+
+
+def test_an_evaluation_that_is_no_number_is_never_the_best(base, tmp_path, monkeypatch):
+    evaluate, found = DirectStep.evaluate, []
+
+    def first_is_none(self, *given):
+        loss, sums = evaluate(self, *given)
+        found.append(loss)
+        return (math.nan if len(found) == 1 else loss), sums
+
+    monkeypatch.setattr(DirectStep, "evaluate", first_is_none)
+    values = base | {"eval_fraction": 0.2, "max_steps": 3, "eval_steps": 1, "save_steps": 1}
+    train(values, early_stopping_patience=3, keep_checkpoints=1)
+    losses = [row["eval_loss"] for row in metrics(tmp_path / "out")]
+    best = (tmp_path / "out" / "checkpoints" / "best").resolve()
+    assert losses[0] is None and losses[2] < losses[1] and best.name == "step-00000003"
 
 
 def test_an_early_stop_leaves_a_checkpoint_and_is_an_end(base, tmp_path, capsys):

@@ -9,6 +9,7 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.schema import RunConfig
 from swiftlite.parallel.mesh import build_mesh
 from swiftlite.training import precision
+from swiftlite.training.flops import peak_flops
 from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.schedule import rate_at, schedule_note, warmup_steps
@@ -111,3 +112,22 @@ def test_seeds_differ_by_step_and_micro_batch():
     seeds = {derive_seed(42, step, index) for step in range(50) for index in range(4)}
     assert len(seeds) == 200
     assert derive_seed(42, 7, 1) == derive_seed(42, 7, 1) < 2**63
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 836e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_a_device_has_the_peak_of_its_own_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak

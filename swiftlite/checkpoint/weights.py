@@ -121,8 +121,10 @@ def fill(
                 read_overlap(folder, entry, holding)
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device, computing: torch.device | None = None) -> None:
     """Give every parameter on `meta` memory on the device, and move the rest there. Values come later.
+
+    computing: where the model runs, if elsewhere: FSDP brings offloaded parameters there, but no buffers.
 
     `nn.Module.to_empty` would throw away the buffers that no file holds, such as the frequencies of rotary embeddings,
     and make two parameters of a tied one.
@@ -136,6 +138,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                     allocated[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
                 setattr(module, name, allocated[id(parameter)])
     model.to(device)  # also lets FSDP take notice of its parameters' memory
+    if computing is not None:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(computing))
 
 
 def _memory_like(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:

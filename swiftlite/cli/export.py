@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, model_option
+from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, at_home, model_option
 from swiftlite.sizes import in_words
 
 if TYPE_CHECKING:
     from swiftlite.serving.export import Exported
 
 DTYPE = "Number type of the result: auto (that of the base), bf16, fp16 or fp32."
+FOLDER = "A folder that is not there yet."
 PROMPT = "Check the result with this; may be given again. [default: four of our own]"
 
 
@@ -23,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="A folder that is not there yet.")],
+    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help=FOLDER, callback=at_home)],
     model: Model = None,
     adapter: Annotated[str | None, model_option(help="LoRA adapter to merge into the model.", metavar="PATH")] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE)] = "auto",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, model_option
+from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, at_home, model_option
 
 PRECISION = "auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs."
 TEMPLATE = "`chatml`, a Jinja file, or `none` for plain text. [default: the model's]"
@@ -22,6 +22,10 @@ def _file(*names: str, **details: Any) -> Any:
     return typer.Option(*names, rich_help_panel="Files", **details)
 
 
+def _path(**details: Any) -> Any:
+    return _file(metavar="FILE", callback=at_home, **details)
+
+
 def register(app: typer.Typer) -> None:
     """Adds the command to the app."""
     app.command(name="infer", help="Chat in the terminal, answer a prompt, or answer a jsonl file.")(infer)
@@ -34,8 +38,8 @@ def infer(
         list[str] | None, _answer("--prompt", "-p", help="Answer this and leave; may be given again.")
     ] = None,
     system: Annotated[str | None, _answer(help="System message.")] = None,
-    input: Annotated[Path | None, _file(help=ROWS, metavar="FILE")] = None,
-    output: Annotated[Path | None, _file(help="jsonl: the rows with their `response`.", metavar="FILE")] = None,
+    input: Annotated[Path | None, _path(help=ROWS)] = None,
+    output: Annotated[Path | None, _path(help="jsonl: the rows with their `response`.")] = None,
     batch_size: Annotated[int, _file(help="Rows of the file at once.")] = 8,
     max_new_tokens: Annotated[int, _answer(help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, _answer(help="0 takes the likeliest token, more is livelier.")] = 0.0,

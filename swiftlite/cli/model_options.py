@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 SOURCE = "Model folder, adapter folder, run folder, checkpoint, hub id or short name."
+
+
+def at_home(path: Path | None) -> Path | None:
+    """With `~` as a folder, which a shell leaves alone behind `--output=`. A callback of options."""
+    with suppress(RuntimeError):  # an unknown ~user: it is the name of a file then
+        return path and path.expanduser()
+    return path
 
 
 def model_option(*names: str, **details: Any) -> Any:

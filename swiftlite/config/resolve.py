@@ -209,7 +209,7 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
     tuner = config.tuner or ("full" if pretrain else "lora")
     pipeline = config.pipeline_parallel_size > 1
     evaluates = bool(config.eval_dataset) or config.eval_fraction > 0
-    output_dir = config.output_dir or _output_dir(config, now)
+    output_dir = str(Path(config.output_dir or _output_dir(config, now)).expanduser())
     return {
         "global_batch_size": batch.global_size,
         "micro_batch_size": batch.micro_size,
@@ -249,7 +249,7 @@ def _output_dir(config: RunConfig, now: datetime.datetime) -> str:
         raise UserError(
             "--resume auto needs to know which run to go on with", fix="add --output-dir with the folder of the run"
         )
-    checkpoint = Path(config.resume)
+    checkpoint = Path(config.resume).expanduser()
     if config.resume != "never" and checkpoint.parent.name == "checkpoints":
         return str(checkpoint.parent.parent)
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(config.model).name).strip("-.") or "model"
@@ -258,7 +258,7 @@ def _output_dir(config: RunConfig, now: datetime.datetime) -> str:
 
 def _template_date(config: RunConfig, output_dir: str, now: datetime.datetime) -> str:
     """Today; a run that goes on keeps the day it began, or its rows would change under it."""
-    saved = Path(output_dir).expanduser() / "config.yaml"
+    saved = Path(output_dir) / "config.yaml"
     if config.resume != "never" and saved.is_file():
         entry = load_recipe(str(saved)).entries.get("template_date")
         if entry is not None and entry.value:

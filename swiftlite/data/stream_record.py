@@ -34,7 +34,7 @@ def read_records(path: Path) -> dict[int, WindowRecord]:
     """By the window's number; a line that was cut off by a crash is left out."""
     found: dict[int, WindowRecord] = {}
     with suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n"):  # a record may have other ends of lines
             with suppress(ValueError, TypeError):
                 window, record = json.loads(line)
                 found[window] = WindowRecord(**record)

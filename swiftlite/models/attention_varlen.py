@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from swiftlite.models.sinks import share_with_sinks, sink_gradients
 
-LARGEST_HEAD = 256  # of flash attention
+LARGEST_HEAD, HEAD_STEP, AMPERE = 256, 8, (8, 0)  # of flash attention
 VARLEN_TAKES_GROUPS = torch.__version__ >= "2.12"  # fewer heads of keys than of queries, as they are
 
 _backward = torch.ops.aten._flash_attention_backward.default
@@ -35,10 +35,14 @@ class Row(NamedTuple):
 
 
 def serves_varlen(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether PyTorch's kernel for rows of documents takes such tensors: flash attention has 16-bit types, and heads of
-    at most 256. Latent attention's values are narrower than its keys, and are filled up."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and value.shape[-1] <= query.shape[-1] <= LARGEST_HEAD
+    """Whether PyTorch's kernel for rows of documents takes such tensors: flash attention runs on Ampere and later, and
+    has 16-bit types and heads of at most 256 in steps of 8. Latent attention's values are narrower than its keys, and
+    are filled up."""
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    head = query.shape[-1]
+    fits = value.shape[-1] <= head <= LARGEST_HEAD and head % HEAD_STEP == 0
+    return fits and torch.cuda.get_device_capability(query.device) >= AMPERE
 
 
 def attend_by_varlen(

@@ -161,8 +161,9 @@ class TokenScorer(nn.Module):
         return self.base.router_aux_loss_coef * loss.to(outputs.last_hidden_state.device)
 
     @torch.no_grad()
-    def check(self, longest: float = inf) -> None:
-        """Run a few tokens in two documents, or one alone, before a step is trained. longest: tokens of any document.
+    def check(self, longest: float = inf, device: torch.device | None = None) -> None:
+        """Run a few tokens in two documents, or one alone, before a step is trained. longest: tokens of any document;
+        device: where the model runs, if that is not where its parameters are kept.
 
         Raises UserError for an architecture whose attention does not keep documents apart, for one whose output head
         does more than swiftlite knows of, by comparison with the model's own logits, and for one that cannot run so.
@@ -171,7 +172,8 @@ class TokenScorer(nn.Module):
             with noted_windows() as windows:
                 was_training = self.training
                 self.eval()
-                self._check_alone() if self._alone else self._check()
+                run = self._check_alone if self._alone else self._check
+                run(device or next(self.parameters()).device)
                 self.train(was_training)
         except OF_THE_MACHINE:
             raise
@@ -185,8 +187,8 @@ class TokenScorer(nn.Module):
         if not self._alone:
             self._check_windows(windows, longest)
 
-    def _check_alone(self) -> None:
-        probe = _probe(self.base.config.get_text_config().vocab_size, next(self.parameters()).device)
+    def _check_alone(self, device: torch.device) -> None:
+        probe = _probe(self.base.config.get_text_config().vocab_size, device)
         document = probe.second()
         if self._anatomy.gives_scores:
             hidden = self._decode(document).last_hidden_state
@@ -198,8 +200,7 @@ class TokenScorer(nn.Module):
         if (beginning - hidden[:, :3]).abs().max() > _tolerance(hidden) * hidden.abs().max():
             raise UserError(f"{type(self.base).__name__} lets a token see later ones", fix="use a decoder-only model")
 
-    def _check(self) -> None:
-        device = next(self.parameters()).device
+    def _check(self, device: torch.device) -> None:
         probe, entering = _probe(self.base.config.get_text_config().vocab_size, device), self._probe_hidden(device)
         alone = self._decode(probe.second(), None if entering is None else entering[:, 3:]).last_hidden_state
         if self._has_head and not self._anatomy.gives_scores:

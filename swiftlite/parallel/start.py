@@ -59,7 +59,7 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
     count = machines.processes
     _check_devices(count)
     if "OMP_NUM_THREADS" not in os.environ:  # all processes share the cores of this machine
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // count))
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     if machines.nodes > 1:
@@ -98,6 +98,11 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
         for number, handler in before.items():
             signal.signal(number, handler)
     raise SystemExit(max(codes.values()))
+
+
+def _cores() -> int:
+    """That this process may use: a container or `taskset` may leave it few of the machine's."""
+    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
 
 
 @contextmanager

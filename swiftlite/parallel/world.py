@@ -109,6 +109,8 @@ def joined() -> Iterator[World]:
     """
     if not under_torchrun(os.environ):
         yield World(pick_device())
+        if dist.is_initialized():  # FSDP wants a group of this one process for offloading
+            dist.destroy_process_group()
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -165,5 +167,12 @@ def _interruptibly(wait: Callable[[], dist.Store]) -> dist.Store:
 
 def _own_device() -> torch.device:
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= count:
+            raise UserError(
+                f"process {local} of this machine, which has {count} GPUs",
+                where="LOCAL_RANK",
+                fix=f"start at most {count} processes here",
+            )
+        torch.cuda.set_device(local)
     return pick_device()

@@ -98,7 +98,15 @@ class Answerer:
             def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
                 return torch.full((input_ids.shape[0],), stop.is_set(), dtype=torch.bool, device=input_ids.device)
 
-        pieces = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        stops = self._stops
+
+        class Pieces(TextIteratorStreamer):
+            def put(self, value: torch.Tensor) -> None:
+                """Not what ends the answer, which need not be a special token."""
+                if self.next_tokens_are_prompt or value.item() not in stops:
+                    super().put(value)
+
+        pieces = Pieces(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
 
         def work() -> None:
             try:

@@ -70,7 +70,8 @@ def other_memory_errors() -> Iterator[None]:
             raise
         raise RunError(
             "the device ran out of memory",
-            fix="lower --micro-batch-size or --max-length, or use --activation-checkpointing full",
+            fix="where the model was being loaded, divide it (--parallel fsdp) or use --tuner lora and --quantization "
+            "nf4; else lower --micro-batch-size or --max-length, or use --activation-checkpointing full",
         ) from error
 
 

@@ -310,7 +310,7 @@ class Loop:
                 sums.update(found)
         loss = total / max(1, count)
         progress = self.progress
-        if progress.best_loss is None or loss < progress.best_loss:
+        if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.evaluations_without_gain = loss, 0
         else:
             progress.evaluations_without_gain += 1
@@ -319,7 +319,9 @@ class Loop:
     def _note_best(self, eval_loss: float | None) -> None:
         """Before a checkpoint of this step is saved."""
         progress = self.progress
-        if eval_loss is not None and (progress.best_step_loss is None or eval_loss < progress.best_step_loss):
+        if eval_loss is None or not math.isfinite(eval_loss):
+            return
+        if progress.best_step_loss is None or eval_loss < progress.best_step_loss:
             progress.best_step, progress.best_step_loss = progress.step, eval_loss
 
     def _out_of_patience(self) -> bool:

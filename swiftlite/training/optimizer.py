@@ -153,7 +153,6 @@ class UpdatesInBackward(Updates):
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        self._norms.clear()
         self._learning = True
         try:
             yield
@@ -162,7 +161,10 @@ class UpdatesInBackward(Updates):
 
     def _update(self, parameter: nn.Parameter) -> None:
         if not self._learning:
+            parameter.grad = None  # here too a step would not hold it
             return
+        if parameter.grad.device != self._mesh.device:  # FSDP's copy of it to the host may still be under way
+            torch.accelerator.synchronize(self._mesh.device)
         [self._norms[parameter]] = _local_norms([parameter.grad])
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [self._groups[parameter] | {"params": [parameter]}]  # or it would visit all
@@ -174,7 +176,9 @@ class UpdatesInBackward(Updates):
 
     def norm(self, limit: float, scale: float) -> float:
         """Of the step's gradients, as they were."""
-        return _whole_norm(self._norms.values(), self._norms.keys(), self._mesh)
+        norm = _whole_norm(self._norms.values(), self._norms.keys(), self._mesh)
+        self._norms.clear()
+        return norm
 
     def finish(self) -> None:
         """Nothing is left to do."""

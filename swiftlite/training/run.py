@@ -73,7 +73,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
     """
     began, output = time.monotonic(), Path(config.output_dir)
     reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
-    with reporter, closing(Claim(output)) as claim:
+    with reporter, closing(Claim(output)) as claim, other_memory_errors():
         resume = find_resume(config, output, claim, world, reporter.message)
         load = tokenizer_loader(config, reporter.message)
         with reporter.phase("checking the model"):
@@ -209,7 +209,6 @@ class Session:
         with (
             stop_requests(config.stop_after, began) as requested,
             watchdog(self._output / "stacks", self._mesh.rank) as alive,
-            other_memory_errors(),
             parts.profiler or nullcontext(),
         ):
             loop = Loop(parts, self._progress, self._reporter, self.save_checkpoint, requested, alive)

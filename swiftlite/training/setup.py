@@ -117,7 +117,7 @@ class Trainee:
         for part in self.divided.parts:
             as_written = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
             with self.precision.compute(self.mesh.device), as_written:  # FSDP's weights are in the compute type
-                part.scorer.check(longest)
+                part.scorer.check(longest, self.mesh.device)
             reshard(part.scorer)
 
     def uncounted(self) -> set[int]:
@@ -219,7 +219,7 @@ def build_trainee(
     trainee.has_new_head = new_head is not None and resume is None
     trainee.kernels, trainee.alone = kernels, alone
     for part in trainee.divided.parts:
-        materialize(part.scorer, torch.device("cpu") if choice.offload else world.device)
+        materialize(part.scorer, torch.device("cpu") if choice.offload else world.device, world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
         if adapter is None:
             start_dora(part.model)

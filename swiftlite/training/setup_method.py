@@ -102,7 +102,8 @@ def _key(parts: MethodParts) -> str:
     facts = {
         "data": parts.prepared.fingerprint,
         "method": config.method,
-        "precision": [parts.trainee.precision.name, config.quantization, config.pure_bf16],
+        "precision": [parts.trainee.precision.words, config.quantization],
+        "kernels": [parts.trainee.kernels, config.compile],
         "device": parts.trainee.mesh.device.type,
         "tokens": [config.new_tokens, config.seed],
         "versions": [version("torch"), version("transformers")],

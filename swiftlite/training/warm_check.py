@@ -27,7 +27,8 @@ def longest_share(config: RunConfig, plan: BatchPlan, share_of: Sharing, done: i
     layout = mesh.layout
     if layout.pp == 1:
         count = min(count, MICRO_BATCHES * config.micro_batch_size * layout.data_ranks)
-    packs, following = plan.longest(count), next(plan.steps(done), None)
+    packs = plan.longest(count)
+    following = None if packs is None else next(plan.steps(done), None)  # a stream would read windows for it
     if packs is None or following is None:
         return None
     share = share_of(packs)
