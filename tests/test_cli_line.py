@@ -189,7 +189,10 @@ def test_the_plan_shows_ranks_and_arithmetic(run):
     assert "= 2 x 1 x 2 x 1 x 4" in text
     assert "tp: ranks 0 1 2 3 | 4 5 6 7" in text and "pp: ranks 0 8 | 1 9" in text
     assert "2 a forward pass x 2 accumulated x 2 data ranks" in text
-    assert "1f1b, 2 micro-batches over 2 stages; about 33% idle" in text
+    assert "1f1b, 2 micro-batches over 2 ranks; about 33% idle" in text
+    for schedule, idle in (("interleaved-1f1b", "about 11% idle"), ("zero-bubble", "over 2 ranks a step")):
+        _, out, _ = run("sft", *DRY, "--pp", "2", "--micro-batch-size", "2", "--pipeline-schedule", schedule)
+        assert idle in " ".join(out.split())
     long = "runs/" + "long-" * 30
     assert long in run("sft", *DRY, "-o", long)[1]  # whole, for whoever reads it from a pipe
 

@@ -15,6 +15,7 @@ from swiftlite.config.methods import PREFERENCE, pack_capacity
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
     from swiftlite.config.resolve import Resolved
+    from swiftlite.config.schema import RunConfig
 
 SHOWN_GROUPS = 4
 SHOWN_RANKS = 8
@@ -65,6 +66,15 @@ def _words(value: Any) -> str:
     return str(value).replace("[", r"\[")
 
 
+def _idle(config: RunConfig) -> str:
+    """In words, how much of a step a rank of the pipeline waits for others: with two stages a rank half as long. What
+    zero-bubble leaves depends on how long the three parts of a stage take."""
+    if config.pipeline_schedule == "zero-bubble":
+        return ""
+    stages, others = (2 if config.pipeline_schedule == "interleaved-1f1b" else 1), config.pipeline_parallel_size - 1
+    return f"; about {others / (stages * config.num_microbatches + others):.0%} idle"
+
+
 def _groups(layout: Layout) -> Iterator[tuple[str, str]]:
     """(dimension, the ranks that lie along it) for each dimension in use; the innermost has neighbouring ranks."""
     stride = layout.world
@@ -94,12 +104,8 @@ def _plan(resolved: Resolved) -> Table:
         table.add_row("", f"{dimension}: ranks {text}")
     table.add_row("sharding", layout.sharding)
     if layout.pp > 1:
-        idle = (layout.pp - 1) / (config.gradient_accumulation_steps + layout.pp - 1)
-        table.add_row(
-            "pipeline",
-            f"{config.pipeline_schedule}, {config.num_microbatches} micro-batches over {layout.pp} stages; "
-            f"about {idle:.0%} idle",
-        )
+        words = f"{config.pipeline_schedule}, {config.num_microbatches} micro-batches over {layout.pp} ranks"
+        table.add_row("pipeline", words + _idle(config))
     if layout.expert_parallel > 1:
         table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
     capacity = pack_capacity(config)

@@ -256,7 +256,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         shown="from the batch sizes",
     )
     learning_rate: OptionalPositive = flag(
-        None, OPTIMIZATION, "Highest learning rate.", "lr", shown="1e-4 for lora; 1e-5 else; 2e-5 for pretrain"
+        None, OPTIMIZATION, "Peak learning rate.", "lr", shown="lora 1e-4, else 1e-5; dpo, kto a tenth; pretrain 2e-5"
     )
     lr_scheduler: Annotated[
         Literal["cosine", "linear", "constant", "constant_with_warmup", "wsd"],

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+FILES = ["*.safetensors", "*.json"]
+NOT_OURS = ["*/*", "consolidated*"]  # the same weights once more, in their maker's own format
+
 
 def check_model_path(model: str) -> None:
     """A name that looks like a path must exist. Raises UserError."""
@@ -195,7 +198,8 @@ def model_folder(source: str, *, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     with hub_errors(source, "model"):
-        return Path(snapshot_download(source, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+        folder = snapshot_download(source, revision=revision, allow_patterns=FILES, ignore_patterns=NOT_OURS)
+    return Path(folder)
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LARGEST_TEMPLATE = 1 << 20  # bytes
 BUILT_IN_TEMPLATES = {"chatml": CHATML}
