@@ -41,8 +41,9 @@ def results(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> list[torch
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("shape", [(2, 5, 12), (7, 12)])
-def test_output_and_gradients_are_those_of_peft(dtype, tolerance, shape):
-    theirs = adapted()
+@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+def test_output_and_gradients_are_those_of_peft(dtype, tolerance, shape, bias):
+    theirs = adapted(bias=bias)
     ours = copy.deepcopy(theirs)
     fuse_adapters(ours)
     assert "FusedLinear" in {type(module).__name__ for module in ours.modules()}

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_parity import metrics, settings
@@ -17,6 +18,7 @@ from test_run import same_weights, train
 from swiftlite.checkpoint import saver as saver_module
 from swiftlite.checkpoint import space as space_module
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
+from swiftlite.checkpoint.shared import _reason, in_turn, nothing
 from swiftlite.checkpoint.space import Space
 from swiftlite.config.types import seconds_of
 from swiftlite.errors import RunError, UserError
@@ -158,8 +160,8 @@ def test_the_worst_moment_has_one_checkpoint_more_than_are_kept(tmp_path):
     space = Space(checkpoint=100, result=10, saves=9, keep=2, kept=0)
     spare = space_module.SPARE
     assert space.needed(tmp_path) == {tmp_path / "checkpoints": 300, tmp_path: 10 + spare}
-    assert Space(100, 10, saves=1, keep=2, kept=0).checkpoints == 100
-    assert Space(100, 10, saves=9, keep=2, kept=2).checkpoints == 100  # resumed
+    assert Space(100, 10, saves=1, keep=2, kept=0).more == 1
+    assert Space(100, 10, saves=9, keep=2, kept=2).more == 1  # resumed
 
 
 @pytest.mark.parametrize("last_file", ["metrics.jsonl", "config.yaml", ".config.yaml.partial"])
@@ -412,3 +414,22 @@ def test_what_other_processes_of_a_run_have_put_into_its_folder_is_no_other_run(
     monkeypatch.setattr(run_module.Session, "train", train_later)
     train(base)
     assert (tmp_path / "out" / "model").is_dir()
+
+
+@pytest.mark.parametrize("text", ["", "template_date: [", None])
+def test_a_spoilt_config_stops_no_run_that_goes_on(base, tmp_path, text):
+    """A crash may leave it empty; the checkpoints are sound."""
+    train(base, max_steps=2)
+    file = tmp_path / "out" / "config.yaml"
+    file.write_text(text or "\0\0")
+    train(base, resume="auto")
+    assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+    assert "template_date" in file.read_text()
+
+
+@pytest.mark.parametrize("kind", [UserError, RunError])
+def test_all_processes_fail_for_the_reason_of_one_and_with_its_exit_code(kind):
+    told = _reason(kind("the disk is small", where="/", fix="free space"))
+    others = SimpleNamespace(any=lambda _: True, collect=lambda own: [told, own])
+    with pytest.raises(kind, match="the disk is small"):
+        in_turn(others, nothing)

@@ -402,6 +402,7 @@ def test_adapters_that_cannot_be_cut_are_refused_by_name():
     import peft
 
     for options, name in (({"use_dora": True, "target_modules": ["q_proj"]}, "DoRA"),
+                          ({"lora_bias": True, "target_modules": ["o_proj"]}, "o_proj has a bias"),
                           ({"target_modules": ["embed_tokens"]}, "LoRA on the embedding")):  # fmt: skip
         _, base = build(Case("llama"))
         model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,16 @@ def check_adapter(model: nn.Module, names: Iterable[str], where: Path) -> None:
                 where=str(where),
                 fix="give the base model that the adapter was trained on",
             )
+
+
+def unread_of_adapter(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """The tensors of an adapter's file that its settings do not speak of, with their names in the base model. peft
+    writes embeddings as well where it finds their size changed, or an adapter on them; of a module that is trained
+    whole it may write all three copies, of which one counts."""
+    known = {_plain(name) for name in _adapter_on_disk(model)[1]}
+    copies = re.compile(r"\.(modules_to_save|original_module)\.")
+    unread = [name for name in names if copies.sub(".", _plain(name)) not in known]
+    return {name: _plain(name).replace(".base_layer.", ".") for name in unread}
 
 
 def _adapter_on_disk(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], _KeepViews]:

@@ -11,7 +11,7 @@ import torch
 
 from swiftlite.checkpoint.boxes import Holding, holdings
 from swiftlite.checkpoint.folder import GO_ON, atomic_folder, disk_errors, partial_folder
-from swiftlite.errors import RunError, SwiftliteError
+from swiftlite.errors import RunError, SwiftliteError, UserError
 from swiftlite.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -66,14 +66,17 @@ def in_turn(mesh: Together, work: Callable[[], None]) -> None:
         problem = error
     if mesh.any(problem is not None):
         reasons = [reason for reason in mesh.collect(_reason(problem)) if reason is not None]
-        what, where, fix = reasons[0]
-        raise problem or RunError(what, where=where, fix=fix)
+        kind, what, where, fix = reasons[0]
+        raise problem or kind(what, where=where, fix=fix)
 
 
-def _reason(problem: Exception | None) -> tuple[str, str | None, str | None] | None:
-    if problem is None or isinstance(problem, SwiftliteError):
-        return problem and (problem.what, problem.where, problem.fix)
-    return f"a process could not save: {type(problem).__name__}: {problem}", None, None
+def _reason(problem: Exception | None) -> tuple[type[SwiftliteError], str, str | None, str | None] | None:
+    if problem is None:
+        return None
+    if isinstance(problem, SwiftliteError):  # which of the user's errors it is decides the exit code
+        kind = UserError if isinstance(problem, UserError) else RunError
+        return kind, problem.what, problem.where, problem.fix
+    return RunError, f"a process could not save: {type(problem).__name__}: {problem}", None, None
 
 
 def to_write(mesh: Mesh, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Holding]]:

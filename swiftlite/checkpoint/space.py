@@ -27,18 +27,18 @@ class Space:
     kept: int
 
     @property
-    def checkpoints(self) -> int:
-        """Bytes of them beyond those there are, at the worst moment: the oldest goes after the next is complete."""
-        return min(self.saves, max(0, self.keep - self.kept) + 1) * self.checkpoint
+    def more(self) -> int:
+        """Checkpoints beyond those there are, at the worst moment: the oldest goes after the next is complete."""
+        return min(self.saves, max(0, self.keep - self.kept) + 1)
 
     def needed(self, output: Path) -> dict[Path, int]:
         """Bytes by folder: `checkpoints/` may be a link to another file system."""
-        return {output / "checkpoints": self.checkpoints, output: self.result + SPARE}
+        return {output / "checkpoints": self.more * self.checkpoint, output: self.result + SPARE}
 
     def words(self) -> str:
         return (
-            f"{in_words(self.checkpoint)} a checkpoint, {self.keep} kept and one being written, "
-            f"{in_words(self.result)} for model/"
+            f"{in_words(self.checkpoint)} for each of {self.more} more checkpoints at once, "
+            f"{in_words(self.result)} for model/, {in_words(SPARE)} for all beside them"
         )
 
 

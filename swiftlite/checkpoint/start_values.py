@@ -25,6 +25,8 @@ class FreshValues:
             return self._random(name, shape)[box.slices_of(whole(shape))]
         if ".lora_B." in name or ".lora_embedding_A." in name:
             return torch.zeros(box.shape)
+        if ".lora_magnitude_vector." in name:
+            return torch.zeros(box.shape)  # until `start_dora`
         return None
 
     def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -79,11 +79,12 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + more
 
 
-def read_overlap(folder: TensorFolder, entry: Entry, holding: Holding) -> None:
-    """Copy what a file's tensor and a holding have in common into the holding, converting the number type."""
+def read_overlap(folder: TensorFolder, entry: Entry, holding: Holding) -> int:
+    """Copy what a file's tensor and a holding have in common into the holding, converting the number type. Returns how
+    many numbers that are."""
     common = entry.box.overlap(holding.box)
     if common is None:
-        return
+        return 0
     part = entry.on_disk(common.slices_of(entry.box))
     left_out = [dim for dim in range(len(entry.box.shape)) if dim not in entry.dims]
     data = folder.read(entry.name, part)
@@ -91,6 +92,7 @@ def read_overlap(folder: TensorFolder, entry: Entry, holding: Holding) -> None:
     order = [*entry.dims, *left_out]
     target = holding.tensor[common.slices_of(holding.box)]
     target.copy_(data.permute([order.index(dim) for dim in range(len(order))]))
+    return target.numel()
 
 
 class StartValues(Protocol):
@@ -106,7 +108,7 @@ def fill(
     """Give every tensor its values: from the files that know it, over its start values.
 
     tensors: by name, plain or DTensor; start_values: the values of a box of the tensor `name` of the whole `shape`, or
-    None where files hold all of it.
+    None where files hold all of it. Raises UserError where they do not: such memory may hold anything.
     """
     entries: dict[str, list[tuple[TensorFolder, Entry]]] = {}
     for folder, catalog in sources:
@@ -117,8 +119,11 @@ def fill(
             first = start_values(name, tuple(tensor.shape), holding.box)
             if first is not None:
                 holding.tensor.copy_(first)
-            for folder, entry in entries.get(name, ()):
-                read_overlap(folder, entry, holding)
+            read = sum(read_overlap(folder, entry, holding) for folder, entry in entries.get(name, ()))
+            if first is None and read < holding.tensor.numel():
+                raise UserError(
+                    f"no file gives values to {name}", fix="check that these files belong to this model, and report it"
+                )
 
 
 def materialize(model: nn.Module, device: torch.device, computing: torch.device | None = None) -> None:

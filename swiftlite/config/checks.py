@@ -296,7 +296,7 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.tuner != "freeze":
         yield from ((name, f"with --tuner {config.tuner}") for name in ("trainable_layers", "trainable_modules"))
     if config.adapter is not None:
-        yield from ((name, "beside --adapter, which brings its own") for name in LORA_SHAPE)
+        yield from ((name, "beside --adapter, which brings its own") for name in (*LORA_SHAPE, "modules_to_save"))
     yield from _ineffective_preference(config)
     if config.lr_scheduler != "wsd":
         yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"

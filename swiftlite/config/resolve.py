@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,8 @@ def _template_date(config: RunConfig, output_dir: str, now: datetime.datetime) -
     """Today; a run that goes on keeps the day it began, or its rows would change under it."""
     saved = Path(output_dir) / "config.yaml"
     if config.resume != "never" and saved.is_file():
-        entry = load_recipe(str(saved)).entries.get("template_date")
-        if entry is not None and entry.value:
-            return str(entry.value)
+        with suppress(UserError):  # a file that a crash has spoilt does not stop a run whose checkpoints are sound
+            entry = load_recipe(str(saved)).entries.get("template_date")
+            if entry is not None and entry.value:
+                return str(entry.value)
     return now.date().isoformat()

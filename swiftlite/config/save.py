@@ -18,7 +18,10 @@ def save_config(config: RunConfig, path: Path) -> None:
     """Write the config as a recipe that runs from any folder, and from the start; the file is whole or unchanged."""
     partial = path.with_name(f".{path.name}.partial")
     config = with_absolute_names(config.model_copy(update={"resume": "never"}))
-    partial.write_text(dump_config(config), encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(dump_config(config))
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
 
 

@@ -54,7 +54,7 @@ def _fused_class() -> type[nn.Module]:
                 return base(x, *args, **kwargs)
             [name] = self.active_adapters
             into, out_of, scaling = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-            frozen = type(base) in LINEAR and not base.weight.requires_grad
+            frozen = type(base) in LINEAR and not any(p.requires_grad for p in base.parameters())
             if frozen and are_plain_fp32(x, base.weight, into, out_of):
                 return _Adapted.apply(x, base.weight, base.bias, into, out_of, scaling)
             if half_weight(base) is not None:

@@ -45,6 +45,7 @@ def tokenizer_loader(
                     trust_remote_code=config.trust_remote_code,
                     chat_template=config.chat_template,
                     new_tokens=config.new_tokens,
+                    vocabulary_of=config.adapter,
                     tell=tell,
                 )
             )
@@ -61,11 +62,13 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
     new_tokens: list[str] | None = None,
+    vocabulary_of: str | None = None,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer, with the chat template and the new tokens that were asked for.
 
     chat_template: a built-in name (`chatml`) or a Jinja file; revision: of the model, another tokenizer has its own;
+    vocabulary_of: an adapter with which the vocabulary cannot grow any more;
     tell: is told which new tokens are known. Raises UserError where it cannot be had.
     """
     with quick_imports():
@@ -90,6 +93,12 @@ def load_tokenizer(
         vocabulary = loaded.get_vocab()
         if known := [token for token in new_tokens if token in vocabulary]:
             tell(f"note: the tokenizer knows {', '.join(known)} of --new-tokens already")
+        if vocabulary_of is not None and (more := [token for token in new_tokens if token not in vocabulary]):
+            raise UserError(
+                f"the adapter cannot learn new tokens, and its tokenizer does not know {', '.join(more)}",
+                where=f"--adapter {vocabulary_of}",
+                fix="leave them out of --new-tokens, or merge the adapter (swiftlite export) and train a new one",
+            )
         loaded.add_tokens(new_tokens)
     if chat_template is not None:
         loaded.chat_template = read_chat_template(chat_template)

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from swiftlite.errors import UserError
+from swiftlite.models.adapters import continue_adapter, refuse_adapted_head, wrap
 from swiftlite.models.anatomy import SCORE_HEAD, head_of
 from swiftlite.quick_imports import quick_imports
-from swiftlite.untrusted import existing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +90,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns of choices that are made for it below
         if adapter is not None:
-            return _continue_adapter(peft, model, adapter)
+            return continue_adapter(model, adapter)
         kept = list(config.modules_to_save)
         if config.new_tokens:  # their rows are only learnt if embedding and head are trained
             kept += [name for name in _embedding_names(model) if name not in kept]
@@ -110,7 +110,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
             ensure_weight_tying=bool(kept) and not classifies and _stays_tied(model),
         )
         try:
-            wrapped = _wrap(peft, model, settings)
+            wrapped = wrap(model, settings)
         except ValueError as error:
             raise UserError(
                 f"LoRA cannot be added: {str(error).splitlines()[0]}",
@@ -120,7 +120,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
                 + "or use --tuner full",
             ) from error
     _refuse_unknown_names(wrapped, config)
-    _refuse_adapted_head(wrapped)
+    refuse_adapted_head(wrapped)
     return wrapped
 
 
@@ -151,40 +151,6 @@ def _matrices(model: PreTrainedModel) -> list[str]:
     )
     names = [name.split(".") for name, module in model.named_modules() if isinstance(module, kinds)]
     return list(dict.fromkeys(parts[-1] for parts in names if parts[-1] != "base_layer" and not {*parts} & {*inside}))
-
-
-def _continue_adapter(peft, model: PreTrainedModel, adapter: Path) -> nn.Module:  # noqa: ANN001
-    try:
-        settings = peft.PeftConfig.from_pretrained(str(adapter))
-        settings.inference_mode = False
-        wrapped = _wrap(peft, model, settings)
-    except (ValueError, RuntimeError, OSError, TypeError) as error:
-        raise UserError(
-            f"the adapter does not fit the model: {str(error).splitlines()[0]}",
-            where=str(adapter),
-            fix="give the base model that adapter_config.json names",
-        ) from error
-    _refuse_adapted_head(wrapped)
-    return wrapped
-
-
-def _wrap(peft, model: PreTrainedModel, settings) -> nn.Module:  # noqa: ANN001
-    wrapped = peft.get_peft_model(model, settings)
-    found = wrapped.peft_config["default"]
-    if base := existing(model.name_or_path):  # the adapter finds it from any folder
-        found.base_model_name_or_path = str(base.absolute())
-    if found.modules_to_save:  # to which peft adds a classifier's head each time
-        found.modules_to_save = list(dict.fromkeys(found.modules_to_save))
-    return wrapped
-
-
-def _refuse_adapted_head(wrapped: nn.Module) -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    if isinstance(wrapped.get_base_model().get_output_embeddings(), BaseTunerLayer):
-        raise UserError(
-            "LoRA on the output head is not supported", fix="train the head whole with --modules-to-save lm_head"
-        )
 
 
 def _embedding_names(model: PreTrainedModel) -> list[str]:

@@ -194,6 +194,12 @@ class _Division:
 
     def _divide_row(self, module: nn.Module, name: str, part: Part, by_tokens: bool) -> None:
         linear, downs, ups = self._linear(module, name)
+        if any(up._parameters.get("bias") is not None for up in ups):  # each rank would add it to its part of the sum
+            raise UserError(
+                f"the adapter of {name} has a bias, which tensor parallelism cannot divide",
+                where="--tensor-parallel-size",
+                fix="use --tensor-parallel-size 1",
+            )
         for owner in (linear, *downs):
             self._cut(owner, "weight", 1, name)
         for up in ups:

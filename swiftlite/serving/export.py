@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from peft import PeftConfig
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 
 from swiftlite.checkpoint.boxes import Holding, holdings, whole
 from swiftlite.checkpoint.catalog import stored_tensors
@@ -21,13 +23,13 @@ from swiftlite.checkpoint.space import check_space
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.config.types import Size
 from swiftlite.errors import RunError, UserError
+from swiftlite.models.adapters import check_start
 from swiftlite.models.dtypes import named_dtype, source_dtype
 from swiftlite.models.load import load_config
 from swiftlite.serving.load import load_for_answers
 from swiftlite.serving.source import ModelSource, find_source
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROMPTS = (
@@ -78,6 +80,8 @@ def run_export(options: ExportOptions) -> Exported:
         )
     largest = _shard_size(options.max_shard_size)
     source = find_source(options.model, options.adapter)
+    if source.adapter is not None:
+        check_start(PeftConfig.from_pretrained(str(source.adapter)), source.adapter)
     dtype = _dtype(options, source)
     model, tokenizer = load_for_answers(
         source,
@@ -92,7 +96,7 @@ def run_export(options: ExportOptions) -> Exported:
     logits = _logits(model, prompts)
     merge = None
     if source.adapter is not None:
-        model = model.merge_and_unload(safe_merge=True)
+        model = _merged(model, source.adapter)
         merge = _relative(_logits(model, prompts), logits)
         if merge > MERGE_TOLERANCE:
             raise RunError(
@@ -107,6 +111,26 @@ def run_export(options: ExportOptions) -> Exported:
     return Exported(
         options.output, dtype, files.plan.size, merge, _relative(rounded, logits), _agreement(rounded, logits)
     )
+
+
+def _merged(model: nn.Module, adapter: Path) -> PreTrainedModel:
+    """The base with the adapter in its weights. Raises UserError for a kind that cannot be merged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = model.get_base_model()
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if isinstance(embedding, BaseTunerLayer) and head is not None and embedding.weight is head.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone())  # which the adapter of the embedding does not change
+        base.config.get_text_config().tie_word_embeddings = False
+    try:
+        return model.merge_and_unload(safe_merge=True)
+    except (AttributeError, NotImplementedError, ValueError) as error:
+        kind = getattr(model.active_peft_config.peft_type, "value", "unknown")
+        raise UserError(
+            f"an adapter of the kind {kind} cannot be merged: {(str(error).splitlines() or [''])[0][:200]}",
+            where=str(adapter),
+            fix="serve base and adapter as they are",
+        ) from error
 
 
 def _shard_size(text: str) -> str:

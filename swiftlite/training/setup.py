@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from swiftlite.checkpoint.catalog import catalog_adapter, check_adapter, stored_tensors
+from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, plan_files
-from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_model_folder
+from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED, pack_capacity
@@ -50,11 +50,12 @@ from swiftlite.training.divide import Divided, divide, spares_cheap_results
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.sources import (
     find_weights,
+    has_scores,
     in_wrapped_names,
     match_files,
     new_rows,
     new_scores,
-    trained_entries,
+    read_on_top,
 )
 
 if TYPE_CHECKING:
@@ -198,13 +199,7 @@ def build_trainee(
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     model = apply_tuner(base, config, adapter)
     sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
-    if adapter is not None:
-        saved = TensorFolder(adapter / ADAPTER)
-        check_adapter(model, saved.entries, adapter)
-        sources.append((saved, saved.match(catalog_adapter(model), "base_model.model")))
-    elif resume is not None and source != str(resume):
-        saved = TensorFolder(resume)
-        sources.append((saved, saved.match(trained_entries(base), base.base_model_prefix)))
+    sources += read_on_top(model, base, weights, adapter, None if source == str(resume) else resume)
     fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, new_head))
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout)
@@ -216,7 +211,7 @@ def build_trainee(
     trainee = _on_meta(
         config, model_config, model, base, choice, mesh, precision, need, _room(choice, need, mesh, free)
     )
-    trainee.has_new_head = new_head is not None and resume is None
+    trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
     trainee.kernels, trainee.alone = kernels, alone
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device, world.device)

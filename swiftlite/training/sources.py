@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.checkpoint.catalog import Catalog, catalog_model, stored_tensors
+from swiftlite.checkpoint.catalog import (
+    Catalog,
+    catalog_adapter,
+    catalog_model,
+    check_adapter,
+    stored_tensors,
+    unread_of_adapter,
+)
+from swiftlite.checkpoint.safetensors_files import ADAPTER
 from swiftlite.checkpoint.weights import TensorFolder
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD, dissect
@@ -43,6 +51,58 @@ def match_files(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, 
     return weights.match([entry for entry in catalog if entry.name != lacking], base.base_model_prefix), lacking
 
 
+def read_on_top(
+    model: nn.Module, base: PreTrainedModel, weights: TensorFolder, adapter: Path | None, checkpoint: Path | None
+) -> list[tuple[TensorFolder, Catalog]]:
+    """What is read over the weights of the base: an adapter, or what a checkpoint holds of trained parameters; nothing
+    in a new run. Raises UserError where it does not fit."""
+    if adapter is not None:
+        saved = TensorFolder(adapter / ADAPTER)
+        check_adapter(model, saved.entries, adapter)
+        _check_all_read(model, base, weights, saved, adapter)
+        catalog, has_head = catalog_adapter(model), has_scores(saved)  # one that has learnt to answer has none
+        return [(saved, saved.match([e for e in catalog if has_head or not _is_score(e.name)], "base_model.model"))]
+    if checkpoint is not None:
+        saved = TensorFolder(checkpoint)
+        return [(saved, saved.match(_trained_entries(base), base.base_model_prefix))]
+    return []
+
+
+def _check_all_read(
+    model: nn.Module, base: PreTrainedModel, weights: TensorFolder, saved: TensorFolder, adapter: Path
+) -> None:
+    """Raise UserError where tensors of an adapter's file would be lost: those beside the adapter that are not the
+    base's own."""
+    if has_scores(saved) and not dissect(base).gives_scores:
+        raise UserError(
+            "the adapter is a reward model's: its score head has no place in a model that answers",
+            where=str(adapter),
+            fix="go on with it by `swiftlite rm`, or give an adapter that sft, dpo, kto or pretrain trained",
+        )
+    lost = [
+        plain
+        for name, plain in unread_of_adapter(model, saved.entries).items()
+        if plain not in weights.entries or not torch.equal(saved.read(name).float(), weights.read(plain).float())
+    ]
+    if lost:
+        raise UserError(
+            f"the adapter's file has tensors that its settings do not name: {', '.join(sorted(lost)[:3])}"
+            + (f" and {len(lost) - 3} more" if len(lost) > 3 else ""),
+            where=str(adapter),
+            fix="add their modules (such as embed_tokens and lm_head) to modules_to_save in adapter_config.json, which "
+            "trains them on, or merge the adapter by `swiftlite export` and give the result to --model",
+        )
+
+
+def has_scores(folder: TensorFolder) -> bool:
+    """Whether these files hold the score head of a reward model."""
+    return any(map(_is_score, folder.entries))
+
+
+def _is_score(name: str) -> bool:
+    return name.split(".")[-2:] == [SCORE_HEAD, "weight"]
+
+
 def in_wrapped_names(catalog: Catalog, plain: dict[int, str], model: nn.Module) -> Catalog:
     """The catalog with each owner's name as adapters left it; modules trained whole start as copies of their base."""
     wrapped: dict[str, list[str]] = {}
@@ -61,7 +121,7 @@ def _trained_copy(name: str) -> str:
     return name.replace(".original_module.", ".modules_to_save.default.")
 
 
-def trained_entries(base: PreTrainedModel) -> Catalog:
+def _trained_entries(base: PreTrainedModel) -> Catalog:
     """What files hold of the parameters that are trained."""
     trained = {name for name, parameter in base.named_parameters() if parameter.requires_grad}
     return [entry for entry in catalog_model(base) if entry.owner in trained]
@@ -85,7 +145,9 @@ def new_rows(catalog: Catalog, folder: TensorFolder, model: nn.Module) -> dict[s
 def _plain_name(name: str) -> str:
     """A name without what peft puts into it."""
     plain = name.removeprefix("base_model.model.")
-    return plain.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
+    for part in (".original_module.", ".modules_to_save.default.", ".base_layer."):
+        plain = plain.replace(part, ".")
+    return plain
 
 
 def new_scores(model: nn.Module, name: str | None) -> dict[str, torch.Tensor]:
