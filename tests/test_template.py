@@ -42,6 +42,11 @@ QWEN3 = """{%- set ns = namespace(last=-1) %}
 {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+GLM4 = """[gMASK]<sop>{% for m in messages %}
+{%- if m.role == 'assistant' %}{{- '<|assistant|>\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{- '\n<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}
+{%- else %}{{- {'user': '<|user|>\n', 'tool': '<|observation|>\n', 'system': '<|system|>\n'}[m.role] + m.content }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"""
 THINKING_PROMPT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -203,6 +208,23 @@ def test_phi3_text_behind_the_end_token_is_not_trained(make_tokenizer):
     assert text.count("<|im_end|>") == 1  # eos, behind the whole conversation only
     own = chat(["Which token ends a turn?", "It is <|end|>"])  # an answer that itself ends with a special token
     assert trained_texts(tokenizer, own) == [["It is <|end|><|end|>"]]
+
+
+def test_where_the_next_header_ends_an_answer_it_is_learnt(make_tokenizer):
+    """GLM-4: the model stops by `<|user|>`, and by `<|observation|>` behind a call."""
+    headers = ["<|user|>", "<|assistant|>", "<|observation|>", "</tool_call>"]
+    tokenizer = make_tokenizer(GLM4, headers)
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["\nI am small.<|user|>", "\nNow I answer."]]
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    asked = [
+        {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."},
+    ]  # fmt: skip
+    assert trained_texts(tokenizer, chat(asked)) == [["\n\n<tool_call>add</tool_call><|observation|>", "\nTwo."]]
+    for conversation in (chat(asked), chat(asked[:2])):
+        assert ChatRenderer(tokenizer, "2025-03-09").render(conversation)[0].add_eos
+    plain = make_tokenizer(GLM4.replace("<|user|>", "User:").replace("<|assistant|>", "Assistant:"), headers)
+    assert trained_texts(plain, chat(TWO_TURNS)) == [["\nI am small.", "\nNow I answer."]]
 
 
 def test_a_dropped_tool_call_is_a_bad_row(make_tokenizer):

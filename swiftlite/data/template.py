@@ -13,43 +13,24 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import CALL, with_fitting_arguments
 from swiftlite.data.forms import BadRow, Chat
 from swiftlite.data.messages import REASONING_KEYS
+from swiftlite.data.spans import Rendered, Span, Turn, joined, without_gaps
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 OPENING = 64  # characters; a generation prompt that goes on behind its header (`<think>`) is far shorter
 _PROBE = [{"role": "user", "content": "x"}]
 _ANSWER = "ANSWER"
 _THOUGHT = "</think>"  # what ends the thinking of DeepSeek R1 and of most that came after it
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """text: the whole conversation or a part of it; spans: trained characters, ascending; add_eos: the template ends
-    answers with no token at all, so that the tokenizer's end-of-text has to be appended and trained."""
-
-    text: str
-    spans: list[Span]
-    add_eos: bool
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """One trained answer: the text up to its end, the spans within it, and whether an end-of-turn token closes it."""
-
-    text: str
-    spans: list[Span]
-    closed: bool
 
 
 class ChatRenderer:
@@ -64,7 +45,8 @@ class ChatRenderer:
         self._date = datetime.date.fromisoformat(template_date)
         self._templates = {with_tools: self._prepare(with_tools) for with_tools in (False, True)}
         self._shown: dict[tuple[str, str, bool], bool] = {}
-        self._end = self._behind_an_answer()
+        end = self._behind_an_answer()
+        self._end, self._ends_nothing = end or "", end == ""
         added = map(str, tokenizer.added_tokens_decoder.values())  # of which those of --new-tokens are not special
         special = _special_tokens(tokenizer) | {token for token in added if self._end.startswith(token)}
         self._special = tuple(sorted(special, key=len, reverse=True))
@@ -84,7 +66,7 @@ class ChatRenderer:
                 groups[-1].append(turn)
             else:
                 groups.append([turn])
-        return [_joined(group) for group in groups]
+        return [joined(group, self._stop_behind) for group in groups]
 
     def unknown_keys(self, chat: Chat) -> set[str]:
         """Keys of the messages of which the template makes nothing. The thinking of an answer to learn is checked by
@@ -118,24 +100,23 @@ class ChatRenderer:
 
     # ---- one answer ---------------------------------------------------------------------------------------------
 
-    def _turn(self, chat: Chat, index: int) -> _Turn:
+    def _turn(self, chat: Chat, index: int) -> Turn:
         if _GENERATION.search(self._templates[bool(chat.tools)]):
             text, spans = self._marked(chat, index)
         else:
             text, spans = self._between(chat, index)
         start, end = spans[-1]
         last = text[start:end].rstrip()
-        ends = self._closing_tokens(last)
+        ends, message = self._closing_tokens(last), chat.messages[index]
+        own = len(ends) if message.get("tool_calls") else len(self._closing_tokens(message["content"]))
         if self._end_of_turn and last.endswith(self._end):
             spans = [*spans[:-1], (start, start + len(last) - len(self._end) + len(self._end_of_turn))]
         elif ends:  # what stands behind the end-of-turn token belongs to the template, not to the answer
-            message = chat.messages[index]
-            own = len(ends) if message.get("tool_calls") else len(self._closing_tokens(message["content"]))
             spans = [*spans[:-1], (start, start + ends[min(own, len(ends) - 1)])]
         elif self._end and text[:end].rstrip().endswith(self._end):  # an end in plain text
             spans = [*spans[:-1], (start, len(text[:end].rstrip()))]
         self._check_content(chat, index, text[: spans[0][0]], "".join(text[s:e] for s, e in spans))
-        return _Turn(text, spans, closed=bool(ends))
+        return Turn(text, spans, closed=len(ends) > own if self._ends_nothing else bool(ends))
 
     def _closing_tokens(self, text: str) -> list[int]:
         """Where the special tokens end that close a text, ascending; white space may stand between them.
@@ -150,6 +131,12 @@ class ChatRenderer:
             text = text[: -len(token)]
         return ends[::-1]
 
+    def _stop_behind(self, text: str, end: int) -> int:
+        """The end of the special token that follows an answer which the template ends with nothing of its own."""
+        following = len(text) - len(text[end:].lstrip())
+        ends = self._opening_tokens(text[following:]) if self._ends_nothing else []
+        return following + ends[0] if ends else end
+
     def _marked(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
         """(text up to the end of the answer, spans the template marks for it).
 
@@ -160,7 +147,7 @@ class ChatRenderer:
         if begin is None:  # earlier messages are written anew, so only the number of marks tells whose they are
             answers = [i for i in range(index) if chat.messages[i]["role"] == "assistant"]
             marks = marks[len(self._render_marks(chat, answers[-1] + 1)[1]) if answers else 0 :]
-        spans = _without_gaps([(max(start, begin or 0), end) for start, end in marks])
+        spans = without_gaps([(max(start, begin or 0), end) for start, end in marks])
         if not spans:
             raise BadRow("template_error", f"the template's generation marks leave out message {index}")
         end = self._over_end_token(text, spans[-1][1], chat.messages[index]["content"].rstrip())
@@ -283,13 +270,14 @@ class ChatRenderer:
             )
         return pinned
 
-    def _behind_an_answer(self, following: Sequence[dict[str, str]] = ()) -> str:
-        """What the template writes behind an answer, without white space around it. following: messages after it."""
+    def _behind_an_answer(self, following: Sequence[dict[str, str]] = ()) -> str | None:
+        """What the template writes behind an answer, without white space around it; None where it does not take this
+        conversation. following: messages after it."""
         messages = [*_PROBE, {"role": "assistant", "content": _ANSWER}, *following]
         try:
             text = self._render(Chat(messages, []), len(messages))
         except BadRow:  # a template that refuses this may take the rows
-            return ""
+            return None
         return text.rpartition(_ANSWER)[2].strip()
 
     def _learnt_end(self) -> str:
@@ -301,7 +289,7 @@ class ChatRenderer:
         ends = self._opening_tokens(self._end)
         if not ends or ends[-1] < len(self._end):
             return self._end[: min(ends, default=0)]
-        between = self._behind_an_answer(_PROBE)
+        between = self._behind_an_answer(_PROBE) or ""
         shared = len(os.path.commonprefix([self._end, between]))
         return self._end[: max((end for end in ends if end <= shared), default=ends[0])]
 
@@ -341,23 +329,6 @@ class ChatRenderer:
         except Exception as error:
             raise _template_failure(error) from error
         return texts[0], marks[0]
-
-
-def _without_gaps(spans: list[Span]) -> list[Span]:
-    """The spans that hold anything, with those that touch as one."""
-    found: list[Span] = []
-    for start, end in spans:
-        if end > start and found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
-        elif end > start:
-            found.append((start, end))
-    return found
-
-
-def _joined(turns: list[_Turn]) -> Rendered:
-    """The sequence of some answers; an end-of-text stands right behind the last of them."""
-    last, spans = turns[-1], [span for turn in turns for span in turn.spans]
-    return Rendered(last.text if last.closed else last.text[: spans[-1][1]], spans, add_eos=not last.closed)
 
 
 def _template_failure(error: Exception) -> Exception:
