@@ -18,7 +18,7 @@ from swiftlite.objectives.scorer import decoder_inputs
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.planning.choose import USABLE, Choice, Need
 from swiftlite.planning.memory import activation_bytes_per_token
-from swiftlite.training import setup
+from swiftlite.training import needs
 from swiftlite.training.precision import Precision
 
 TOKENS = 64
@@ -70,9 +70,9 @@ def test_auto_recomputes_the_least_that_fits(share, spared, mode):
     shape, precision, cpu = toy_config("llama", 8), Precision("fp32", torch.float32), torch.device("cpu")
     everything = activation_bytes_per_token(shape, torch.float32) * config.max_length
     room = 2 * share * everything
-    assert setup._choose_checkpointing(config, shape, cpu, precision, room) == mode
+    assert needs.choose_checkpointing(config, shape, cpu, precision, room) == mode
     split = config.model_copy(update={"pipeline_schedule": "zero-bubble", "pipeline_parallel_size": 2, "compile": True})
-    assert setup._choose_checkpointing(split, shape, cpu, precision, room) == ("none" if share > 1 else "full")
+    assert needs.choose_checkpointing(split, shape, cpu, precision, room) == ("none" if share > 1 else "full")
 
 
 def test_the_states_of_a_share_leave_more_room():
@@ -80,4 +80,26 @@ def test_the_states_of_a_share_leave_more_room():
     half, cpu = Layout(dp_shard=2, sharding="full"), torch.device("cpu")
     for layout, states in ((Layout(), 160_000), (half, 80_000)):
         choice, mesh = Choice(layout, False, ""), Mesh(layout, cpu)
-        assert setup._room(choice, need, mesh, 10**6) == USABLE * 10**6 - states
+        assert needs.room_left(choice, need, mesh, 10**6) == USABLE * 10**6 - states
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+def test_hidden_states_are_kept_in_the_type_of_the_weights(weights):
+    """Counted in a forward pass of transformers' own, under autocast; copies of weights are no activations."""
+    from transformers import LlamaConfig, LlamaModel
+
+    def config(layers):
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return LlamaConfig(vocab_size=64, num_hidden_layers=layers, attn_implementation="sdpa", **sizes)
+
+    def kept(layers):
+        model, held = LlamaModel(config(layers)).to(weights), []
+        given = {tuple(p.shape) for p in model.parameters()} | {tuple(p.T.shape) for p in model.parameters()}
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=torch.arange(TOKENS + 1)[None] % 64, use_cache=False)
+        stores = [x.untyped_storage() for x in held if tuple(x.shape) not in given]
+        return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
+
+    expected = activation_bytes_per_token(config(2), torch.bfloat16, hidden_dtype=weights) * (TOKENS + 1)
+    assert kept(3) - kept(1) == pytest.approx(expected, rel=0.01)

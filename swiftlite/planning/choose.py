@@ -34,7 +34,8 @@ class Need:
 
     trained, frozen: parameters; frozen_bytes: of a frozen one, on average; largest_unit: bytes of the largest group of
     weights that is whole for a moment; activations: bytes of a micro-batch, of which context parallel ranks have a
-    slice each; trained_bytes: of a trained parameter.
+    slice each; trained_bytes: of a trained parameter; copies: bytes of whole weights in the type of products, which
+    autocast makes of fp32 ones (FSDP gathers them as such, a unit at a time).
     """
 
     trained: int
@@ -43,6 +44,7 @@ class Need:
     largest_unit: int
     activations: int
     trained_bytes: float = TRAINED_BYTES
+    copies: int = 0
 
     @property
     def states(self) -> int:
@@ -67,7 +69,7 @@ def choose_data_layout(layout: Layout, need: Need, free: int) -> Choice:
     split = layout.tp * layout.pp
     ranks = layout.data_ranks
     activations = need.activations // layout.cp
-    replicated = need.states / split + activations
+    replicated = (need.states + need.copies) / split + activations
     sharded = need.states / split / ranks + 2 * need.largest_unit + activations
     limit = USABLE * free
     room = f"of {in_words(free)} free on a device"

@@ -14,15 +14,22 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtype, checkpointing: str = "none") -> int:
-    """Bytes that the layers keep for the backward, per token.
+def activation_bytes_per_token(
+    model_config: PretrainedConfig,
+    dtype: torch.dtype,
+    checkpointing: str = "none",
+    hidden_dtype: torch.dtype | None = None,
+) -> int:
+    """Bytes that the layers keep for the backward, per token. dtype: of products; hidden_dtype: of hidden states
+    between layers, by default the same.
 
     `16 h + 4 a d + 4 k d + 8 f + 4 a + 8` a layer in bf16 without checkpointing for a Llama-like layer (h hidden, a
     heads, k KV heads, d head size, f feed-forward; counted with `torch.autograd.graph.saved_tensors_hooks`), what
     enters the layer and the results of matrix products and attention under `selective`, what enters it alone under
-    `full`; twice that in fp32. On a CPU, where that is much, about as much is left without checkpointing as under
-    `selective` (`swiftlite.models.rematerialize`); attention's weights (`swiftlite.models.attention_cpu`) come to a
-    fifth more at most, and to less with shorter documents.
+    `full`; twice that in fp32. Under autocast over fp32 weights hidden states are fp32 too, which adds `10 h`, or `2 h`
+    where only what enters a layer is kept of them. On a CPU, where that is much, about as much is left without
+    checkpointing as under `selective` (`swiftlite.models.rematerialize`); attention's weights
+    (`swiftlite.models.attention_cpu`) come to a fifth more at most, and to less with shorter documents.
     """
     shape = model_config.get_text_config()
     values = shape.to_dict()
@@ -37,7 +44,11 @@ def activation_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtyp
         "selective": 6 * hidden + 4 * heads * size + 4 * kv_heads * size + 4 * feed_forward + 4 * heads,
         "full": 2 * hidden,
     }[checkpointing]
-    return layer * shape.num_hidden_layers * (2 if dtype == torch.float32 else 1)
+    if dtype == torch.float32:
+        layer *= 2
+    elif hidden_dtype == torch.float32:
+        layer += (10 if checkpointing == "none" else 2) * hidden
+    return layer * shape.num_hidden_layers
 
 
 def free_bytes(device: torch.device) -> int:

@@ -21,19 +21,18 @@ from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
-from swiftlite.config.methods import PAIRED, pack_capacity
+from swiftlite.config.methods import PAIRED
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
 from swiftlite.models import attention, fp8
-from swiftlite.models.anatomy import check_trainable_architecture, dissect, expert_share, why_alone
+from swiftlite.models.anatomy import check_trainable_architecture, expert_share, why_alone
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder, own_attention
-from swiftlite.models.quantize import BLOCK, count_quantizable, packing
+from swiftlite.models.quantize import packing
 from swiftlite.models.rotary import scale_by_document
 from swiftlite.models.tuners import (
     apply_tuner,
-    count_parameters,
     grow_vocabulary,
     to_master_precision,
 )
@@ -44,9 +43,17 @@ from swiftlite.parallel.mesh import Mesh, build_mesh
 from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
-from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, moment_bytes, trained_bytes
-from swiftlite.planning.memory import activation_bytes_per_token, free_bytes
-from swiftlite.training.divide import Divided, divide, spares_cheap_results
+from swiftlite.planning.choose import Choice, Need
+from swiftlite.planning.memory import free_bytes
+from swiftlite.training.divide import Divided, divide
+from swiftlite.training.needs import (
+    choose_checkpointing,
+    choose_layout,
+    copy_bytes,
+    estimate_need,
+    room_left,
+    weights_dtype,
+)
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.sources import (
     find_weights,
@@ -204,12 +211,12 @@ def build_trainee(
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout)
     to_master_precision(model, precision.masters)
-    need = _need(config, model_config, model, base, precision, world.device)
+    need = estimate_need(config, model_config, model, base, precision, world.device)
     free = int(world.same("free memory", str(free_bytes(world.device))))  # or ranks would decide differently
-    choice = _choose(config, need, free, layout)
+    choice = choose_layout(config, need, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
     trainee = _on_meta(
-        config, model_config, model, base, choice, mesh, precision, need, _room(choice, need, mesh, free)
+        config, model_config, model, base, choice, mesh, precision, need, room_left(choice, need, mesh, free)
     )
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
     trainee.kernels, trainee.alone = kernels, alone
@@ -227,7 +234,7 @@ def _build_base(
     return build_model(
         source,
         model_config,
-        dtype=precision.dtype if config.tuner == "lora" else precision.masters,
+        dtype=weights_dtype(config, precision),
         attention=attention.register(),
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
@@ -292,7 +299,7 @@ def _on_meta(
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "parameters": (need.trained, need.trained + need.frozen),
         "ample_memory": need.activations < room / 2,
-        "bears_copy": not choice.offload and _copy_bytes(need, precision) / choice.layout.shards < room / 4,
+        "bears_copy": not choice.offload and copy_bytes(need, precision) / choice.layout.shards < room / 4,
     }
     options = DataParallel(
         dtype=precision.dtype,
@@ -301,56 +308,9 @@ def _on_meta(
         min_params=config.fsdp_min_params,
         background_sums=not (config.optimizer_in_backward or config.sync_every_microbatch or config.pure_bf16),
     )
-    checkpointing = _choose_checkpointing(config, model_config, mesh.device, precision, room)
+    checkpointing = choose_checkpointing(config, model_config, mesh.device, precision, room)
     divided = divide(model, base, mesh, options, precision, checkpointing, config)
     return Trainee(model, base, mesh, choice, precision, divided, **known)
-
-
-def _need(
-    config: RunConfig,
-    model_config: PretrainedConfig,
-    model: nn.Module,
-    base: PreTrainedModel,
-    precision: Precision,
-    device: torch.device,
-) -> Need:
-    trained, total = count_parameters(model)
-    size, spared = precision.dtype.itemsize, 0.0
-    if config.quantization != "none":
-        spared = count_quantizable(dissect(base).layers) * (size - 1 / 2 - size / BLOCK)
-    per_token = activation_bytes_per_token(model_config, precision.dtype)
-    return Need(
-        trained=trained,
-        frozen=total - trained,
-        frozen_bytes=size - spared / max(1, total - trained),
-        largest_unit=size * max(_unit_sizes(base)),
-        activations=per_token * config.micro_batch_size * pack_capacity(config),
-        trained_bytes=trained_bytes(
-            moments=moment_bytes(config.optimizer, device.type),
-            pure_bf16=config.pure_bf16,
-            no_gradients=config.optimizer_in_backward,
-        ),
-    )
-
-
-def _copy_bytes(need: Need, precision: Precision) -> float:
-    """What the weights of a second, undivided model take. It is loaded as the first one is, with masters."""
-    return need.trained * precision.masters.itemsize + need.frozen * need.frozen_bytes
-
-
-def _choose(config: RunConfig, need: Need, free: int, layout: Layout) -> Choice:
-    """What the flags say, or under `--parallel auto` what fits."""
-    offload = config.offload == "cpu"
-    free_to_choose = config.parallel == "auto" and config.sharding is None and config.mesh is None and not offload
-    if not free_to_choose or layout.data_ranks == 1 or layout.expert_parallel > 1:
-        return Choice(layout, offload, "")
-    return choose_data_layout(layout, need, free)
-
-
-def _unit_sizes(base: PreTrainedModel) -> list[int]:
-    """Parameters of each decoder layer, and of the rest."""
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in dissect(base).layers]
-    return [*layers, count_parameters(base)[1] - sum(layers)]
 
 
 def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
@@ -362,32 +322,3 @@ def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
             where=config.model,
             fix=f"give --max-length {longest} or less",
         )
-
-
-def _choose_checkpointing(
-    config: RunConfig,
-    model_config: PretrainedConfig,
-    device: torch.device,
-    precision: Precision,
-    room: float,
-) -> str:
-    """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half the room.
-
-    Where no cheap results are kept in any case, none keeps about what selective does elsewhere, and that is of no use.
-    Nor does selective go with zero-bubble.
-    """
-    if config.activation_checkpointing != "auto":
-        return config.activation_checkpointing
-    tokens = (config.micro_batch_size if device.type == "cuda" else 1) * pack_capacity(config)
-    spared = spares_cheap_results(config, device)
-    for mode in ("none",) if spared or config.pipeline_schedule == "zero-bubble" else ("none", "selective"):
-        kept = "selective" if spared else mode
-        if activation_bytes_per_token(model_config, precision.dtype, kept) * tokens < room / 2:
-            return mode
-    return "full"
-
-
-def _room(choice: Choice, need: Need, mesh: Mesh, free: int) -> float:
-    """Bytes that weights, gradients and optimizer states will leave free."""
-    elsewhere = choice.offload and mesh.device.type != "cpu"
-    return USABLE * free - (0 if elsewhere else need.states / choice.layout.shards)
