@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from swiftlite.config.layout import Layout
 from swiftlite.config.methods import pack_capacity
 from swiftlite.planning.choose import USABLE
+from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training.precision import resolve_precision
-from swiftlite.training.setup import activation_bytes_per_token
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig

@@ -158,10 +158,11 @@ def test_a_named_checkpoint_is_resumed_elsewhere_but_never_over_newer_ones(base,
     (older / "model.safetensors").unlink()
     with pytest.raises(UserError, match="model.safetensors is missing"):
         train(base, resume=str(older), output_dir=str(tmp_path / "third"))
-    for misspelt in (older.parent / "step-5", tmp_path / "out"):
-        with pytest.raises(UserError) as refused:
-            train(base, resume=str(misspelt), output_dir=str(tmp_path / "third"))
-        assert "such as" in refused.value.fix and "step-00000006" in refused.value.fix
+    with pytest.raises(UserError) as refused:
+        train(base, resume=str(older.parent / "step-5"), output_dir=str(tmp_path / "third"))
+    assert "such as" in refused.value.fix and "step-00000006" in refused.value.fix
+    train(base, resume=str(tmp_path / "out"), output_dir=str(tmp_path / "longer"), max_steps=8)  # from its newest
+    assert [row["step"] for row in metrics(tmp_path / "longer")] == [7, 8]
     (older.parent / "step-00000006" / "manifest.json").unlink()
     with pytest.raises(UserError) as refused:
         train(base, resume=str(older.parent / "step-5"), output_dir=str(tmp_path / "third"))

@@ -81,7 +81,7 @@ def find_recipe(name: str) -> Path:
     else:
         near = nearest(wanted, [*shipped, *(full.rsplit("/", 1)[-1] for full in shipped)])
         fix = (f"did you mean `{near}`? " if near else "") + "`swiftlite recipes list` shows all"
-    raise UserError("there is no such recipe, neither a file nor a name", where=f"--recipe {name}", fix=fix)
+    raise UserError("there is no such recipe, neither a file nor a name", where=name, fix=fix)
 
 
 def load_recipe(name: str) -> Recipe:

@@ -253,6 +253,8 @@ def _output_dir(config: RunConfig, now: datetime.datetime) -> str:
     checkpoint = Path(config.resume).expanduser()
     if config.resume != "never" and checkpoint.parent.name == "checkpoints":
         return str(checkpoint.parent.parent)
+    if config.resume != "never" and (checkpoint / "checkpoints").is_dir():
+        return str(checkpoint)
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(config.model).name).strip("-.") or "model"
     return f"runs/{model}-{config.method}-{now:%Y%m%d-%H%M%S}"
 

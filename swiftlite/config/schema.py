@@ -375,7 +375,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     resume: Annotated[str, Spelling(types.RESUME)] = flag(
         "never",
         CHECKPOINTS,
-        "`never`, `auto` (the newest complete checkpoint, if any), or a checkpoint folder.",
+        "`never`, `auto` (the newest complete checkpoint, if any), or the folder of a run or checkpoint.",
         "resume_from_checkpoint",
         metavar="auto|PATH",
         bare="auto",

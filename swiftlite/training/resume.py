@@ -40,7 +40,13 @@ def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) ->
             raise used_already(output)
         return None
     if config.resume != "auto":
-        return _named_checkpoint(Path(config.resume).expanduser(), output, used)
+        folder = Path(config.resume).expanduser()
+        if list_checkpoints(folder):  # of a whole run the newest
+            newest, passed_over = newest_checkpoint(folder)
+            for reason in passed_over:
+                say(f"passed over {reason}")
+            folder = newest or folder
+        return _named_checkpoint(folder, output, used)
     if used and not (output / "config.yaml").is_file():
         raise UserError(
             "the output folder holds something else than a run", where=str(output), fix="choose another --output-dir"
