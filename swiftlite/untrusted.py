@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 
 def names_of(row: Mapping[str, Any]) -> str:
     """The row's first keys, for messages."""
-    return ", ".join(str(key)[:40] for key in list(row)[:12]) or "nothing"
+    return ", ".join(printable(str(key))[:40] for key in list(row)[:12]) or "nothing"
 
 
 def existing(name: str) -> Path | None:

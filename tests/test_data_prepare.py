@@ -281,12 +281,30 @@ def test_columns_of_which_nothing_is_made_are_counted_and_told(prepare, write_ro
     prepared = prepare(write_rows("a.jsonl", [*chat_rows, *more]))
     assert prepared.audit["rows"]["unused_columns"] == {"id": 2, "score": 1, "system": 1}
     assert losses_in_words(prepared.audit) == "columns not used: id, score, system"
+    index = prepare(write_rows("i.jsonl", [*chat_rows, chat_rows[0] | {"": 1}]))  # as pandas writes it to csv
+    assert losses_in_words(index.audit) == "columns not used: (unnamed)"
     rows = [{"question": "a", "reply": "b", "answer": "c", "kind": "d"}]  # reply is the answer; the other is left over
     mapped = prepare(write_rows("b.jsonl", rows), columns={"answer": "reply"})
     assert mapped.audit["rows"]["unused_columns"] == {"answer": 1, "kind": 1}
     many = prepare(write_rows("c.jsonl", [row | {f"key {i}": 1} for i, row in enumerate(chat_rows * 8)]))
     counts = many.audit["rows"]["unused_columns"]
     assert len(counts) == MOST_COLUMNS + 1 and sum(counts.values()) == 8 * len(chat_rows)
+
+
+def test_names_that_no_file_can_hold_are_counted_as_they_can_be_written(prepare, write_rows, chat_rows):
+    named = {"messages": [{"role": "user", "content": "a", "k\ud800": 1}, {"role": "assistant", "content": "b"}]}
+    audit = prepare(write_rows("a.jsonl", [*chat_rows, named | {"\ud83d\x1b": 1}])).audit
+    assert audit["rows"]["unused_columns"] == {"\\ud83d\\x1b": 1, "messages.k\\ud800": 1}
+    json.dumps(audit, ensure_ascii=False).encode("utf-8")
+
+
+@pytest.mark.parametrize("mark", [{"train": True}, {"weight": 1}, {"loss": True}])
+def test_a_mark_to_train_what_is_no_answer_is_counted(prepare, write_rows, chat_rows, mark):
+    asked = {"role": "user", "content": "a"}
+    rows = [{"messages": [asked | given, {"role": "assistant", "content": "b", "train": True}]} for given in ({}, mark)]
+    left_out = {"messages": [asked | dict.fromkeys(mark, False), rows[0]["messages"][1]]}
+    audit = prepare(write_rows("a.jsonl", [*chat_rows, *rows, left_out])).audit["rows"]
+    assert audit["unused_columns"] == {f"messages.{next(iter(mark))}": 1}
 
 
 def test_what_the_template_does_not_write_of_the_context_is_counted(prepare, write_rows, chat_rows, tokenizer):
@@ -306,6 +324,19 @@ def test_what_the_template_does_not_write_of_the_context_is_counted(prepare, wri
     prepared = prepare(path, max_length=254)
     assert prepared.audit["rows"]["messages_left_out"] == 1
     assert "of 33 rows 1 messages left out" in losses_in_words(prepared.audit)
+
+
+def test_what_a_call_has_besides_name_and_arguments_is_counted_where_it_is_not_written(
+    prepare, write_rows, tokenizer, monkeypatch, tmp_path
+):
+    call = {"function": {"name": "add", "arguments": {}, "confidence": 0.75}}
+    row = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "tool_calls": [call]}]}
+    named, plain = "{{ message.tool_calls[0].function.name if message.tool_calls }}<|im_end|>", tokenizer.chat_template
+    for written, unused in ((named, {"messages.tool_calls.confidence": 1}),
+                            (named.replace(".name", " | tojson"), None)):  # fmt: skip
+        monkeypatch.setattr(tokenizer, "chat_template", plain.replace("<|im_end|>", written))
+        prepared = prepare(write_rows("a.jsonl", [row]), cache_dir=str(tmp_path / str(unused)))
+        assert prepared.audit["rows"].get("unused_columns") == unused
 
 
 def test_a_key_that_the_template_reads_elsewhere_is_counted_where_it_is_not(

@@ -104,6 +104,26 @@ def test_tools_and_tool_calls():
     assert chat.trained == [False, True, False, True]
 
 
+def calls_of(*calls):
+    return form({"messages": [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "tool_calls": [*calls]}]})
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters", "args", "input"])
+def test_arguments_of_a_call_have_several_names(key):
+    given = {"name": "add", key: {"a": 1}}
+    for call in (given, {"function": given}, {"function": {"name": "add"}, key: '{"a": 1}'}):
+        assert calls_of(call).messages[1]["tool_calls"] == [WRAPPED]
+    assert calls_of(given | {"arguments": {"a": 1}, "args": None}).messages[1]["tool_calls"] == [WRAPPED]
+
+
+def test_what_a_call_has_besides_stays():
+    flat, wrapped = {"id": "abcdefgh1", "type": "tool_use", **CALL}, {"function": {**CALL, "thought": "x"}, "index": 2}
+    assert calls_of(flat, wrapped).messages[1]["tool_calls"] == [
+        {"id": "abcdefgh1", **WRAPPED},
+        {"type": "function", "index": 2, "function": {**CALL, "thought": "x"}},
+    ]
+
+
 @pytest.mark.parametrize("calls", [None, []])
 def test_an_answer_without_calls_is_no_call(calls):
     answer = {"role": "assistant", "content": "2", "tool_calls": calls, "name": None}
@@ -173,6 +193,31 @@ def test_calls_at_once_in_turns_of_their_own_are_one_message():
     assert chat.messages[4]["tool_calls"] == [WRAPPED]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"loss": False}, {"loss": True}, "some messages are to be trained and some are not"),
+        ({}, {"weight": 0}, "some messages are to be trained and some are not"),
+        ({}, {"reasoning_content": "hm"}, "has reasoning_content of its own"),
+        ({"thinking": "ah"}, {"thinking": "hm"}, "has thinking of its own"),
+    ],
+)
+def test_calls_at_once_that_are_no_one_answer(first, second, said):
+    call = {"role": "tool_call", "content": json.dumps(CALL)}
+    with pytest.raises(BadRow, match=said) as failure:
+        form({"messages": [{"role": "user", "content": "Twice"}, call | first, call | second]})
+    assert failure.value.reason == "bad_tool_call"
+    assert failure.value.detail.startswith("messages[2] ")
+
+
+def test_calls_at_once_keep_what_they_say_besides():
+    call = {"role": "tool_call", "content": json.dumps(CALL)}
+    given = [call | {"reasoning_content": "hm", "n": 1}, call | {"reasoning_content": "hm", "step": "b"}]
+    chat = form({"messages": [{"role": "user", "content": "Twice"}, *given]})
+    answer = {"role": "assistant", "content": "", "reasoning_content": "hm", "n": 1, "step": "b"}
+    assert chat.messages[1] == answer | {"tool_calls": [WRAPPED, WRAPPED]}
+
+
 @pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}, {"train": 0}, {"loss": False}])
 def test_a_message_can_be_left_out(mark):
     messages = [
@@ -216,6 +261,10 @@ ASK, ANSWER = ("user", "a"), ("assistant", "b")
         (message_row(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}), "bad_tool_call"),
         (message_row(ASK, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}), "bad_tool_call"),
         (message_row(ASK, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[]"}]}), "bad_tool_call"),
+        (
+            message_row(ASK, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "input": {"a": 1}}]}),
+            "bad_tool_call",
+        ),
         (message_row(ASK, ("assistant", "\ud800")), "not_utf8"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "no_assistant_turn"),
         ({"instruction": "a", "output": ""}, "empty"),

@@ -51,6 +51,7 @@ WRITERS = {
     "a.csv": write_csv,
     "a.tsv": lambda path: write_csv(path, delimiter="\t"),
     "a.parquet": lambda path: pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path),
+    "a.pq": lambda path: pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path),
     "a.arrow": write_arrow_file,
     "stream.arrow": write_arrow_stream,
 }
@@ -145,8 +146,9 @@ def test_folders_are_read_in_order_and_by_split(tmp_path):
 
     assert names("@test") == ["test/a.jsonl"]
     assert names() == names("@train") == ["train-00000.jsonl", "train-00001.jsonl"]  # not the test rows
-    with pytest.raises(UserError, match="no data file of split dev"):
+    with pytest.raises(UserError, match="no data file of split dev") as failure:
         names("@dev")
+    assert failure.value.fix == "give one of its splits: train, test"
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no data file"):
         resolve(parse_spec(str(tmp_path / "empty")))
@@ -163,6 +165,41 @@ def test_files_of_a_folder_that_are_not_read_are_told(tmp_path):
     rows = {"rows": {"read": 1, "dropped": {}}}
     assert losses_in_words(rows | {"unread_files": unread[:1]}) == f"1 file may hold rows and is not read ({unread[0]})"
     assert losses_in_words(rows | {"unread_files": [*unread, "z"]}).startswith("4 files may hold rows and are not read")
+
+
+def test_files_of_no_split_are_told_where_a_split_is_read(tmp_path):
+    for name in ("train/a.jsonl", "test/a.jsonl", "extra.jsonl", "more/part-0.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name)
+    for suffix, unread in (("", ["extra.jsonl", "more/part-0.jsonl"]), ("@train", ["extra.jsonl", "more/part-0.jsonl"]),
+                           ("@test", [])):  # fmt: skip
+        source = resolve(parse_spec(f"{tmp_path}{suffix}"))
+        assert len(source.files) == 1
+        assert source.unread == tuple(str(tmp_path / name) for name in unread)
+
+
+def test_texts_beside_the_rows_of_a_folder_are_told(tmp_path):
+    def names(folder, method):
+        source = resolve(parse_spec(str(folder)), method)
+        assert all(name in source.unread for name in map(str, folder.iterdir()) if "LICENSE" in name)
+        return [file.path.name for file in source.files], len(source.unread)
+
+    rows, texts = tmp_path / "rows", tmp_path / "texts"
+    for folder, others in ((rows, ["a.jsonl"]), (texts, ["readmes.txt"])):
+        folder.mkdir()
+        for name in ("LICENSE.txt", "notes.txt", "README_de.txt", *others):
+            (folder / name).write_text('{"text": "a"}\n')
+    assert names(rows, "sft") == (["a.jsonl"], 3)
+    assert names(rows, "pretrain") == (["a.jsonl", "notes.txt"], 2)
+    assert names(texts, "sft") == names(texts, "pretrain") == (["notes.txt", "readmes.txt"], 2)
+    assert resolve(parse_spec(str(rows / "LICENSE.txt"))).files[0].kind == "txt"  # named by itself
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.jl", "a.jsonlines.GZ", "a.ndjson.gz"])
+def test_other_names_of_json_lines(tmp_path, name):
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.lower().endswith("gz") else rows)
+    assert [row for _, row in read(tmp_path / name)] == ROWS
 
 
 def test_a_missing_file_names_the_nearest(tmp_path):
@@ -266,6 +303,35 @@ def test_a_csv_header_that_names_a_column_twice_is_refused(tmp_path):
     path.write_text("instruction,output,output\na,b,c\n")
     with pytest.raises(UserError, match="'output' twice"):
         list(read_rows(as_data_file(path)))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused_in_every_type(tmp_path, kind):
+    table, path = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(UserError, match="names the column 'text' twice") as failure:
+        read(path)
+    assert failure.value.where == str(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_told_as_such(tmp_path, encoding):
+    for name, text in (("a.txt", "Once\nmore\n"), ("a.jsonl", '{"text": "a"}\n')):
+        (tmp_path / name).write_bytes(text.encode(encoding))
+        with pytest.raises(BadRow, match="iconv -f UTF-16 -t UTF-8") as failure:
+            read(tmp_path / name)
+        assert failure.value.reason == "not_utf8"
+    for name in ("a.json", "a.csv"):
+        (tmp_path / name).write_bytes('[{"text": "a"}]\n'.encode(encoding))
+        with pytest.raises(UserError) as error:
+            read(tmp_path / name)
+        assert "iconv" in str(error.value)
+    with pytest.raises(UserError, match="iconv"):
+        read(tmp_path / "a.txt", "document")
 
 
 def test_a_csv_row_with_another_number_of_cells(tmp_path):

@@ -192,11 +192,35 @@ def test_what_cannot_be_streamed_is_refused(open_stream, tmp_path, text_file):
 def test_weights_repeat_windows(open_stream, text_file, tmp_path):
     other = tmp_path / "b.txt"
     other.write_text("\n".join(LINES) + "\n")
-    plan = open_stream(f"{text_file}*2", f"{other}*0.5", max_steps=10_000, packing=False, overlong="truncate").train
+    options = {"max_steps": 10_000, "packing": False, "overlong": "truncate", "global_batch_size": 1}
+    plan = open_stream(f"{text_file}*2", f"{other}*0.5", **options).train  # steps of one row do not reach over an epoch
     wheres = [s.where for s in one_epoch(plan)]
     of_first = [w for w in wheres if w.startswith(str(text_file))]
     assert len(of_first) == 2 * len(LINES)
     assert len(LINES) // 3 < len(wheres) - len(of_first) < len(LINES) * 2 // 3
+
+
+@pytest.mark.parametrize("weight", [0.1, 1.25, 2])
+def test_a_weight_counts_rows_where_it_is_no_whole_number_of_windows(open_stream, text_file, tmp_path, weight):
+    other = tmp_path / "b.txt"
+    other.write_text("\n".join(f"row {i}" for i in range(200)) + "\n")  # of one window
+
+    def seen(start=0, cache="cache"):
+        folder = str(tmp_path / cache)
+        options = {"packing": False, "overlong": "truncate", "global_batch_size": 20, "cache_dir": folder}
+        prepared = open_stream(text_file, f"{other}*{weight}", max_steps=90, **options)
+        return content(prepared.train.steps(start)), prepared.audit["rows"]["read"]
+
+    steps, read = seen()
+    assert read == len(LINES) + 200
+    wheres = [where for _, _, packs in steps for pack in packs for where in pack]
+    size = len(LINES) + int(200 * weight)
+    first, second = ([w for w in part if w.startswith(str(other))] for part in (wheres[:size], wheres[size : 2 * size]))
+    assert len(first) == len(second) == 200 * weight
+    assert (sorted(first) == sorted(second)) == (weight == 2)
+    for start in (7, 40, 89):
+        assert seen(start)[0] == steps[start:]
+        assert seen(start, cache=f"other{start}")[0] == steps[start:]
 
 
 def test_a_token_that_the_model_does_not_know_is_told_with_its_line(open_stream, text_file, tokenizer):

@@ -182,6 +182,20 @@ def test_every_row_format_is_answered_in_order(tiny_model, tmp_path):
     assert len({written[i]["response"] for i in (0, 1, 2, 4, 5)}) == 1
 
 
+def test_a_text_that_is_none_is_named_by_its_row(loaded):
+    answerer = Answerer(*loaded, Sampling())
+    with pytest.raises(UserError, match="not UTF-8") as failure:
+        answerer.encode(ask("Hi \ud83d"), "rows.jsonl:3")
+    assert failure.value.where == "rows.jsonl:3"
+
+
+def test_a_row_that_only_json_can_hold_is_written_as_such(tiny_model, tmp_path):
+    rows = [{"prompt": "Hi", "note": "é"}, {"prompt": "Hi", "note": "\ud83d", "k\ud800": 1}]
+    written = answer_rows(tiny_model, tmp_path, rows)
+    assert [{key: row[key] for key in given} for row, given in zip(written, rows, strict=True)] == rows
+    assert "é" in (tmp_path / "out.jsonl").read_text(encoding="utf-8")
+
+
 def test_a_system_message_is_added_only_where_there_is_none(tmp_path):
     from swiftlite.serving.prompts import read_questions
 
@@ -266,6 +280,8 @@ def test_a_failure_half_way_leaves_no_output(tmp_path):
         ({"temperature": float("nan")}, "--temperature"),
         ({"top_p": 0.0}, "--top-p"),
         ({"batch_size": 0}, "--batch-size"),
+        ({"prompts": ["fine", "\udcff"]}, "not UTF-8"),
+        ({"prompts": ["x"], "system": "\udcff"}, "not UTF-8"),
         ({}, "no model"),
     ],
 )
@@ -413,6 +429,16 @@ def test_lines_from_a_pipe_are_one_conversation_until_clear(monkeypatch, capsys)
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\n/clear\nc\n/exit\nd\n"))
     chat(Echo(), "system", streaming=True)
     assert capsys.readouterr().out.splitlines() == ["saw 2", "saw 4", "saw 2"]
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_pipe_that_is_not_utf8_is_refused(monkeypatch, errors):
+    """Python opens stdin strict; under the C locale, what is no UTF-8 comes as halves of surrogate pairs."""
+    from swiftlite.serving.chat import chat
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8", errors=errors))
+    with pytest.raises(UserError, match="not UTF-8"):
+        chat(Echo(), None, streaming=True)
 
 
 def test_ctrl_c_keeps_what_was_said_and_the_session_goes_on(monkeypatch, capsys):

@@ -49,6 +49,15 @@ def test_it_is_best_fit_decreasing():
     assert rooms[0] == rooms[1]
 
 
+def test_a_pack_for_more_than_all_rows_is_quickly_found():
+    lengths = log_normal_lengths(1000, 512)
+    started = time.process_time()
+    packs = best_fit_decreasing(lengths, 1 << 30)
+    assert time.process_time() - started < 1
+    assert packs.sizes.tolist() == [1000] and packs.members.tolist() == slow_best_fit(lengths, 1 << 30)[0]
+    assert len(best_fit_decreasing(lengths[:0], 1 << 30)) == 0
+
+
 def test_packs_are_full_and_quickly_found():
     seconds = {}
     for rows in (10_000, 100_000):

@@ -39,6 +39,11 @@ WHOLE = {"chosen": [user("Hi"), assistant("Hello")], "rejected": [user("Hi"), as
         WHOLE | {"prompt": [user("Hi")]},
         {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Hello"},
          "rejected": {"from": "gpt", "value": "Go"}},
+        {"input": {"messages": [user("Hi")], "tools": [], "parallel_tool_calls": True},
+         "preferred_output": [assistant("Hello")], "non_preferred_output": [assistant("Go")]},
+        {"messages": [user("Hi")], "chosen": assistant("Hello"), "rejected": assistant("Go")},  # as axolotl's
+        {"messages": [user("Hi")], "chosen": "Hello", "rejected": [assistant("Go")]},
+        WHOLE | {"messages": WHOLE["chosen"]},
         {"messages": [user("Hi"), assistant("Hello")], "rejected_response": "Go"},
         {"messages": [user("Hi"), assistant("Hello")], "rejected_messages": [user("Hi"), assistant("Go")]},
         {"messages": [user("Hi"), assistant("Hello")], "rejected_messages": [assistant("Go")]},
@@ -86,9 +91,18 @@ def test_texts():
     assert form({"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3", "margin": 2}) == Pair(
         Completion("1 + 1 =", " 2"), Completion("1 + 1 =", " 3"), 2.0
     )
-    pair = form({"chosen": "Q: who?\n\nA: Ann", "rejected": "Q: who?\n\nA: Andy"})  # no word is cut
+    pair = form({"chosen": "Q: who?\n\nA: Ann", "rejected": "Q: who?\n\nA: Andy", "messages": []})  # no word is cut
     assert pair.chosen == Completion("Q: who?\n\nA:", " Ann")
     assert pair.rejected == Completion("Q: who?\n\nA:", " Andy")
+
+
+def test_a_prompt_that_both_texts_say_again_is_there_once():
+    chosen, rejected = "Q: who?\nA: Ann", "Q: who?\nA: Bob"
+    for prompt in ("Q: who?\nA:", "Q: who?\nA:\n"):
+        pair = form({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+        assert (pair.chosen, pair.rejected) == (Completion("Q: who?\nA:", " Ann"), Completion("Q: who?\nA:", " Bob"))
+    assert form({"prompt": "Q: who?", "chosen": "Q: who? Ann", "rejected": "Bob"}).chosen.completion == "Q: who? Ann"
+    assert form({"prompt": "Hello", "chosen": "Hello!", "rejected": "Hello?"}).chosen == Completion("Hello", "Hello!")
 
 
 def test_tools_and_margin():
@@ -96,6 +110,16 @@ def test_tools_and_margin():
     pair = form(row | {"rejected_response": "Go"})
     assert pair.margin == 0.5
     assert pair.chosen.tools == pair.rejected.tools == [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_a_margin_is_finite():
+    row = {"prompt": "a", "chosen": " b", "rejected": " c"}
+    for margin in (float("inf"), "nan", "-inf"):
+        with pytest.raises(BadRow, match="margin must be finite, it is") as failure:
+            form(row | {"margin": margin})
+        assert failure.value.reason == "wrong_type"
+    with pytest.raises(BadRow, match="must be a number, it is true or false"):
+        form(row | {"margin": True})
 
 
 def test_judged_rows():
@@ -108,6 +132,24 @@ def test_judged_rows():
         assert form(row, "kto") == Judged(Completion("a", " b"), desirable)
     with_system = form({"prompt": "Hi", "completion": "Hello", "label": True, "system": "Be kind"}, "kto")
     assert turns(with_system.answer) == [("system", "Be kind", False), ASK, GOOD]
+
+
+def test_a_label_has_another_name():
+    assert form({"prompt": "a", "completion": " b", "kto_tag": False}, "kto") == Judged(Completion("a", " b"), False)
+    row = {"messages": [user("Hi"), assistant("Hello")], "kto_tag": True}
+    assert turns(form(row, "kto").answer) == [ASK, GOOD]
+    assert form({"instruction": "Hi", "output": "Hello", "kto_tag": "false"}, "kto").desirable is False
+    with pytest.raises(UserError, match="would learn the refused answers too"):
+        detect_format(row, "sft")
+
+
+def test_tools_of_openais_preferences_are_in_their_input():
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    given = {"input": {"messages": [user("1 + 1?")], "tools": [{"name": "add"}]}, "preferred_output": [call]}
+    pair = form(given | {"non_preferred_output": [assistant("3")]})
+    assert pair.chosen.tools == pair.rejected.tools == [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(UserError, match="would learn the refused answers too"):
+        detect_format(given | {"non_preferred_output": []}, "sft")
 
 
 def test_a_label_judges_the_last_answer_of_a_conversation():
@@ -128,6 +170,10 @@ PROMPT = {"prompt": [user("Hi")]}
         (PROMPT | {"chosen": "a", "rejected": "a"}, "equal_completions"),
         ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "equal_completions"),
         ({"chosen": "same text", "rejected": "same text"}, "equal_completions"),
+        ({"messages": [user("a"), assistant("b")], "chosen": "c", "rejected": "d"}, "different_prompts"),
+        ({"messages": '[{"role": "assistant", "content": "b"}]', "chosen": "c", "rejected": "d"}, "different_prompts"),
+        ({"input": {}, "preferred_output": "a", "non_preferred_output": "b"}, "missing_key"),
+        ({"input": {"messages": []}, "preferred_output": "a", "non_preferred_output": "b"}, "different_prompts"),
         ({"chosen": WHOLE["chosen"], "rejected": WHOLE["chosen"]}, "equal_completions"),
         ({"messages": WHOLE["chosen"], "rejected_response": "Hello"}, "equal_completions"),
         (PROMPT | {"chosen": "a", "rejected": " "}, "empty"),
@@ -179,6 +225,16 @@ def test_each_method_takes_its_rows_and_refuses_others_by_name(method):
     assert "`chosen`" in error.value.fix
     assert "`swiftlite sft`" in error.value.fix
     assert detect_format({"foo": 1}, method) is None
+
+
+def test_a_comparison_that_is_null_is_none():
+    messages = {"messages": [user("Hi"), assistant("Hello")]}
+    for key in ("rejected_response", "rejected_messages", "label"):
+        assert turns(form(messages | {key: None}, "sft")) == [ASK, GOOD]
+    assert form({"prompt": "a", "completion": "b", "label": None}, "sft") == Completion("a", "b")
+    assert detect_format(messages | {"rejected_response": None}, "dpo").name == "messages with rejected_response"
+    with pytest.raises(UserError, match="would learn the refused answers too"):
+        detect_format(messages | {"rejected_response": "Go"}, "sft")
 
 
 def test_kto_takes_both():

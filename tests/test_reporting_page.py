@@ -1,6 +1,7 @@
 """loss.png, report.html, `swiftlite report` and the picture of the terminal: from files alone, and safe to open."""
 
 import json
+import math
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -179,6 +180,14 @@ def test_ticks_enclose_any_values():
         assert 2 <= len(found) <= 8
         assert found[0] <= low + abs(low) * 1e-6 and found[-1] >= high - abs(high) * 1e-6
         assert len(tick_texts(found)) == len(found)
+
+
+@pytest.mark.parametrize("loss", [0.5, 0.1, 6.270134449005127, 3.3333333333333335, 1e-7])
+def test_losses_that_are_equal_but_for_rounding_are_drawn(loss):
+    """A run of one step, or of a loss that stays: the moving average is an ulp beside it."""
+    for other in (math.nextafter(loss, 9), loss * (1 + 1e-10)):
+        assert len(nice_ticks(loss, other)) > 1
+        assert "svg" in chart("Loss", [Line("loss", "raw", ([1], [loss])), Line("smoothed", "main", ([1], [other]))])
 
 
 def test_tick_texts_share_one_form():

@@ -83,6 +83,33 @@ def test_the_end_of_a_run_is_written_down(tmp_path, error, state):
     assert steps(tmp_path) == [1, 2]
 
 
+def test_curves_that_cannot_be_drawn_do_not_make_a_finished_run_a_failure(tmp_path, monkeypatch):
+    def broken(output):
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr("swiftlite.reporting.page.write_report_page", broken)
+    stream = io.StringIO()
+    with RunReporter(config(), tmp_path, stream) as reporter:
+        reporter.start(1, FACTS)
+        reporter.log(row(1))
+        reporter.finish(tmp_path / "model")
+    said = "warning: the curves and report.html cannot be drawn: ZeroDivisionError: float division by zero"
+    assert said in stream.getvalue().splitlines()
+    assert "swiftlite infer --model" in stream.getvalue()
+    state = read_run_state(tmp_path)
+    assert state["state"] == "finished" and state["messages"] == [{"step": 1, "text": said}]
+
+
+def test_a_full_disk_at_the_end_is_told_as_one(tmp_path, monkeypatch):
+    def full(output):
+        raise RunError("report.html cannot be written: the disk is full")
+
+    monkeypatch.setattr("swiftlite.reporting.page.write_report_page", full)
+    with pytest.raises(RunError, match="disk is full"), RunReporter(config(), tmp_path, io.StringIO()) as reporter:
+        reporter.start(1, FACTS)
+        reporter.finish(tmp_path / "model")
+
+
 def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     states = []
     for start, stop in ((0, 6), (4, 8)):

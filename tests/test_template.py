@@ -42,11 +42,6 @@ QWEN3 = """{%- set ns = namespace(last=-1) %}
 {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
-GLM4 = """[gMASK]<sop>{% for m in messages %}
-{%- if m.role == 'assistant' %}{{- '<|assistant|>\n' + m.content }}
-{%- for call in m.tool_calls or [] %}{{- '\n<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}
-{%- else %}{{- {'user': '<|user|>\n', 'tool': '<|observation|>\n', 'system': '<|system|>\n'}[m.role] + m.content }}
-{%- endif %}{% endfor %}{% if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"""
 THINKING_PROMPT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -84,6 +79,19 @@ DROPS_THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 NO_END = (
     "{% for m in messages %}{{ '\n### ' + m.role + ': ' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\n### assistant: ' }}{% endif %}"
+)
+
+GLM = (
+    "<sop>{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.a }}){% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+GLM_MARKED = GLM.replace(
+    "|>\n{{ m.content }}", "|>{% if m.role == 'assistant' %}{% generation %}{{ '\n' + m.content }}"
+)
+GLM_MARKED = GLM_MARKED.replace(
+    "{% endfor %}{% endfor %}",
+    "{% endfor %}{% endgeneration %}{% else %}\n{{ m.content }}{% endif %}{% endfor %}",
 )
 
 
@@ -210,23 +218,6 @@ def test_phi3_text_behind_the_end_token_is_not_trained(make_tokenizer):
     assert trained_texts(tokenizer, own) == [["It is <|end|><|end|>"]]
 
 
-def test_where_the_next_header_ends_an_answer_it_is_learnt(make_tokenizer):
-    """GLM-4: the model stops by `<|user|>`, and by `<|observation|>` behind a call."""
-    headers = ["<|user|>", "<|assistant|>", "<|observation|>", "</tool_call>"]
-    tokenizer = make_tokenizer(GLM4, headers)
-    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["\nI am small.<|user|>", "\nNow I answer."]]
-    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
-    asked = [
-        {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."},
-    ]  # fmt: skip
-    assert trained_texts(tokenizer, chat(asked)) == [["\n\n<tool_call>add</tool_call><|observation|>", "\nTwo."]]
-    for conversation in (chat(asked), chat(asked[:2])):
-        assert ChatRenderer(tokenizer, "2025-03-09").render(conversation)[0].add_eos
-    plain = make_tokenizer(GLM4.replace("<|user|>", "User:").replace("<|assistant|>", "Assistant:"), headers)
-    assert trained_texts(plain, chat(TWO_TURNS)) == [["\nI am small.", "\nNow I answer."]]
-
-
 def test_a_dropped_tool_call_is_a_bad_row(make_tokenizer):
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "I add.", "tool_calls": [call]}]
@@ -309,6 +300,48 @@ def test_a_template_without_end_token_asks_for_eos(make_tokenizer):
     parts = ChatRenderer(make_tokenizer(NO_END), "2025-03-09").render(chat(TWO_TURNS))
     assert [part.add_eos for part in parts] == [True]
     assert not any(part.add_eos for part in ChatRenderer(make_tokenizer(QWEN3), "2025-03-09").render(chat(TWO_TURNS)))
+
+
+def glm_chat():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = [("user", "1 + 1?"), ("assistant", ""), ("tool", "2"), ("assistant", "Two."), ("user", "And?")]
+    messages = [{"role": role, "content": content} for role, content in [*said, ("assistant", "Is it <|user|>")]]
+    messages[1]["tool_calls"] = [call]
+    return messages
+
+
+@pytest.mark.parametrize("template", [GLM, GLM_MARKED], ids=["glm", "marked"])
+def test_an_answer_without_an_end_runs_over_the_token_that_opens_the_next_turn(make_tokenizer, template):
+    """GLM's models stop there; the last answer is closed by the end of the text."""
+    tokenizer = make_tokenizer(template, ["<|user|>", "<|assistant|>", "<|observation|>", "<sop>"])
+    answers = ["\nadd(1)<|observation|>", "\nTwo.<|user|>", "\nIs it <|user|>"]
+    assert trained_texts(tokenizer, chat(glm_chat())) == [answers]
+    (part,) = ChatRenderer(tokenizer, "2025-03-09").render(chat(glm_chat()))
+    assert part.add_eos and part.text.endswith("Is it <|user|>")
+    own = [("user", "a"), ("assistant", "Is it <|user|>"), ("user", "b"), ("assistant", "c"), ("assistant", "d")]
+    own = [{"role": role, "content": content} for role, content in own]
+    assert trained_texts(tokenizer, chat(own)) == [["\nIs it <|user|><|user|>", "\nc", "\nd"]]
+    left_out = glm_chat()
+    left_out[3]["train"] = False
+    assert trained_texts(tokenizer, chat(left_out)) == [[answers[0], answers[2]]]
+
+
+def test_history_that_is_rewritten_ends_each_part_by_itself(make_tokenizer):
+    """As GLM 4.5's drops the thinking of earlier answers."""
+    template = GLM.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}")
+    tokenizer = make_tokenizer(template, ["<|user|>", "<|assistant|>", "<|observation|>", "<sop>"])
+    turns = ["Hi", "<think>hm</think>Hello.", "Sure?", "Yes.", "Bye", "Bye."]
+    assert trained_texts(tokenizer, chat(turns)) == [
+        ["\n<think>hm</think>Hello."],
+        ["\nYes.<|user|>", "\nBye."],
+    ]
+
+
+def test_what_follows_an_answer_without_an_end_and_is_no_stop_stays_untrained(make_tokenizer):
+    opens_text = NO_END.replace("{{ '\n### '", "{% if m.role == 'user' %}{{ bos_token }}{% endif %}{{ '\n### '")
+    for tokenizer in (make_tokenizer(NO_END), make_tokenizer(opens_text, bos="<s>")):
+        (part,) = ChatRenderer(tokenizer, "2025-03-09").render(chat(TWO_TURNS))
+        assert [part.text[start:end] for start, end in part.spans] == ["I am small.", "Now I answer."]
 
 
 def test_an_end_of_turn_among_new_tokens_is_one(make_tokenizer):
@@ -411,6 +444,17 @@ def test_a_template_that_writes_the_first_call_only_is_told(make_tokenizer):
     messages[1]["tool_calls"].append(call)
     with pytest.raises(BadRow, match="leaves out a part of message 1"):
         ChatRenderer(tokenizer, "2025-03-09").render(chat(messages))
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(make_tokenizer):
+    messages = [{"role": role, "content": text} for role, text in (("developer", "Be kind"), ("user", "Hi"))]
+    row = chat([*messages, {"role": "assistant", "content": "Hello"}])
+    plain = toy_tokenizer().chat_template
+    raises = "{% for m in messages if m.role == 'developer' %}{{ raise_exception('no') }}{% endfor %}" + plain
+    skips = "{% set messages = messages | rejectattr('role', 'equalto', 'developer') | list %}" + plain
+    for template, role in ((plain, "developer"), (raises, "system"), (skips, "system")):
+        (part,) = ChatRenderer(make_tokenizer(template), "2025-03-09").render(row)
+        assert f"<|im_start|>{role}\nBe kind<|im_end|>" in part.text
 
 
 def test_a_template_that_is_missing_or_broken(make_tokenizer):

@@ -32,6 +32,13 @@ def leaves_out_messages(chat: Chat, texts: Sequence[str]) -> bool:
     )
 
 
+def unwritten_call_keys(chat: Chat, texts: Sequence[str]) -> set[str]:
+    """Keys that a call's function has besides name and arguments, and of which nothing stands in any text."""
+    functions = [call["function"] for message in chat.messages for call in message.get("tool_calls") or ()]
+    besides = [item for function in functions for item in function.items() if item[0] not in ("name", "arguments")]
+    return {key for key, value in besides if not any(key in text or str(value) in text for text in texts)}
+
+
 def _spellings(content: str) -> Iterator[str]:
     yield content
     for ascii_alone in (False, True):

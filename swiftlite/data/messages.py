@@ -28,6 +28,7 @@ ROLES = {
 MOST_MESSAGES = 4096  # a conversation is rendered once for each answer, so the work grows with their square
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 TRAIN_KEYS = ("train", "weight", "loss")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # of a call: OpenAI, Llama, LangChain, Anthropic
 QUESTIONS = ("query", "question", "instruction")  # keys of a row that ask in a chat
 OWN_KEYS = ("role", "from", "content", "value", *TRAIN_KEYS)  # of a message, read by us in their own spelling
 Turns = list[tuple[dict[str, Any], bool]]  # messages, each with whether it is an answer to learn
@@ -179,10 +180,25 @@ def messages_of(given: list[Any], name: str) -> Turns:
     for i, message in enumerate(given):
         turn = _message(json_object(message, f"{name}[{i}]"), f"{name}[{i}]")
         if i and _is_call(message) and _is_call(given[i - 1]):  # calls at once stand in turns of their own
-            turns[-1][0]["tool_calls"] += turn[0]["tool_calls"]
+            turns[-1] = _with_call(turns[-1], turn, f"{name}[{i}]")
         else:
             turns.append(turn)
     return turns
+
+
+def _with_call(
+    before: tuple[dict[str, Any], bool], turn: tuple[dict[str, Any], bool], name: str
+) -> tuple[dict[str, Any], bool]:
+    """One answer of calls that stand in two messages. name: of the second. Raises BadRow for what one answer cannot
+    hold: half of it trained, or a thought between its calls."""
+    (first, trained), (second, second_trained) = before, turn
+    if trained != second_trained:
+        said = "calls at once are one answer, of which some messages are to be trained and some are not"
+        raise BadRow("bad_tool_call", f"{name} follows a call: {said}")
+    key = next((key for key in REASONING_KEYS if second.get(key) and second[key] != first.get(key)), None)
+    if key is not None:
+        raise BadRow("bad_tool_call", f"{name} has {key} of its own, but follows a call, with which it is one answer")
+    return second | first | {"tool_calls": first["tool_calls"] + second["tool_calls"]}, trained
 
 
 def _is_call(given: dict[str, Any]) -> bool:
@@ -214,8 +230,8 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
     for key in REASONING_KEYS:
         if message.get(key) is not None:
             string(message[key], f"{name}.{key}")
-    if message["role"] != "assistant":
-        return message, False
+    if message["role"] != "assistant":  # a mark to train is kept, so that it is told that nothing comes of it
+        return message | {key: given[key] for key in TRAIN_KEYS if given.get(key)}, False
     if not message["content"].strip() and not message.get("tool_calls"):
         raise BadRow("empty", f"{name} is an empty answer")
     return message, _is_trained(given, name)
@@ -258,13 +274,28 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow("bad_tool_call", f"{name} has a tool call without a function name")
-    arguments = function.get("arguments", {})
+    arguments = _arguments(function if function is call else {**call, **function}, name)
     if isinstance(arguments, str):
         arguments = _json_value(arguments or "{}", f"{name}.tool_calls arguments")
     if not isinstance(arguments, dict):
         raise BadRow("bad_tool_call", f"{name} has tool call arguments that are {json_type(arguments)}, not an object")
-    rest = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
-    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}}
+    read = {"function", "type", *ARGUMENT_KEYS}
+    beside = {key: value for key, value in call.items() if key not in read}  # such as the id, which Mistral's need
+    within: dict[str, Any] = {}
+    if function is call:
+        beside.pop("name")
+    else:
+        beside |= {"type": call["type"]} if call.get("type") else {}
+        within = {key: value for key, value in function.items() if key not in ARGUMENT_KEYS}
+    return {"type": "function", **beside, "function": {**within, "name": function["name"], "arguments": arguments}}
+
+
+def _arguments(call: dict[str, Any], name: str) -> Any:
+    """What a call gives its function, under one of the names in use; {} where it gives nothing. Raises BadRow."""
+    found = {key: call[key] for key in ARGUMENT_KEYS if call.get(key) is not None}
+    if any(value != next(iter(found.values())) for value in found.values()):
+        raise BadRow("bad_tool_call", f"{name} has a tool call with both {' and '.join(found)}, which are not the same")
+    return next(iter(found.values()), {})
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:

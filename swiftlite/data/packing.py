@@ -75,6 +75,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packs:
     """
     number = number_type(len(lengths))
     order = np.argsort(-lengths, kind="stable").astype(number)
+    if len(order) and lengths.sum(dtype=np.int64) <= capacity:  # `rooms` would be as wide as a pack that is never full
+        return Packs(order, np.asarray([len(order)], dtype=number))
     chosen = array("i" if number == np.int32 else "q")  # the pack of each row of `order`
     opened = 0
     by_room: dict[int, list[int]] = {}  # room -> packs with exactly that room

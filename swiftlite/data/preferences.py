@@ -14,11 +14,13 @@ from typing import Any
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair
 from swiftlite.data.messages import (
     QUESTIONS,
+    ROLES,
     Turns,
     answer_to,
     array,
     behind,
     chat_of,
+    json_object,
     json_type,
     messages_in,
     messages_of,
@@ -29,8 +31,10 @@ from swiftlite.data.messages import (
     tools_of,
     turns_of,
 )
+from swiftlite.untrusted import names_of
 
 # Cells of csv are text, and columns of numbers are common: of integers, or of floats where a row had none.
+LABEL_KEYS = ("label", "kto_tag")  # LLaMA-Factory's name of it
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -38,11 +42,38 @@ def read_preference(row: Mapping[str, Any]) -> Pair:
     """`chosen` and `rejected` as text, message or messages, with `prompt` or without. Raises BadRow."""
     prompt, before = _prompt(row), opening(row)
     chosen, rejected = messages_in(row["chosen"]), messages_in(row["rejected"])
+    if prompt is None:
+        prompt = _messages_before(row, [chosen, rejected])
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None) and not before:
         return _pair_of_texts(prompt, string(chosen, "chosen"), string(rejected, "rejected"), _margin(row))
     context = None if prompt is None else turns_of(prompt, "prompt", "user") or None
     answers = [turns_of(value, name, "assistant") for name, value in (("chosen", chosen), ("rejected", rejected))]
     return _pair(row, context, *answers, before=before)
+
+
+def read_openai_preference(row: Mapping[str, Any]) -> Pair:
+    """The files of OpenAI's preference tuning: `input` with messages and tools, and two lists of messages. Raises
+    BadRow."""
+    given = json_object(row["input"], "input")
+    if given.get("messages") is None:
+        raise BadRow("missing_key", f"input has no messages; found {names_of(given)}")
+    context = turns_of(given["messages"], "input.messages", "user") or None
+    chosen, rejected = (turns_of(row[key], key, "assistant") for key in ("preferred_output", "non_preferred_output"))
+    return _pair(given, context, chosen, rejected)
+
+
+def _messages_before(row: Mapping[str, Any], answers: list[object]) -> object:
+    """`messages` where they are what both answers answer, as axolotl has them; None where an answer is a whole
+    conversation, beside which they are one of the two again."""
+    firsts = [answer[0] for answer in answers if isinstance(answer, list) and answer and isinstance(answer[0], dict)]
+    if any(ROLES.get(first.get("role", first.get("from"))) != "assistant" for first in firsts):
+        return None
+    messages = messages_in(row.get("messages"))
+    if messages in (None, "", []):
+        return None
+    if turns_of(messages, "messages", "user")[-1][0]["role"] == "assistant":
+        raise BadRow("different_prompts", "messages end with an answer, which chosen and rejected are to be")
+    return messages
 
 
 def _prompt(row: Mapping[str, Any]) -> object:
@@ -89,7 +120,7 @@ def _last_answer(row: Mapping[str, Any], whole: Chat) -> tuple[Turns, Turns]:
 
 
 def _label(row: Mapping[str, Any]) -> bool:
-    label = row["label"]
+    label = row[next(key for key in LABEL_KEYS if key in row)]
     desirable = LABELS.get(str(label).strip().lower()) if isinstance(label, bool | int | float | str) else None
     if desirable is None:
         raise BadRow("label_not_boolean", f"label must be true or false, it is {label!r:.40}")
@@ -148,10 +179,19 @@ def _pair_of_texts(prompt: str | None, chosen: str, rejected: str, margin: float
                 "with --columns prompt=COLUMN",
             )
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    elif said := _said_again(string(prompt, "prompt"), chosen, rejected):
+        prompt, chosen, rejected = said, chosen[len(said) :], rejected[len(said) :]
     for name, text in (("chosen", chosen), ("rejected", rejected)):
         if not text.strip():
             raise BadRow("empty", f"the {name} answer is empty")
-    return Pair(Completion(string(prompt, "prompt"), chosen), Completion(prompt, rejected), margin)
+    return Pair(Completion(prompt, chosen), Completion(prompt, rejected), margin)
+
+
+def _said_again(prompt: str, chosen: str, rejected: str) -> str:
+    """The prompt as both texts begin with it, which then hold prompt and answer; nothing where they do not. A prompt of
+    one word is none: answers to `Hello` begin so by themselves."""
+    spellings = (prompt, prompt.strip()) if len(prompt.split()) > 1 else ()
+    return next((said for said in spellings if chosen.startswith(said) and rejected.startswith(said)), "")
 
 
 def _shared_text(chosen: str, rejected: str) -> str:
@@ -166,11 +206,13 @@ def _margin(row: Mapping[str, Any]) -> float:
     if value in (None, ""):
         return 0.0
     try:
-        margin = math.nan if isinstance(value, bool) else float(value)
+        margin = None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        margin = math.nan
-    if not math.isfinite(margin):
+        margin = None
+    if margin is None:
         raise BadRow("wrong_type", f"margin must be a number, it is {json_type(value)}")
+    if not math.isfinite(margin):
+        raise BadRow("wrong_type", f"margin must be finite, it is {margin}")
     return margin
 
 

@@ -145,7 +145,7 @@ def _prepare_stream(
     """The same for `--streaming`: only evaluation rows and the first window of text are read before training."""
     held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
     _check_rows(held_out, vocabulary)
-    sources = [resolve(parse_spec(text)) for text in config.dataset]
+    sources = [resolve(parse_spec(text), config.method) for text in config.dataset]
     for source in sources:
         if source.spec.count is not None:
             raise UserError(
@@ -197,7 +197,7 @@ def _check(config: RunConfig) -> None:
 def _prepare_one(
     config: RunConfig, text: str, identity: str, load_tokenizer: LoadTokenizer, progress: Progress | None
 ) -> Entry:
-    source = resolve(parse_spec(text))
+    source = resolve(parse_spec(text), config.method)
     options = token_options(config)
     before = file_states(source.files)
     content, lines = content_hash(source.files)

@@ -29,6 +29,8 @@ LARGEST_WHOLE = 2 << 30  # bytes of a file that is held in memory as a whole
 LARGEST_BATCH = 2 << 30  # bytes of one Arrow record batch, unpacked
 UTF8_BOM = b"\xef\xbb\xbf"
 SAVE_AS_UTF8 = "save the file as UTF-8 (for example with iconv)"
+UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+LIKE_UTF16 = "; like UTF-16: convert the file, for example with iconv -f UTF-16 -t UTF-8"
 
 
 def read_rows(file: DataFile, sample_by: str = "line") -> Iterator[tuple[int, Payload]]:
@@ -62,9 +64,7 @@ def parse_payload(payload: Payload) -> dict[str, Any]:
     if isinstance(payload, BadRow):
         raise payload
     try:
-        row = parse_json(payload.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRow("not_utf8", f"byte {error.start + 1} of the line is not UTF-8") from error
+        row = parse_json(_decoded(payload))
     except ValueError as error:
         hint = "; a file that is one JSON array must be named .json" if payload.lstrip()[:1] == b"[" else ""
         raise BadRow("invalid_json", f"not valid JSON: {error}{hint}") from error
@@ -89,9 +89,21 @@ def drop_nulls(value: Any) -> Any:
 def text_line(line: bytes) -> Payload:
     """A line of a .txt file as a row."""
     try:
-        return {"text": line.decode("utf-8")}
+        return {"text": _decoded(line)}
+    except BadRow as bad:
+        return bad
+
+
+def _decoded(line: bytes) -> str:
+    """The text of a line. Raises BadRow for what is none: also for NULs, which make UTF-8 of ASCII in UTF-16."""
+    try:
+        text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        return BadRow("not_utf8", f"byte {error.start + 1} of the line is not UTF-8")
+        hint = LIKE_UTF16 if line.startswith(UTF16_BOMS) else ""
+        raise BadRow("not_utf8", f"byte {error.start + 1} of the line is not UTF-8{hint}") from error
+    if "\0" in text:
+        raise BadRow("not_utf8", f"byte {line.index(0) + 1} of the line is a NUL{LIKE_UTF16}")
+    return text
 
 
 def _lines(file: DataFile) -> Iterator[tuple[int, bytes]]:
@@ -133,10 +145,14 @@ def _whole_text(file: DataFile, fix: str) -> str:
     if len(data) > LARGEST_WHOLE:
         raise UserError(f"the file holds more than {LARGEST_WHOLE >> 30} GiB of text", where=file.label, fix=fix)
     try:
-        return data.removeprefix(UTF8_BOM).decode("utf-8").replace("\r\n", "\n")
+        text = data.removeprefix(UTF8_BOM).decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError("the text is not UTF-8", where=file.where(line), fix=SAVE_AS_UTF8) from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise UserError(f"the text holds NULs{LIKE_UTF16}", where=file.where(line), fix=SAVE_AS_UTF8)
+    return text
 
 
 def _read_json(file: DataFile) -> Iterator[tuple[int, Payload]]:
@@ -211,7 +227,7 @@ def _read_csv(file: DataFile) -> Iterator[tuple[int, Payload]]:
             for cells in reader:
                 taken[0] = 0
                 if header is None and cells:
-                    header = _unequal(cells, file, line)
+                    header = _unequal(cells, file.where(line))
                 elif cells and len(cells) != len(header):
                     yield line, BadRow("wrong_columns", f"{len(cells)} cells, but {len(header)} columns in the header")
                 elif cells:
@@ -224,12 +240,12 @@ def _read_csv(file: DataFile) -> Iterator[tuple[int, Payload]]:
             raise UserError("the text is not UTF-8", where=file.where(next(bad, 1)), fix=SAVE_AS_UTF8) from error
 
 
-def _unequal(header: list[str], file: DataFile, line: int) -> list[str]:
+def _unequal(header: list[str], where: str) -> list[str]:
     """The header. Raises UserError for one whose names would hide a column."""
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
         raise UserError(
-            f"the header names the column {twice!r} twice", where=file.where(line), fix="rename or remove one of them"
+            f"the header names the column {twice!r:.60} twice", where=where, fix="rename or remove one of them"
         )
     return header
 
@@ -240,6 +256,8 @@ def _csv_lines(file: DataFile, text: io.TextIOWrapper, taken: list[int]) -> Iter
     while line := text.readline(MAX_LINE + 1):
         number += 1
         taken[0] += len(line)
+        if "\0" in line:
+            raise UserError(f"the text holds NULs{LIKE_UTF16}", where=file.where(number), fix=SAVE_AS_UTF8)
         if taken[0] > MAX_LINE:
             raise UserError(
                 f"a row of more than {MAX_LINE >> 20} MiB", where=file.where(number), fix="mend the quotes there"
@@ -293,6 +311,7 @@ def columnar_rows(
                     where=file.where(number + 1),
                     fix="write shorter rows, or smaller record batches",
                 )
+            _unequal(batch.schema.names, file.label)
             for row in batch.to_pylist():
                 number += 1
                 yield number, drop_nulls(row)

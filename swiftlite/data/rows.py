@@ -24,9 +24,16 @@ from swiftlite.data.messages import (
     string,
     tools_of,
 )
-from swiftlite.data.preferences import judge, read_against, read_judged, read_preference, read_rejected_messages
+from swiftlite.data.preferences import (
+    judge,
+    read_against,
+    read_judged,
+    read_openai_preference,
+    read_preference,
+    read_rejected_messages,
+)
 from swiftlite.errors import UserError
-from swiftlite.untrusted import names_of
+from swiftlite.untrusted import names_of, printable
 
 ANSWERS, PREFERENCES, UNPAIRED = "answers", "preference", "unpaired preference"
 MOST_COLUMNS = 100
@@ -48,7 +55,11 @@ class Format:
 def detect_format(row: Mapping[str, Any], method: str) -> Format | None:
     """The format of a row by its keys, None where none fits. Raises UserError where it is no format of the method."""
     for known in (TEXT, *FORMATS) if method == "pretrain" else FORMATS:  # texts often stand beside their parts
-        if all(key in row for key in known.keys) and (not known.methods or method in known.methods):
+        if known.methods and method not in known.methods:
+            continue
+        # Beside an answer alone, a key of a comparison that is null says that there is none.
+        null_counts = known.kind == ANSWERS or method in PREFERENCE
+        if all(key in row and (null_counts or row[key] is not None) for key in known.keys):
             _check_method(known, method)
             return known
     return None
@@ -137,7 +148,8 @@ class TrackedRow(dict[str, Any]):
         asked = {columns.get(key, key) for key in self.asked}
         if method != "rm":
             asked.discard(columns.get("margin", "margin"))  # every pair is read with its margin
-        return [str(key)[:40] for key, value in given.items() if key not in asked and value not in (None, "", [], {})]
+        left = (key for key, value in given.items() if key not in asked and value not in (None, "", [], {}))
+        return [printable(str(key))[:40] or "(unnamed)" for key in left]  # as the index that pandas writes to csv
 
 
 def count_columns(total: Counter[str], more: Mapping[str, int]) -> None:
@@ -198,7 +210,7 @@ def _with_answer(known: Format, key: str, read: Callable[..., Row], kind: str, *
 
 
 BEFORE = ("system", "history", "tools")
-PROMPT_KEYS = ("prompt", "conversations", *QUESTIONS, "input", *BEFORE, "margin")
+PROMPT_KEYS = ("prompt", "conversations", "messages", *QUESTIONS, "input", *BEFORE, "margin")
 MESSAGE_KEYS = ("system", "tools", "functions")
 CHATS = (
     Format("messages", ("messages",), read_messages, MESSAGE_KEYS),
@@ -211,6 +223,10 @@ MESSAGES, *OTHER_CHATS = CHATS
 TEXT = Format("text", ("text",), _read_text)
 FORMATS = (
     Format("preference", ("chosen", "rejected"), read_preference, PROMPT_KEYS, PREFERENCES),
+    Format(
+        "OpenAI preference", ("input", "preferred_output", "non_preferred_output"), read_openai_preference,
+        kind=PREFERENCES,
+    ),
     _with_answer(MESSAGES, "rejected_response", read_against, PREFERENCES),
     Format(
         "rejected_messages", ("messages", "rejected_messages"), read_rejected_messages, (*MESSAGE_KEYS, "margin"),
@@ -218,6 +234,8 @@ FORMATS = (
     ),
     *(_with_answer(known, "rejected_response", read_against, PREFERENCES, *PREFERENCE) for known in OTHER_CHATS),
     Format(UNPAIRED, ("prompt", "completion", "label"), read_judged, BEFORE, UNPAIRED),
+    Format(f"{UNPAIRED} with kto_tag", ("prompt", "completion", "kto_tag"), read_judged, BEFORE, UNPAIRED),
+    *(_with_answer(known, "kto_tag", judge, UNPAIRED) for known in CHATS),
     *(_with_answer(known, "label", judge, UNPAIRED, "kto") for known in CHATS),
     *CHATS[:3],
     Format("prompt and completion", ("prompt", "completion"), answer_to, BEFORE),

@@ -16,10 +16,13 @@ from swiftlite.untrusted import existing, leaves_folder
 KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".jsonlines": "jsonl",
+    ".jl": "jsonl",
     ".json": "json",
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
+    ".pq": "parquet",
     ".arrow": "arrow",
     ".txt": "txt",
 }
@@ -27,7 +30,8 @@ KINDS = {
 SIDE_FILES = {"state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json"}
 # Names that may hold rows all the same, and are told where they are left out.
 NOT_READ = {".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".xlsx", ".feather", ".avro", ".orc", ".pkl"}
-OTHER_SPLITS = ("test", "validation", "valid", "val", "eval", "dev")
+SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
+NOTES = re.compile(r"(licen[cs]e|notice|readme|changelog|copying)(?![a-z])", re.IGNORECASE)  # no rows, in a folder
 HASH_BLOCK = 1 << 20
 LARGEST_WEIGHT = 10_000  # visits of a row in an epoch; they are listed in memory
 GRAMMAR = "NAME_OR_PATH[:SUBSET][@SPLIT][#COUNT][*WEIGHT]"
@@ -68,6 +72,9 @@ class DataFile:
     def where(self, line: int) -> str:
         """`file.jsonl:17`: the line (of text files) or the row (of the others, and of an array on one line), from 1."""
         return f"{self.label}:{line}"
+
+
+NamedFiles = list[tuple[Path, DataFile]]  # of a folder, each with its path in it
 
 
 @dataclass(frozen=True)
@@ -124,14 +131,14 @@ def _suffix_value(field: str, value: str, text: str) -> str | int | float:
     return number
 
 
-def resolve(spec: DatasetSpec) -> Source:
-    """The files behind a spec. Raises UserError where there are none."""
+def resolve(spec: DatasetSpec, method: str = "sft") -> Source:
+    """The files behind a spec, for a method. Raises UserError where there are none."""
     if spec.path is None:
         if _looks_like_a_path(spec.name):
             raise missing_file(spec)
         return Source(spec, [DataFile(label=spec.name, kind="hub", hub=spec)])
     if spec.path.is_dir():
-        files, unread = _folder_files(spec)
+        files, unread = _folder_files(spec, method)
         return Source(spec, files, tuple(unread))
     if spec.split or spec.subset:
         raise UserError(
@@ -151,14 +158,14 @@ def resolve(spec: DatasetSpec) -> Source:
 
 def as_data_file(path: Path) -> DataFile | None:
     """The file with its kind, told by its name; None for a name that is not known."""
-    gzipped = path.suffix == ".gz"
+    gzipped = path.suffix.lower() == ".gz"
     suffix = Path(path.stem).suffix if gzipped else path.suffix
     kind = KINDS.get(suffix.lower())
     return None if kind is None else DataFile(label=str(path), kind=kind, path=path, gzipped=gzipped)
 
 
 def _looks_like_a_path(name: str) -> bool:
-    known = name.removesuffix(".gz").lower().endswith(tuple(KINDS))
+    known = name.lower().removesuffix(".gz").endswith(tuple(KINDS))
     return known or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
@@ -175,11 +182,11 @@ def missing_file(spec: DatasetSpec) -> UserError:
     return UserError("no such file", where=str(path), fix=fix)
 
 
-def _folder_files(spec: DatasetSpec) -> tuple[list[DataFile], list[str]]:
+def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[str]]:
     """Every readable file below a folder in the order of its path, or those of one split; and what may hold rows too.
 
     The split of a file is told by its folders and its name, as on the hub (`train-00000.parquet`, `test/a.jsonl`).
-    Without `@SPLIT` a folder that has a `train` split gives that one, any other folder gives everything.
+    Without `@SPLIT` a folder that has a `train` split and another gives that one, any other folder gives everything.
     """
     if spec.subset == "..":
         raise UserError("the subset leaves the folder", where=f"--dataset {spec.text}", fix=f"give {GRAMMAR}")
@@ -193,25 +200,47 @@ def _folder_files(spec: DatasetSpec) -> tuple[list[DataFile], list[str]]:
     )
     aside = {path for path in found if any(part.startswith("_") for part in path.relative_to(root).parts)}
     files = [(path.relative_to(root), file) for path in found if path not in aside and (file := as_data_file(path))]
-    unread = [str(path) for path in found if _may_hold_rows(path) and (path in aside or not as_data_file(path))]
-    if spec.split:
-        files = [(path, file) for path, file in files if _in_split(path, spec.split)]
-    elif any(_in_split(path, "train") for path, _ in files) and any(
-        _in_split(path, other) for path, _ in files for other in OTHER_SPLITS
-    ):
-        files = [(path, file) for path, file in files if _in_split(path, "train")]
+    unread = [path for path in found if _may_hold_rows(path) and (path in aside or not as_data_file(path))]
+    files, others = _of_split(files, spec.split)
+    files, notes = _without_notes(files, method)
     if not files:
+        splits = [name for name in SPLITS if any(_in_split(path, name) for path, _ in others)]
         raise UserError(
             f"the folder holds no data file{f' of split {spec.split}' if spec.split else ''}",
             where=str(root),
-            fix=f"put files of type {', '.join(KINDS)} (also with .gz) there",
+            fix=f"give one of its splits: {', '.join(splits)}"
+            if splits
+            else f"put files of type {', '.join(KINDS)} (also with .gz) there",
         )
-    for _, file in files:
+    if spec.split in (None, "train"):  # whoever names another split does not ask for what has none
+        unread += [file.path for path, file in others if not any(_in_split(path, name) for name in SPLITS)]
+    unread += [file.path for _, file in notes]
+    for _, file in [*files, *notes]:
         if leaves_folder(spec.path, file.path):
             raise UserError(
                 "the file is a link that leaves the data folder", where=file.label, fix="name the file itself"
             )
-    return [file for _, file in files], unread
+    return [file for _, file in files], [str(path) for path in sorted(unread)]
+
+
+def _of_split(files: NamedFiles, split: str | None) -> tuple[NamedFiles, NamedFiles]:
+    """(the files of the split, the others); without one, of `train` where there is that and another, else all."""
+    there = {name for name in SPLITS for path, _ in files if _in_split(path, name)}
+    chosen = split or ("train" if "train" in there and len(there) > 1 else None)
+    if chosen is None:
+        return files, []
+    return (
+        [(path, file) for path, file in files if _in_split(path, chosen)],
+        [(path, file) for path, file in files if not _in_split(path, chosen)],
+    )
+
+
+def _without_notes(files: NamedFiles, method: str) -> tuple[NamedFiles, NamedFiles]:
+    """(files of rows, texts that are none): a licence and the like; but for pretraining, every text beside rows."""
+    texts = [(path, file) for path, file in files if file.kind == "txt"]
+    beside_rows = method != "pretrain" and len(texts) < len(files)
+    notes = texts if beside_rows else [(path, file) for path, file in texts if NOTES.match(path.name)]
+    return [one for one in files if one not in notes], notes
 
 
 def _may_hold_rows(path: Path) -> bool:

@@ -3,7 +3,8 @@
 The data are cut into windows that can be read on their own. A window's rows are tokenised, shuffled and packed by
 themselves; the order of the windows is a permutation of (seed, epoch). A step is the next `global_batch_size` packs, so
 finding a step needs only how many packs each earlier window has: that is written down when it is first known.
-Without that record (another machine) earlier windows are tokenised once more, and the steps are still the same.
+Without that record (another machine) earlier windows are tokenised once more, and the steps are still the same; so is
+always one that a weight takes in part.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LEAST_PART = 1e-9  # of a window; a smaller one is rounding
 AHEAD = 2  # windows that wait packed while the model trains
 
 
 @dataclass(frozen=True)
 class _Place:
-    """One visit of a window: the epoch, how much of it is done before, and the window's number."""
+    """One visit of a window: the epoch, how much of it is done before and how much the visit does, the window's number,
+    and the part of its rows that is due."""
 
     epoch: int
     done: float
     share: float
     window: int
+    part: float
 
 
 def stream_identity(source: Source) -> list[str]:
@@ -171,7 +175,7 @@ class StreamPlan:
                 if not packs_in_epoch:
                     raise UserError("no row of the stream can be trained on", fix="see rejected_rows.jsonl")
                 packs_in_epoch, epoch = 0, place.epoch
-            known = self._records.get(place.window)
+            known = self._records.get(place.window) if place.part == 1 else None
             if known is not None and known.packs <= skip:
                 self._account(place.window, known)
                 count = known.packs
@@ -191,18 +195,26 @@ class StreamPlan:
         options, epoch = self._options, 0
         while True:
             visits = [self._visits(owner, weight, epoch) for owner, weight in enumerate(self._weights)]
-            order = np.concatenate(visits)
+            order, parts = (np.concatenate(arrays) for arrays in zip(*visits, strict=True))
             if options.shuffle:
-                order = order[permutation(len(order), options.seed, epoch, "windows")]
-            for i, window in enumerate(order.tolist()):
-                yield _Place(epoch, i / len(order), 1 / len(order), window)
+                places = permutation(len(order), options.seed, epoch, "windows")
+                order, parts = order[places], parts[places]
+            done, all_parts = np.cumsum([0, *parts]), parts.sum()
+            for window, part, before in zip(order.tolist(), parts.tolist(), done.tolist(), strict=False):
+                yield _Place(epoch, before / all_parts, part / all_parts, window, part)
             epoch += 1
 
-    def _visits(self, owner: int, weight: float, epoch: int) -> np.ndarray:
+    def _visits(self, owner: int, weight: float, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(windows of a source in an epoch, the part of its rows that is due of each): all but one are due whole."""
         mine = np.flatnonzero(self._owner == owner)
-        whole, rest = int(weight), weight - int(weight)
-        part = permutation(len(mine), self._options.seed, epoch, "weight", owner)
-        return np.concatenate([np.tile(mine, whole), mine[np.sort(part[: math.ceil(rest * len(mine))])]])
+        whole, rest = int(weight), (weight - int(weight)) * len(mine)
+        count = math.ceil(rest - LEAST_PART)
+        chosen = permutation(len(mine), self._options.seed, epoch, "weight", owner)[:count]
+        parts = np.ones(count)
+        parts[-1:] = min(1.0, rest - (count - 1))
+        ascending = np.argsort(chosen)
+        windows = np.concatenate([np.tile(mine, whole), mine[chosen[ascending]]])
+        return windows, np.concatenate([np.ones(whole * len(mine)), parts[ascending]])
 
     def _read(self, place: _Place) -> list[Pack]:
         """The packs of one window, in the order that its epoch gives them."""
@@ -213,6 +225,21 @@ class StreamPlan:
             Sequence(ids, flags_of(runs, len(ids)), self._run_where(window, line))
             for ids, runs, (_, _, line) in zip(batch.ids, batch.runs, batch.rows, strict=True)
         ]
+        packs = self._packed(sequences, place)
+        self._record_window(place.window, batch, packs)  # which is known as a whole, whatever is due of it
+        if place.part == 1:
+            return packs
+        rows = np.asarray([number for number, _, _ in batch.rows], dtype=np.int64)
+        return self._packed([sequences[i] for i in self._due(rows, place).tolist()], place)
+
+    def _due(self, rows: np.ndarray, place: _Place) -> np.ndarray:
+        """The sequences of a part of a window's rows. rows: the row of each sequence."""
+        there = np.unique(rows)
+        count = max(1, round(place.part * len(there)))  # as where all rows are known
+        chosen = permutation(len(there), self._options.seed, place.epoch, place.window, "part")[:count]
+        return np.flatnonzero(np.isin(rows, there[chosen]))
+
+    def _packed(self, sequences: list[Sequence], place: _Place) -> list[Pack]:
         key = (self._options.seed, place.epoch, place.window)
         if self._options.shuffle:
             sequences = [sequences[i] for i in permutation(len(sequences), *key, "rows").tolist()]
@@ -222,7 +249,6 @@ class StreamPlan:
             packs = [[sequences[i] for i in pack] for pack in best_fit_decreasing(lengths, self._options.capacity)]
             if self._options.shuffle:
                 packs = [packs[i] for i in permutation(len(packs), *key, "packs").tolist()]
-        self._record_window(place.window, batch, packs)
         return packs
 
     def _rows(self, window: Window) -> Iterator[RawRow]:

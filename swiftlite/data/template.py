@@ -13,24 +13,47 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import CALL, with_fitting_arguments
 from swiftlite.data.forms import BadRow, Chat
-from swiftlite.data.messages import REASONING_KEYS
-from swiftlite.data.spans import Rendered, Span, Turn, joined, without_gaps
+from swiftlite.data.messages import REASONING_KEYS, TRAIN_KEYS
+from swiftlite.data.roles import with_known_roles
+from swiftlite.data.special_tokens import SpecialTokens, behind_space, special_tokens_of
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Span = tuple[int, int]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 OPENING = 64  # characters; a generation prompt that goes on behind its header (`<think>`) is far shorter
 _PROBE = [{"role": "user", "content": "x"}]
 _ANSWER = "ANSWER"
 _THOUGHT = "</think>"  # what ends the thinking of DeepSeek R1 and of most that came after it
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """text: the whole conversation or a part of it; spans: trained characters, ascending; add_eos: the template ends
+    answers with no token at all, so that the tokenizer's end-of-text has to be appended and trained."""
+
+    text: str
+    spans: list[Span]
+    add_eos: bool
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One trained answer: the text up to its end, the spans within it, whether an end-of-turn token closes it, and the
+    role of the message behind it."""
+
+    text: str
+    spans: list[Span]
+    closed: bool
+    next_role: str
 
 
 class ChatRenderer:
@@ -46,17 +69,19 @@ class ChatRenderer:
         self._templates = {with_tools: self._prepare(with_tools) for with_tools in (False, True)}
         self._shown: dict[tuple[str, str, bool], bool] = {}
         end = self._behind_an_answer()
-        self._end, self._ends_nothing = end or "", end == ""
+        self._end, self._endless = end or "", end == ""
         added = map(str, tokenizer.added_tokens_decoder.values())  # of which those of --new-tokens are not special
-        special = _special_tokens(tokenizer) | {token for token in added if self._end.startswith(token)}
-        self._special = tuple(sorted(special, key=len, reverse=True))
+        special = special_tokens_of(tokenizer) | {token for token in added if self._end.startswith(token)}
+        self._special = SpecialTokens(special)
         self._end_of_turn = self._learnt_end()
 
     def render(self, chat: Chat) -> list[Rendered]:
         """One text, or several where the template rewrites history. Raises BadRow."""
-        messages = with_fitting_arguments(
-            chat.messages, lambda given: self._render(replace(chat, messages=given), len(given))
-        )
+
+        def rendered(given: list[dict[str, Any]]) -> str:
+            return self._render(replace(chat, messages=given), len(given))
+
+        messages = with_fitting_arguments(with_known_roles(chat.messages, rendered), rendered)
         chat = replace(chat, messages=messages)
         turns = [self._turn(chat, index) for index, trained in enumerate(chat.trained) if trained]
         groups = [[turns[0]]]
@@ -66,7 +91,7 @@ class ChatRenderer:
                 groups[-1].append(turn)
             else:
                 groups.append([turn])
-        return [joined(group, self._stop_behind) for group in groups]
+        return [self._joined(group) for group in groups]
 
     def unknown_keys(self, chat: Chat) -> set[str]:
         """Keys of the messages of which the template makes nothing. The thinking of an answer to learn is checked by
@@ -75,8 +100,8 @@ class ChatRenderer:
         for message, trained in zip(chat.messages, chat.trained, strict=True):
             keys = message.keys() - {"role", "content"} - found - ({*REASONING_KEYS} if trained else set())
             for key in keys:
-                text = isinstance(message[key], str)
-                if key not in template or (text and not self._shows(message["role"], key, chat.tools)):
+                unknown, text = key in TRAIN_KEYS or key not in template, isinstance(message[key], str)
+                if unknown or (text and not self._shows(message["role"], key, chat.tools)):
                     found.add(key)
         return found
 
@@ -100,42 +125,46 @@ class ChatRenderer:
 
     # ---- one answer ---------------------------------------------------------------------------------------------
 
-    def _turn(self, chat: Chat, index: int) -> Turn:
+    def _turn(self, chat: Chat, index: int) -> _Turn:
         if _GENERATION.search(self._templates[bool(chat.tools)]):
             text, spans = self._marked(chat, index)
         else:
             text, spans = self._between(chat, index)
         start, end = spans[-1]
         last = text[start:end].rstrip()
-        ends, message = self._closing_tokens(last), chat.messages[index]
-        own = len(ends) if message.get("tool_calls") else len(self._closing_tokens(message["content"]))
+        ends = self._special.closing(last)
         if self._end_of_turn and last.endswith(self._end):
             spans = [*spans[:-1], (start, start + len(last) - len(self._end) + len(self._end_of_turn))]
         elif ends:  # what stands behind the end-of-turn token belongs to the template, not to the answer
+            message = chat.messages[index]
+            own = len(ends) if message.get("tool_calls") else len(self._special.closing(message["content"]))
             spans = [*spans[:-1], (start, start + ends[min(own, len(ends) - 1)])]
         elif self._end and text[:end].rstrip().endswith(self._end):  # an end in plain text
             spans = [*spans[:-1], (start, len(text[:end].rstrip()))]
         self._check_content(chat, index, text[: spans[0][0]], "".join(text[s:e] for s, e in spans))
-        return Turn(text, spans, closed=len(ends) > own if self._ends_nothing else bool(ends))
+        following = chat.messages[index + 1 : index + 2]
+        next_role = following[0]["role"] if following else ""
+        return _Turn(text, spans, closed=bool(ends) and not self._endless, next_role=next_role)
 
-    def _closing_tokens(self, text: str) -> list[int]:
-        """Where the special tokens end that close a text, ascending; white space may stand between them.
+    def _joined(self, turns: list[_Turn]) -> Rendered:
+        """The sequence of some answers; an end-of-text stands right behind the last of them."""
+        last = turns[-1]
+        spans = [span for turn in turns[:-1] for span in self._ended(turn, last.text)] + last.spans
+        return Rendered(last.text if last.closed else last.text[: spans[-1][1]], spans, add_eos=not last.closed)
 
-        The first that is not the answer's own ends the turn. (Phi-3 puts `<|endoftext|>` behind its `<|end|>` wherever
-        no generation prompt follows; after a tool call special tokens of the call come first.)
+    def _ended(self, turn: _Turn, text: str) -> list[Span]:
+        """The spans of an answer within a longer conversation.
+
+        Models whose template ends no answer (GLM) stop at the special token that opens the next turn, of a user or a
+        tool: it is the answer's end. The header of another answer is not, nor what opens every text.
         """
-        ends: list[int] = []
-        while token := next((token for token in self._special if text.rstrip().endswith(token)), ""):
-            text = text.rstrip()
-            ends.append(len(text))
-            text = text[: -len(token)]
-        return ends[::-1]
-
-    def _stop_behind(self, text: str, end: int) -> int:
-        """The end of the special token that follows an answer which the template ends with nothing of its own."""
-        following = len(text) - len(text[end:].lstrip())
-        ends = self._opening_tokens(text[following:]) if self._ends_nothing else []
-        return following + ends[0] if ends else end
+        start, end = turn.spans[-1]
+        place = behind_space(text, end)
+        token = self._special.at(text, place)
+        bos = self._tokenizer.bos_token
+        if not self._endless or turn.next_role == "assistant" or not token or token == bos:
+            return turn.spans
+        return [*turn.spans[:-1], (start, place + len(token))]
 
     def _marked(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
         """(text up to the end of the answer, spans the template marks for it).
@@ -147,7 +176,7 @@ class ChatRenderer:
         if begin is None:  # earlier messages are written anew, so only the number of marks tells whose they are
             answers = [i for i in range(index) if chat.messages[i]["role"] == "assistant"]
             marks = marks[len(self._render_marks(chat, answers[-1] + 1)[1]) if answers else 0 :]
-        spans = without_gaps([(max(start, begin or 0), end) for start, end in marks])
+        spans = _without_gaps([(max(start, begin or 0), end) for start, end in marks])
         if not spans:
             raise BadRow("template_error", f"the template's generation marks leave out message {index}")
         end = self._over_end_token(text, spans[-1][1], chat.messages[index]["content"].rstrip())
@@ -165,10 +194,9 @@ class ChatRenderer:
     def _over_end_token(self, text: str, end: int, content: str) -> int:
         """The end of the span, moved over an end-of-turn token that the template leaves outside its marks."""
         marked = text[:end].rstrip()
-        if marked.endswith(self._special) and not (content.endswith(self._special) and marked.endswith(content)):
+        if self._special.end(marked) and not (self._special.end(content) and marked.endswith(content)):
             return end
-        token = next((token for token in self._special if text.startswith(token, end)), "")
-        return end + len(token)
+        return end + len(self._special.at(text, end))
 
     def _between(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
         """(text up to the end of the answer, the one span behind the generation prompt)."""
@@ -271,8 +299,8 @@ class ChatRenderer:
         return pinned
 
     def _behind_an_answer(self, following: Sequence[dict[str, str]] = ()) -> str | None:
-        """What the template writes behind an answer, without white space around it; None where it does not take this
-        conversation. following: messages after it."""
+        """What the template writes behind an answer, without white space around it; None where it refuses to.
+        following: messages after it."""
         messages = [*_PROBE, {"role": "assistant", "content": _ANSWER}, *following]
         try:
             text = self._render(Chat(messages, []), len(messages))
@@ -286,20 +314,12 @@ class ChatRenderer:
         Or several, if these are all that it is, and stand behind an answer that is not the last one too: Cohere's
         Command R7B has two. Phi-3 adds one at the very end, the first Llama 3 opens the next answer, asked or not.
         """
-        ends = self._opening_tokens(self._end)
+        ends = self._special.opening(self._end)
         if not ends or ends[-1] < len(self._end):
             return self._end[: min(ends, default=0)]
         between = self._behind_an_answer(_PROBE) or ""
         shared = len(os.path.commonprefix([self._end, between]))
         return self._end[: max((end for end in ends if end <= shared), default=ends[0])]
-
-    def _opening_tokens(self, text: str) -> list[int]:
-        """Where the special tokens end that a text begins with, ascending; white space may stand between them."""
-        ends, place = [], 0
-        while token := next((token for token in self._special if text.startswith(token, place)), ""):
-            ends.append(place + len(token))
-            place = len(text) - len(text[ends[-1] :].lstrip())
-        return ends
 
     def _render(self, chat: Chat, count: int, *, generation: bool = False) -> str:
         """The first `count` messages as text. Raises BadRow with the template's own message."""
@@ -331,6 +351,17 @@ class ChatRenderer:
         return texts[0], marks[0]
 
 
+def _without_gaps(spans: list[Span]) -> list[Span]:
+    """The spans that hold anything, with those that touch as one."""
+    found: list[Span] = []
+    for start, end in spans:
+        if end > start and found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
 def _template_failure(error: Exception) -> Exception:
     """A template is foreign code and may raise anything: its syntax is the user's to mend, the rest is the row's."""
     import jinja2
@@ -338,11 +369,6 @@ def _template_failure(error: Exception) -> Exception:
     if isinstance(error, jinja2.TemplateSyntaxError):
         return UserError(f"the chat template is not valid Jinja: {error}", fix="mend it, or give --chat-template")
     return BadRow("template_error", f"the chat template refuses the row: {str(error)[:300]}")
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return added | set(tokenizer.all_special_tokens)
 
 
 def _with_thinking(message: dict[str, Any]) -> str:

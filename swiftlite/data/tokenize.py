@@ -17,7 +17,7 @@ import numpy as np
 from swiftlite.config.methods import PAIRED
 from swiftlite.data.encode import Spans, TextEncoder, Tokens
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row
-from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools
+from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools, unwritten_call_keys
 from swiftlite.data.messages import string
 from swiftlite.data.preference_tokens import Preference, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
@@ -25,7 +25,7 @@ from swiftlite.data.rows import FORMATS, TrackedRow, hint_for, read_row, rename_
 from swiftlite.data.sources import DataFile
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
-from swiftlite.untrusted import names_of
+from swiftlite.untrusted import names_of, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,7 +145,8 @@ class RowTokenizer:
         chats = [(chat, found) for chat, found in answers if isinstance(chat, Chat)]
         batch.counts["tools_left_out"] += any(leaves_out_tools(*chat) for chat in chats)
         batch.counts["messages_left_out"] += any(leaves_out_messages(*chat) for chat in chats)
-        unknown = {f"messages.{key:.40}" for chat, _ in chats for key in self._renderer.unknown_keys(chat)}
+        unknown = {f"messages.{printable(key):.40}" for chat, _ in chats for key in self._renderer.unknown_keys(chat)}
+        unknown |= {f"messages.tool_calls.{printable(key):.40}" for chat in chats for key in unwritten_call_keys(*chat)}
         batch.unused.update(unknown)
 
     def _texts(self, row: Row) -> list[_Text]:

@@ -11,6 +11,7 @@ from swiftlite.reporting.words import short
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26
 SMALL, LARGE = (540, 210), (1120, 320)  # both are shown at about their own size, so that their letters are alike
 MOST_POINTS, MOST_BANDS = 1000, 160
+LEAST_SPAN = 1e-9  # of values, as a part of them; a moving average of equal values differs from them by rounding
 
 Points = tuple[list[int], list[float]]
 
@@ -63,7 +64,7 @@ class _Scale:
 
 def nice_ticks(low: float, high: float, wanted: int = 4) -> list[float]:
     """Round numbers that enclose low..high, about `wanted` steps apart."""
-    if high <= low:
+    if high - low <= LEAST_SPAN * max(abs(low), abs(high)):  # ticks are rounded: what differs by less has but one
         margin = abs(high) * 0.1 or 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / wanted

@@ -124,7 +124,14 @@ class RunReporter:
         if self._config.method != "rm":  # which gives scores, not answers
             lines["try it"] = f"swiftlite infer --model {model}"
         running.write_state("finished")
-        _draw(self._output)
+        try:
+            _draw(self._output)
+        except RunError:  # the disk
+            raise
+        except Exception as error:  # the model is saved: curves that cannot be drawn do not make it a failure
+            said = next(iter(str(error).splitlines()), "")
+            self.message(f"warning: the curves and report.html cannot be drawn: {type(error).__name__}: {said[:200]}")
+            running.write_state("finished")  # with the message
         self._display.summary(lines)
 
 

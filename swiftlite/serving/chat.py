@@ -8,7 +8,7 @@ from contextlib import closing
 
 from swiftlite.errors import UserError
 from swiftlite.serving.generate import Answerer
-from swiftlite.serving.prompts import Message
+from swiftlite.serving.prompts import Message, check_utf8, not_utf8
 
 HELP = "/clear starts a new conversation, /exit leaves; Ctrl-C stops an answer"
 
@@ -68,6 +68,7 @@ class Conversation:
 
         Without a chat template there is no conversation: each text is completed by itself. Raises UserError.
         """
+        check_utf8(text, "the conversation")
         if not self._answerer.has_template:
             self.clear()
         asked = [*self._messages, {"role": "user", "content": text}]
@@ -97,7 +98,10 @@ class Conversation:
 
 def _lines(interactive: bool) -> Iterator[str]:
     if not interactive:
-        yield from (line.rstrip("\r\n") for line in sys.stdin)
+        try:
+            yield from (line.rstrip("\r\n") for line in sys.stdin)
+        except UnicodeDecodeError as error:
+            raise not_utf8("stdin") from error
         return
     while True:
         try:
@@ -105,5 +109,7 @@ def _lines(interactive: bool) -> Iterator[str]:
         except EOFError:
             print()
             return
+        except UnicodeDecodeError:
+            say(str(not_utf8("the line")))
         except KeyboardInterrupt:
             say("\n(/exit or Ctrl-D leaves)")

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftlite.data.arguments import with_fitting_arguments
+from swiftlite.data.roles import with_known_roles
 from swiftlite.errors import UserError
+from swiftlite.serving.prompts import check_utf8
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -60,13 +62,15 @@ class Answerer:
         if self.has_template:
             render = partial(self._tokenizer.apply_chat_template, tools=tools, tokenize=False)
             try:
-                text = render(with_fitting_arguments(messages, render), add_generation_prompt=True)
+                messages = with_fitting_arguments(with_known_roles(messages, render), render)
+                text = render(messages, add_generation_prompt=True)
             except Exception as error:  # a template is foreign code and may raise anything
                 raise UserError(
                     f"the chat template refuses the conversation: {error}",
                     where=where,
                     fix="change the roles or their order, or give another --chat-template",
                 ) from error
+            check_utf8(text, where)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them all
         elif len(messages) > 1:
             raise UserError(

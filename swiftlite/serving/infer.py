@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from swiftlite.errors import RunError, UserError
-from swiftlite.serving.prompts import Question, read_questions
+from swiftlite.serving.prompts import Question, check_utf8, read_questions
 from swiftlite.serving.source import find_source
 
 ROWS_AT_A_TIME = 32  # batches that are answered, and then written in the order of the input
@@ -94,6 +94,8 @@ def _check(options: InferOptions) -> None:
         raise UserError("--prompt and --input are both given", fix="keep one of them")
     if options.output is not None:
         _check_output(options.output)
+    for text, name in [*((prompt, "--prompt") for prompt in options.prompts), (options.system or "", "--system")]:
+        check_utf8(text, name)
     for name, value, fits, wanted in (
         ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1"),
         ("--batch-size", options.batch_size, options.batch_size >= 1, "at least 1"),
@@ -160,11 +162,20 @@ def answer_file(answerer, questions: list[Question], output: Path, batch_size: i
                 advance(len(batch))
             for question, answer in zip(questions[start:], answers, strict=False):
                 row = {"reference" if key == "response" else key: value for key, value in question.row.items()}
-                file.write(json.dumps({**row, "response": answer.text}, ensure_ascii=False) + "\n")
+                file.write(_json_line({**row, "response": answer.text}))
                 cut += not answer.complete
     say(f"{len(questions)} answers in {output}")
     if cut:
         say(f"{cut} of them were cut off by --max-new-tokens")
+
+
+def _json_line(row: dict[str, Any]) -> str:
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON alone can write
+        text = json.dumps(row)
+    return text + "\n"
 
 
 @contextlib.contextmanager

@@ -51,6 +51,20 @@ def read_questions(path: Path, system: str | None) -> list[Question]:
     return questions
 
 
+def check_utf8(text: str, where: str) -> None:
+    """Raises UserError for text of a command line or a pipe with bytes that are not UTF-8; Python hands them over as
+    halves of surrogate pairs, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise not_utf8(where) from error
+
+
+def not_utf8(where: str) -> UserError:
+    """The error for text that is no text."""
+    return UserError("the text is not UTF-8", where=where, fix="convert it, for example with iconv -t UTF-8")
+
+
 def _lines(path: Path) -> list[tuple[int, bytes]]:
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
