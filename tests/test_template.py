@@ -442,7 +442,7 @@ def test_a_template_that_writes_the_first_call_only_is_told(make_tokenizer):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     assert trained_texts(tokenizer, chat(messages)) == [["add<|im_end|>"]]
     messages[1]["tool_calls"].append(call)
-    with pytest.raises(BadRow, match="leaves out a part of message 1"):
+    with pytest.raises(BadRow, match="leaves out a part of message 1, of its tool_calls"):
         ChatRenderer(tokenizer, "2025-03-09").render(chat(messages))
 
 

@@ -272,13 +272,16 @@ class ChatRenderer:
         Its first characters may belong to a generation prompt that opens the thinking.
         """
         message = chat.messages[index]
-        parts = [message["content"], *(message[key] for key in REASONING_KEYS if message.get(key))]
+        parts = [key for key in ("content", *REASONING_KEYS) if message.get(key)]
         opening, found = squash(before[-OPENING:]), squash(trained)
         calls = found.replace(squash(message["content"]), "", 1)  # a call may be named by a word of the answer
         names = Counter(squash(call["function"]["name"]) for call in message.get("tool_calls") or [])
-        called = all(calls.count(name) >= times for name, times in names.items())  # some write only the first call
-        if not called or not all(_ends_within(squash(part), opening, found) for part in parts):
-            raise BadRow("template_drops_content", f"the chat template leaves out a part of message {index}")
+        lost = [key for key in parts if not _ends_within(squash(message[key]), opening, found)]
+        if any(calls.count(name) < times for name, times in names.items()):  # some write only the first call
+            lost.append("tool_calls")
+        if lost:
+            what = f"the chat template leaves out a part of message {index}, of its {' and '.join(lost)}"
+            raise BadRow("template_drops_content", what)
 
     # ---- the template -------------------------------------------------------------------------------------------
 
