@@ -24,8 +24,11 @@ class Saver:
     """Writes one checkpoint at a time."""
 
     def __init__(self, mesh: Mesh, *, background: bool) -> None:
-        """background: by a thread; every process makes its saver at the same place."""
-        self._together: Together = _Beside(mesh) if background else mesh
+        """background: by a thread; every process makes its saver at the same place.
+
+        together: the processes, as they wait for one another's disks: longer than in a collective of training.
+        """
+        self.together: Together = _Beside(mesh)
         self._background = background
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
@@ -58,7 +61,7 @@ class Saver:
             for plan, held in parts:
                 plan.write(folder, held)
 
-        write_together(self._together, final, create, write)
+        write_together(self.together, final, create, write)
         done()
 
     def finish(self, patience: float | None = None) -> None:

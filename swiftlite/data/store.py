@@ -7,6 +7,7 @@ it is written (record batches) and while it is read (the operating system pages 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -206,10 +207,10 @@ def load_or_build(root: Path, key: str, build: Callable[[Path], dict[str, Any]])
     final = root / key
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _lock(root / f"{key}.lock"):
+        with _lock(root / f"{key}.lock") as locked:
             meta = _read_meta(final)
             if meta is None:
-                meta = _build_aside(final, build)
+                meta = _build_aside(final, build, locked=locked)
     except OSError as error:
         raise UserError(
             f"cannot write the token cache: {error.strerror or error}",
@@ -219,8 +220,9 @@ def load_or_build(root: Path, key: str, build: Callable[[Path], dict[str, Any]])
     return final, meta
 
 
-def _build_aside(final: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    partial = final.with_name(f".{final.name}.partial" if fcntl else f".{final.name}.{os.getpid()}.partial")
+def _build_aside(final: Path, build: Callable[[Path], dict[str, Any]], *, locked: bool) -> dict[str, Any]:
+    """locked: no other process builds it at the same time."""
+    partial = final.with_name(f".{final.name}.partial" if locked else f".{final.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
@@ -250,13 +252,25 @@ def _file_hash(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[bool]:
+    """Yields whether others wait: not all systems, and not all file systems of clusters, have locks."""
     with path.open("w") as file:
-        if fcntl is None:
-            yield
+        if not _flock(file):
+            yield False
             return
-        fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            yield
+            yield True
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough while a forked worker still has the file open
+
+
+def _flock(file: IO[str]) -> bool:
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        return False
+    return True

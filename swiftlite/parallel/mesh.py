@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from swiftlite.config.layout import Layout
 from swiftlite.dtensors import is_dtensor, is_sharding
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 T = TypeVar("T")
 SPLIT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -89,15 +92,7 @@ class Mesh:
 
     def _copying(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
         """(size, this process's place) of each dimension along which processes hold the same part of a tensor."""
-        own: list[tuple[int, int]] = []
-        covered = {"pp"}
-        if is_dtensor(tensor):
-            mesh = tensor.device_mesh
-            for dimension, (name, placement) in enumerate(zip(mesh.mesh_dim_names, tensor.placements, strict=True)):
-                covered |= {name, REGROUPED.get(name, name)}
-                if not is_sharding(placement):
-                    own.append((mesh.size(dimension), mesh.get_coordinate()[dimension]))
-        return own + [(self.size(name), self.place(name)) for name in STORED if name not in covered]
+        return _copying(self, tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else _copying(self, None, ())
 
     def any(self, here: bool) -> bool:
         """Whether something holds in at least one process."""
@@ -120,6 +115,19 @@ class Mesh:
     def gather(self, texts: list[str]) -> list[str]:
         """The texts of all processes, each once, in the order of ranks."""
         return list(dict.fromkeys(text for part in self.collect(texts) for text in part))
+
+
+@cache  # asked for each tensor in each step, and a mesh takes its time to say how large it is
+def _copying(mesh: Mesh, own: DeviceMesh | None, placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
+    """own: the mesh of a DTensor, which has these placements."""
+    found: list[tuple[int, int]] = []
+    covered = {"pp"}
+    if own is not None:
+        for dimension, (name, placement) in enumerate(zip(own.mesh_dim_names, placements, strict=True)):
+            covered |= {name, REGROUPED.get(name, name)}
+            if not is_sharding(placement):
+                found.append((own.size(dimension), own.get_coordinate()[dimension]))
+    return found + [(mesh.size(name), mesh.place(name)) for name in STORED if name not in covered]
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -43,6 +43,11 @@ class Machines:
     node: int = 0
     address: str = "127.0.0.1"
     port: int | None = None
+
+    def again(self) -> Machines:
+        """For another attempt. Of several machines each notices in its own time that one has failed: those that come
+        first must not meet what is left of the attempt before, so they go to another port."""
+        return self if self.nodes == 1 else replace(self, port=(self.port or DEFAULT_PORT) + 1)
 
 
 def start_processes(machines: Machines, body: Callable[..., int], *arguments: Any) -> None:

@@ -81,12 +81,14 @@ class World:
         try:
             yield
         except BaseException as error:
-            if self.store is None or isinstance(error, SystemExit):
+            if self.store is None:
                 raise
-            if isinstance(error, KeyboardInterrupt):
-                with suppress(RuntimeError):  # the store may have ended before
-                    self.store.set(INTERRUPTED, "")
-                raise SystemExit(128 + signal.SIGINT) from None
+            if isinstance(error, SystemExit | KeyboardInterrupt):
+                code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code
+                if code:  # of several machines it may be that one alone is told to end
+                    with suppress(RuntimeError):  # the store may have ended before
+                        self.store.set(INTERRUPTED, "")
+                raise SystemExit(code) from None
             knows_why = not isinstance(error, AnotherFailed)
             if not knows_why:
                 time.sleep(SECONDS_FOR_THE_FIRST)
@@ -123,6 +125,8 @@ def joined() -> Iterator[World]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with port_errors("MASTER_PORT"):
         store = _interruptibly(lambda: next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))[0])
+    # torchrun's store outlives the processes of an attempt, and so would what they have noted.
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     world = World(device, rank, size, dist.PrefixStore("notes", store))
     world.meet("world")  # the group would wait for the others where no signal is heard
     dist.init_process_group(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,4 +65,14 @@ def _free_host_bytes() -> int:
     if not info.is_file():
         return 8 << 30
     line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(line.split()[1]) * 1024
+    return min(int(line.split()[1]) * 1024, _free_of_limit(Path("/sys/fs/cgroup")))
+
+
+def _free_of_limit(group: Path) -> int:
+    """Of a container that may take less than the machine has. group: the folder of its control group (version 2)."""
+    try:
+        limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+        cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # no such group, or no limit, which is written as `max`
+        return sys.maxsize
+    return max(0, limit - used + int(cached[1] if cached else 0))

@@ -18,12 +18,17 @@ class MetricsFile:
     """Appends rows. On resume the rows of steps that are trained again are dropped first."""
 
     def __init__(self, output: Path, start_step: int = 0) -> None:
-        """kept: the rows up to `start_step`. Raises RunError where the file cannot be written."""
+        """kept: the rows up to `start_step`, for `take_kept`. Raises RunError where the file cannot be written."""
         self._path = output / FILE
-        self.kept = [row for row in read_metrics(output) if row["step"] <= start_step]
-        text = "".join(map(_line, self.kept))
+        self._kept = [row for row in read_metrics(output) if row["step"] <= start_step]
+        text = "".join(map(_line, self._kept))
         write_whole(self._path, lambda path: path.write_text(text, encoding="utf-8"))
         self._file = self._path.open("a", encoding="utf-8")
+
+    def take_kept(self) -> list[dict[str, Any]]:
+        """The rows of the run before, once: those of a long one take hundreds of MiB."""
+        kept, self._kept = self._kept, []
+        return kept
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row and hand it to the system. Raises RunError where the disk is full."""

@@ -167,7 +167,7 @@ class _Running:
         }
         self._seconds_before = before.get("seconds", 0.0)
         self._metrics = MetricsFile(output, start_step)
-        kept = self._metrics.kept
+        kept = self._metrics.take_kept()
         self.board = Board(total_steps, facts, start_step, kept)
         self.first_loss = next((row["loss"] for row in kept if row.get("loss") is not None), None)
         self.finished = False

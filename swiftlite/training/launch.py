@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftlite.config.layout import Layout, under_torchrun
@@ -42,6 +44,7 @@ def launch(config: RunConfig, layout: Layout, report: Report) -> None:
 
 def _start(config: RunConfig, layout: Layout, report: Report) -> None:
     """Start this machine's processes, again from the newest checkpoint where they failed while running."""
+    from swiftlite.checkpoint.folder import list_checkpoints
     from swiftlite.parallel.start import Machines, start_processes
 
     if (config.nnodes or 1) > 1 and config.master_addr is None:
@@ -56,27 +59,31 @@ def _start(config: RunConfig, layout: Layout, report: Report) -> None:
         address=config.master_addr or "127.0.0.1",
         port=config.master_port,
     )
+    began = time.monotonic()
     for left in reversed(range(config.max_restarts + 1)):
         try:
-            start_processes(machines, train_in_process, config.model_dump(), layout, report)
+            start_processes(machines, train_in_process, config.model_dump(), layout, report, began)
         except (RunError, SystemExit) as failure:
             code = report(failure) if left and isinstance(failure, RunError) else getattr(failure, "code", None)
             if not left or code != RunError.exit_code:
                 raise
         print(f"starting again from the newest checkpoint; restarts left: {left - 1}", file=sys.stderr)
-        config = config.model_copy(update={"resume": "auto"})
+        if config.resume == "never" or list_checkpoints(Path(config.output_dir)):  # else from that of the other run
+            config = config.model_copy(update={"resume": "auto"})
+        machines = machines.again()
 
 
-def train_in_process(values: dict[str, object], layout: Layout, report: Report) -> int:
+def train_in_process(values: dict[str, object], layout: Layout, report: Report, began: float) -> int:
     """The whole life of a started process. Returns the exit code of a run that ended."""
     from swiftlite.config.schema import RunConfig
 
-    train_here(RunConfig.model_validate(values), layout, report)
+    train_here(RunConfig.model_validate(values), layout, report, began)
     return 0
 
 
-def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
-    """Train in this process, one of the layout's. Raises what `launch` says."""
+def train_here(config: RunConfig, layout: Layout, report: Report, began: float | None = None) -> None:
+    """Train in this process, one of the layout's. began: by time.monotonic, which all processes of a machine share, the
+    first start of a run that has been started again. Raises what `launch` says."""
     prepare_heap()
     quiet_bitsandbytes()
     with quick_imports():
@@ -86,7 +93,7 @@ def train_here(config: RunConfig, layout: Layout, report: Report) -> None:
     raise_seen_signal()
     with joined() as world, world.told_once(lambda error: report(_reason(error))):
         config = config.model_copy(update={"output_dir": world.same("output", config.output_dir)})
-        run_training(config, world, layout)
+        run_training(config, world, layout, began=began)
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -234,7 +234,8 @@ class Loop:
             self._watch_loss(batch.step, share, outcome)
             self._updates.finish()
             method.after(outcome.sums, count)
-        self._scale.update(overflowed=not math.isfinite(norm))
+        if math.isfinite(outcome.loss):  # a loss that is no number is so at any scale
+            self._scale.update(overflowed=not math.isfinite(norm))
         parts.optimizer.zero_grad(set_to_none=True)
         self.progress.step, self.progress.epoch = batch.step, batch.epoch
         self.progress.loss_scale, self.progress.method = asdict(self._scale), method.state

@@ -32,7 +32,7 @@ class LossScale:
             return
         self.good_steps = 0 if overflowed else self.good_steps + 1
         if overflowed:
-            self.value /= 2
+            self.value = max(self.value / 2, SMALLEST_FP16_SCALE)
         elif self.good_steps == STEPS_TO_GROW:
             self.value, self.good_steps = self.value * 2, 0
 

@@ -88,7 +88,8 @@ def _named_checkpoint(folder: Path, output: Path, used: bool) -> Path:
             fix=f"name a complete checkpoint folder{such}",
         )
     existing = [other.resolve() for other in list_checkpoints(output)]
-    if used and (not existing or folder.resolve() != existing[0]):
+    begun = (output / "config.yaml").is_file() and not (output / "model").exists()  # by a run that has saved nothing
+    if used and (folder.resolve() != existing[0] if existing else not begun):
         raise UserError(
             "the output folder holds another run, or newer checkpoints than the one to resume from",
             where=str(output),

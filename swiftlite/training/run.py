@@ -63,15 +63,18 @@ if TYPE_CHECKING:
 SECONDS_TO_FINISH = 60  # of a checkpoint that is being written when the run fails
 
 
-def run_training(config: RunConfig, world: World, layout: Layout, reporter: Reporter | None = None) -> None:
+def run_training(
+    config: RunConfig, world: World, layout: Layout, reporter: Reporter | None = None, *, began: float | None = None
+) -> None:
     """Train as the config says and leave the output folder of the contract behind; every process of the world calls it.
 
-    reporter: who is told what happens; by default rank 0 tells the user, and the others nobody.
+    reporter: who is told what happens; by default rank 0 tells the user, and the others nobody. began: by
+    time.monotonic, from when `--stop-after` counts; by default from now.
 
     Raises UserError for what the user can mend (before anything is written), RunError for what fails while running,
     SystemExit with 128 + signal after a signal, once a checkpoint is saved.
     """
-    began, output = time.monotonic(), Path(config.output_dir)
+    began, output = time.monotonic() if began is None else began, Path(config.output_dir)
     reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
     with reporter, closing(Claim(output)) as claim, other_memory_errors():
         resume = find_resume(config, output, claim, world, reporter.message)
@@ -96,7 +99,7 @@ def run_training(config: RunConfig, world: World, layout: Layout, reporter: Repo
         def build_start() -> Trainee:
             return build_trainee(config, model_config, None, load, world.within("start"), layout)
 
-        parts = MethodParts(config, loss, prepared, trainee, resume is None, build_start, load, reporter)
+        parts = MethodParts(config, loss, prepared, trainee, resume is None, build_start, load, reporter, world.same)
         method = build_method(parts)
         folder = OutputFolder(config, claim, prepared, reporter)
         session = Session(config, folder, prepared, trainee, method, load, reporter)
@@ -182,7 +185,7 @@ class Session:
     def train(self, began: float) -> None:
         """Run the loop, then write model/, audit, plots and page. began: of the run, by time.monotonic."""
         config, trainee, plan = self._config, self._trainee, self._prepared.train
-        in_turn(self._mesh, self._check_space if self._leads else nothing)
+        in_turn(self._saver.together, self._check_space if self._leads else nothing)
         with self._folder.begun() if self._leads else nullcontext():
             self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
         if self._leads:
@@ -273,7 +276,7 @@ class Session:
     def _save(self, final: Path, *, now: bool) -> None:
         if self._saved is not None and self._saved.resolve() == final.resolve() and self._mesh.any(final.exists()):
             return
-        in_turn(self._mesh, (lambda: self._make_way(final)) if self._leads else nothing)
+        in_turn(self._saver.together, (lambda: self._make_way(final)) if self._leads else nothing)
         self._saved = final
         config, trainee, progress = self._config, self._trainee, self._progress
         state = {"progress": asdict(progress), "data": self._prepared.fingerprint, "seed": config.seed}
@@ -316,9 +319,9 @@ class Session:
 
     def _write_result(self) -> None:
         model = self._output / "model"
-        in_turn(self._mesh, self._folder.keep if self._leads else nothing)
+        in_turn(self._saver.together, self._folder.keep if self._leads else nothing)
         if not self._mesh.any(model.exists()):
-            write_together(self._mesh, model, self._create_model, self._write_model, manifest=False)
+            write_together(self._saver.together, model, self._create_model, self._write_model, manifest=False)
         if self._leads:
             self._folder.write_audit()
             if self._config.streaming and (losses := losses_in_words(self._prepared.audit)):

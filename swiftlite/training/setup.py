@@ -199,6 +199,7 @@ def build_trainee(
     else:
         scale_by_document(base)
     weights = TensorFolder(model_folder(source, revision=config.revision))
+    world.meet("weights")  # some machines may have had to download them
     if source == str(resume):
         _grow(base, config, load_tokenizer)  # its files have the rows of new tokens
     on_disk, new_head = match_files(weights, base)
@@ -225,6 +226,7 @@ def build_trainee(
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
         if adapter is None:
             start_dora(part.model)
+    world.meet("values")
     return trainee
 
 

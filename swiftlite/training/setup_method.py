@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MethodParts:
     """loss: of `preference_of`; trainee_starts: its weights are those before the first step; build_start: builds
-    another such model.
+    another such model; same: of the world, what the first process says.
     """
 
     config: RunConfig
@@ -43,6 +43,7 @@ class MethodParts:
     build_start: Callable[[], Trainee]
     load_tokenizer: Callable[[], Any]
     reporter: Reporter
+    same: Callable[[str, str], str]
 
 
 def build_method(parts: MethodParts) -> Method:
@@ -81,7 +82,7 @@ def _copy_costs_little(parts: MethodParts) -> bool:
 
 def _precomputed(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:
     mesh, prepared = parts.trainee.mesh, parts.prepared
-    key = mesh.from_first(_key(parts) if mesh.rank == 0 else None)
+    key = parts.same("reference", _key(parts) if mesh.rank == 0 else "")  # which reads all weights: no collective
     pass_over = Precompute(cache_root(parts.config) / "reference" / key, mesh, _sharer(parts), mismatched)
     table = pass_over.known()
     plans = {"train": prepared.train} | ({"eval": prepared.eval} if prepared.eval is not None else {})
