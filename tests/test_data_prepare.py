@@ -1,5 +1,6 @@
 """From `--dataset` to steps: the cache, the audit, bad rows by policy, evaluation rows, and the choice of rows."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from swiftlite.config.resolve import resolve_config
-from swiftlite.data import build, sources
+from swiftlite.data import build, sources, store
 from swiftlite.data import prepare as prepare_module
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import prepare_data
@@ -542,3 +543,14 @@ def test_rows_held_out_of_one_data_set_are_not_trained_through_another(prepare, 
     assert prepare(path, f"{path}{again}").eval is None
     with pytest.raises(UserError, match="two data sets share a file"):
         prepare(path, f"{path}{again}", eval_fraction=0.25)
+
+
+def test_a_file_system_without_locks_keeps_a_cache(prepare, write_rows, chat_rows, monkeypatch):
+    """As Lustre is, unless it is mounted with them."""
+
+    def none(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(store.fcntl, "flock", none)
+    path = write_rows("rows.jsonl", chat_rows)
+    assert prepare(path).fingerprint == prepare(path).fingerprint and prepare.loads == 1

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.models.toys import toy_pairs
 from swiftlite.parallel.stages import SPLITS_CORRECTLY
+from swiftlite.parallel.start import DEFAULT_PORT, Machines
 from swiftlite.parallel.world import World
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -187,13 +188,13 @@ def ranks_of(parent: int) -> list[int]:
     return [int(line.split()[0]) for line in listed.splitlines() if "spawn_main" in line]
 
 
-def started_run(tmp_path, flags, *more, steps=100_000) -> subprocess.Popen:
-    """A run of two processes, once its second step is logged."""
+def started_run(tmp_path, flags, *more, steps=100_000, seen=2) -> subprocess.Popen:
+    """A run of two processes, once the step `seen` is logged."""
     out = tmp_path / "out"
     words = [*SWIFTLITE, "sft", *flags, "--nproc-per-node", "2", "--max-steps", str(steps), "-o", str(out), *more]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
     for line in process.stdout:
-        if re.match(r"step +2/", line):
+        if re.match(rf"step +{seen}/", line):
             return process
     raise AssertionError(process.stderr.read())
 
@@ -232,6 +233,45 @@ def test_a_killed_process_is_started_again_from_the_newest_checkpoint(tmp_path, 
     assert "killed by SIGKILL" in err and "starting again" in err
     assert [row["step"] for row in metrics(tmp_path / "out")] == list(range(1, 31))
     assert (tmp_path / "out" / "model").is_dir()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_that_goes_on_from_another_does_so_again_after_a_restart(tmp_path, flags):
+    """It has saved nothing of its own yet."""
+    first = ["--nproc-per-node", "1", "--max-steps", "3", "-o", str(tmp_path / "first")]
+    assert run(*SWIFTLITE, "sft", *flags, *first).returncode == 0
+    more = "--max-restarts", "1", "--resume", str(tmp_path / "first")
+    process = started_run(tmp_path, flags, *more, steps=40, seen=5)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert re.search(r"^step +4/40", out, re.MULTILINE) and not re.search(r"^step +1/40", out, re.MULTILINE)
+    assert [row["step"] for row in metrics(tmp_path / "out")] == list(range(4, 41))
+
+
+@pytest.mark.parametrize("how", ["raise RuntimeError('boom')", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_torchrun_starts_the_processes_again(tmp_path, how):
+    """Its store keeps what those of the attempt before have noted."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\n"
+        "from swiftlite.parallel.world import joined\n"
+        "with joined() as world, world.told_once(lambda error: 1):\n"
+        "    world.meet('data')\n"
+        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and world.rank == 1:\n"
+        f"        {how}\n"
+        "    world.meet('end')\n"
+        "    print('ended', world.rank, flush=True)\n"
+    )
+    done = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"ended \d", done.stdout)) == ["ended 0", "ended 1"]
+
+
+def test_another_attempt_of_several_machines_meets_at_another_port():
+    assert Machines(2).again() == Machines(2)
+    assert Machines(2, nodes=2, port=1000).again().again().port == 1002
+    assert Machines(2, nodes=2).again().port == Machines(2, nodes=2).again().port != DEFAULT_PORT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
@@ -305,11 +345,12 @@ def test_a_signal_to_one_process_that_loads_ends_the_others_too(number, code, sa
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")
 
 
-def test_where_one_process_is_interrupted_those_that_wait_for_it_are_too():
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_where_one_process_is_interrupted_those_that_wait_for_it_are_too(error, code):
     worlds = [World(torch.device("cpu"), rank, 2, store) for store in [HashStore()] for rank in range(2)]
     with pytest.raises(SystemExit) as ended, worlds[1].told_once(lambda error: 1):
-        raise KeyboardInterrupt
-    assert ended.value.code == 128 + signal.SIGINT
+        raise error
+    assert ended.value.code == code
     with pytest.raises(SystemExit) as ended, worlds[0].told_once(lambda error: 1):
         worlds[0].meet("data")
     assert ended.value.code == 128 + signal.SIGINT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from swiftlite.models.checkpointing import kept_operations
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import decoder_inputs
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.planning import memory
 from swiftlite.planning.choose import USABLE, Choice, Need
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training import needs
@@ -104,3 +107,12 @@ def test_hidden_states_are_kept_in_the_type_of_the_weights(weights):
 
     expected = activation_bytes_per_token(config(2), torch.bfloat16, hidden_dtype=weights) * (TOKENS + 1)
     assert kept(3) - kept(1) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_container_has_no_more_than_its_limit(tmp_path):
+    assert memory._free_of_limit(tmp_path) == sys.maxsize  # no control group
+    for name, text in (("max", "max"), ("current", "700"), ("stat", "anon 400\ninactive_file 200\nfile 300\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory._free_of_limit(tmp_path) == sys.maxsize
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory._free_of_limit(tmp_path) == 500

@@ -131,3 +131,10 @@ def test_seeds_differ_by_step_and_micro_batch():
 def test_a_device_has_the_peak_of_its_own_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
+
+
+def test_a_loss_scale_does_not_shrink_to_nothing():
+    scale = resolve_precision("fp16", torch.device("cpu")).loss_scale()
+    for _ in range(60):
+        scale.update(overflowed=True)
+    assert scale.value == precision.SMALLEST_FP16_SCALE and not scale.can_shrink
