@@ -45,7 +45,7 @@ def test_resume_drops_the_rows_that_are_trained_again(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')  # a kill in the middle of a line
     resumed = MetricsFile(tmp_path, 5)
-    assert [kept["step"] for kept in resumed.kept] == [1, 2, 3, 4, 5]
+    assert [kept["step"] for kept in resumed.take_kept()] == [1, 2, 3, 4, 5]
     resumed.write(row(6))
     resumed.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
