@@ -91,11 +91,11 @@ def check_adapter(model: nn.Module, names: Iterable[str], where: Path) -> None:
             )
 
 
-def unread_of_adapter(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """The tensors of an adapter's file that its settings do not speak of, with their names in the base model. peft
+def unread_of_adapter(catalog: Catalog, names: Iterable[str]) -> dict[str, str]:
+    """The tensors of an adapter's file that are not in its catalog, with their names in the base model. peft
     writes embeddings as well where it finds their size changed, or an adapter on them; of a module that is trained
     whole it may write all three copies, of which one counts."""
-    known = {_plain(name) for name in _adapter_on_disk(model)[1]}
+    known = {_plain(entry.name) for entry in catalog}
     copies = re.compile(r"\.(modules_to_save|original_module)\.")
     unread = [name for name in names if copies.sub(".", _plain(name)) not in known]
     return {name: _plain(name).replace(".base_layer.", ".") for name in unread}

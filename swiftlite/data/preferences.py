@@ -33,8 +33,8 @@ from swiftlite.data.messages import (
 )
 from swiftlite.untrusted import names_of
 
-# Cells of csv are text, and columns of numbers are common: of integers, or of floats where a row had none.
 LABEL_KEYS = ("label", "kto_tag")  # LLaMA-Factory's name of it
+# Cells of csv are text, and columns of numbers are common: of integers, or of floats where a row had none.
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftConfig
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
@@ -80,8 +79,6 @@ def run_export(options: ExportOptions) -> Exported:
         )
     largest = _shard_size(options.max_shard_size)
     source = find_source(options.model, options.adapter)
-    if source.adapter is not None:
-        check_start(PeftConfig.from_pretrained(str(source.adapter)), source.adapter)
     dtype = _dtype(options, source)
     model, tokenizer = load_for_answers(
         source,
@@ -117,6 +114,7 @@ def _merged(model: nn.Module, adapter: Path) -> PreTrainedModel:
     """The base with the adapter in its weights. Raises UserError for a kind that cannot be merged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    check_start(model.active_peft_config, adapter)
     base = model.get_base_model()
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if isinstance(embedding, BaseTunerLayer) and head is not None and embedding.weight is head.weight:

@@ -59,8 +59,8 @@ def read_on_top(
     if adapter is not None:
         saved = TensorFolder(adapter / ADAPTER)
         check_adapter(model, saved.entries, adapter)
-        _check_all_read(model, base, weights, saved, adapter)
         catalog, has_head = catalog_adapter(model), has_scores(saved)  # one that has learnt to answer has none
+        _check_all_read(catalog, base, weights, saved, adapter)
         return [(saved, saved.match([e for e in catalog if has_head or not _is_score(e.name)], "base_model.model"))]
     if checkpoint is not None:
         saved = TensorFolder(checkpoint)
@@ -69,7 +69,7 @@ def read_on_top(
 
 
 def _check_all_read(
-    model: nn.Module, base: PreTrainedModel, weights: TensorFolder, saved: TensorFolder, adapter: Path
+    catalog: Catalog, base: PreTrainedModel, weights: TensorFolder, saved: TensorFolder, adapter: Path
 ) -> None:
     """Raise UserError where tensors of an adapter's file would be lost: those beside the adapter that are not the
     base's own."""
@@ -81,7 +81,7 @@ def _check_all_read(
         )
     lost = [
         plain
-        for name, plain in unread_of_adapter(model, saved.entries).items()
+        for name, plain in unread_of_adapter(catalog, saved.entries).items()
         if plain not in weights.entries or not torch.equal(saved.read(name).float(), weights.read(plain).float())
     ]
     if lost:
