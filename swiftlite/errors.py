@@ -24,6 +24,11 @@ class SwiftliteError(Exception):
         return "\n".join(parts)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; nothing where it says nothing."""
+    return next(iter(str(error).splitlines()), "")
+
+
 class UserError(SwiftliteError):
     """Something the user can mend: flag, recipe, data, model folder, layout. Exit code 2."""
 

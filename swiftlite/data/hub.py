@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from swiftlite.data.sources import DatasetSpec, missing_file
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, first_line
 from swiftlite.hub import stay_offline_without_network
 
 
@@ -25,7 +25,7 @@ def load_hub(spec: DatasetSpec):  # noqa: ANN201
         return _load(spec.name, spec.subset, spec.split or "train")
     except Exception as error:  # the library raises a dozen unrelated types for absent, private, offline, bad split
         near = missing_file(spec).fix
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error) or type(error).__name__
         raise UserError(
             f"neither a file here nor a data set that the hub gives: {reason}",
             where=f"--dataset {spec.text}",

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from swiftlite.data.forms import BadRow
 from swiftlite.data.messages import json_type
 from swiftlite.data.sources import DataFile
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, first_line
 from swiftlite.untrusted import check_depth, parse_json, unequal_keys
 
 Payload = bytes | dict[str, Any] | BadRow
@@ -322,7 +322,7 @@ def columnar_rows(
         OverflowError,
         RecursionError,
     ) as error:  # or dates that Python lacks
-        message = next(iter(str(error).splitlines()), type(error).__name__)
+        message = first_line(error) or type(error).__name__
         raise UserError(
             f"not a sound {file.kind} file: {message}", where=file.where(number + 1), fix="write it again"
         ) from error

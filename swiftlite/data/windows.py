@@ -12,7 +12,7 @@ from typing import Any
 
 from swiftlite.data.readers import BATCH_ROWS, MAX_LINE, UTF8_BOM, Payload, columnar_rows, read_rows, text_line
 from swiftlite.data.sources import DataFile
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, first_line
 
 WINDOW_BYTES = 4 << 20  # about a million tokens of English: enough rows to fill packs, few enough to hold in memory
 SAMPLE = 1 << 20
@@ -118,7 +118,7 @@ def _group_sizes(file: DataFile) -> list[int]:
         return [reader.get_batch(index).num_rows for index in range(reader.num_record_batches)]
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
-            f"--streaming cannot read the file: {str(error).splitlines()[0]}",
+            f"--streaming cannot read the file: {first_line(error)}",
             where=file.label,
             fix="write it as parquet, or as an Arrow file (not a stream)",
         ) from error

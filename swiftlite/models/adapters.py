@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, first_line
 from swiftlite.models.anatomy import SCORE_HEAD, head_of
 from swiftlite.untrusted import existing
 
@@ -67,7 +67,7 @@ def continue_adapter(model: PreTrainedModel, adapter: Path) -> nn.Module:
         wrapped = wrap(model, settings)
     except (AttributeError, ValueError, RuntimeError, OSError, TypeError) as error:
         raise UserError(
-            f"the adapter does not fit the model: {(str(error).splitlines() or [''])[0]}",
+            f"the adapter does not fit the model: {first_line(error)}",
             where=str(adapter),
             fix="give the base model that adapter_config.json names",
         ) from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, first_line
 from swiftlite.models.adapters import continue_adapter, refuse_adapted_head, wrap
 from swiftlite.models.anatomy import SCORE_HEAD, head_of
 from swiftlite.quick_imports import quick_imports
@@ -113,7 +113,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
             wrapped = wrap(model, settings)
         except ValueError as error:
             raise UserError(
-                f"LoRA cannot be added: {str(error).splitlines()[0]}",
+                f"LoRA cannot be added: {first_line(error)}",
                 where="--target-modules",
                 fix="name other linear layers of the model, "
                 + ("leave --dora out, " if config.dora else "")

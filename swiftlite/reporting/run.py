@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from swiftlite import __version__
-from swiftlite.errors import RunError
+from swiftlite.errors import RunError, first_line
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
@@ -129,7 +129,7 @@ class RunReporter:
         except RunError:  # the disk
             raise
         except Exception as error:  # the model is saved: curves that cannot be drawn do not make it a failure
-            said = next(iter(str(error).splitlines()), "")
+            said = first_line(error)
             self.message(f"warning: the curves and report.html cannot be drawn: {type(error).__name__}: {said[:200]}")
             running.write_state("finished")  # with the message
         self._display.summary(lines)

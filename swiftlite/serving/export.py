@@ -21,7 +21,7 @@ from swiftlite.checkpoint.folder import atomic_folder
 from swiftlite.checkpoint.space import check_space
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.config.types import Size
-from swiftlite.errors import RunError, UserError
+from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.models.adapters import check_start
 from swiftlite.models.dtypes import named_dtype, source_dtype
 from swiftlite.models.load import load_config
@@ -125,7 +125,7 @@ def _merged(model: nn.Module, adapter: Path) -> PreTrainedModel:
     except (AttributeError, NotImplementedError, ValueError) as error:
         kind = getattr(model.active_peft_config.peft_type, "value", "unknown")
         raise UserError(
-            f"an adapter of the kind {kind} cannot be merged: {(str(error).splitlines() or [''])[0][:200]}",
+            f"an adapter of the kind {kind} cannot be merged: {first_line(error)[:200]}",
             where=str(adapter),
             fix="serve base and adapter as they are",
         ) from error

@@ -10,7 +10,7 @@ import torch
 
 from swiftlite.checkpoint.catalog import check_adapter
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file, inspect_model_folder
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, first_line
 from swiftlite.imports import quiet_bitsandbytes
 from swiftlite.models.anatomy import SCORE_HEAD
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
@@ -133,7 +133,7 @@ def _add_adapter(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
             wrapped = peft.PeftModel.from_pretrained(model, str(adapter))
     except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
         raise UserError(
-            f"the adapter cannot be put on the model: {str(error).splitlines()[0]}",
+            f"the adapter cannot be put on the model: {first_line(error)}",
             where=str(adapter),
             fix="give the base model that the adapter was trained on with --model",
         ) from error
