@@ -23,89 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
+from bench.gpu_ways import GLOBAL_BATCH, Shape, Way, shapes
 from bench.tables import fill, has_place, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = tuple(f"tests/test_{name}.py" for name in ("attention", "moments", "objectives", "parity", "run"))
-GLOBAL_BATCH = 8  # rows a step
-MEASURED, SKIPPED = 10, 3  # steps; the first ones warm up the allocator and the kernels
-FULL_TUNING_BYTES = 18  # a parameter: fp32 weight, gradient and two moments, and the bf16 copy of autocast
-LEAN_BYTES = 10  # bf16 weight and two moments
-LIGER, TORCHAO = "liger_kernel", "torchao"
+MEASURED, SKIPPED = 5, 2  # steps; the first ones warm up the allocator and the kernels
 HEADER = ("model", "training", "rows a forward", "tokens/s", "MFU", "peak GiB", "loss of steps", "result")
-PARITY_HEADER = ("family", "precision", "micro-batches", "loss differs by", "grad norm differs by", "result")
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a model is trained. rows: of a forward pass; step_rows: of a step; bytes: that a parameter takes at least;
-    package: that it needs."""
-
-    name: str
-    flags: tuple[str, ...]
-    rows: int = 4
-    step_rows: int = GLOBAL_BATCH
-    bytes: int = 2
-    package: str | None = None
-
-
-LORA, FULL, COMPILED = ("--tuner", "lora"), ("--tuner", "full"), ("--compile",)
-FUSED = ("--kernels", "liger")
-LEAN = (*FULL, "--pure-bf16", "--optimizer-in-backward", "--max-grad-norm", "0")
-USUAL = (
-    Way("lora", LORA),
-    Way("full", FULL, bytes=FULL_TUNING_BYTES),
-    Way("full, compiled", (*FULL, *COMPILED), bytes=FULL_TUNING_BYTES),
-    Way("full, Liger", (*FULL, *FUSED), bytes=FULL_TUNING_BYTES, package=LIGER),
-    Way("full, compiled, 8-bit floats", (*FULL, *COMPILED, "--fp8"), bytes=FULL_TUNING_BYTES, package=TORCHAO),
-)
-LARGE = (
-    Way("lora", LORA),
-    Way("lora, compiled", (*LORA, *COMPILED)),
-    Way("lora, Liger", (*LORA, *FUSED), package=LIGER),
-    Way("full, bf16 without masters, updates in the backward", LEAN, step_rows=4, bytes=LEAN_BYTES),
-    Way("full", FULL, rows=1, bytes=FULL_TUNING_BYTES),
-)
-TINY = (
-    Way("lora", LORA, rows=2),
-    Way("full", FULL, rows=2, bytes=FULL_TUNING_BYTES),
-    Way("full, updates in the backward", (*FULL, "--optimizer-in-backward", "--max-grad-norm", "0"), step_rows=4),
-)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model shape and how it is trained."""
-
-    name: str
-    family: str
-    sizes: dict
-    ways: tuple[Way, ...]
-
-
-def shapes(tiny: bool) -> list[Shape]:
-    """0.5B, 1.7B and 8B, or one tiny stand-in."""
-    if tiny:
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                 "num_key_value_heads": 2, "vocab_size": 8192, "tie_word_embeddings": True}  # fmt: skip
-        return [Shape("tiny", "llama", sizes, TINY)]
-    return [
-        Shape("0.5B (Qwen2.5-0.5B)", "qwen2", {
-            "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-            "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-        }, USUAL),
-        Shape("1.7B (SmolLM2-1.7B)", "llama", {
-            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
-            "num_key_value_heads": 32, "vocab_size": 49152, "tie_word_embeddings": True,
-        }, USUAL),
-        Shape("8B (Llama-3.1-8B)", "llama", {
-            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-        }, LARGE),
-    ]  # fmt: skip
+PARITY_HEADER = ("family", "precision", "documents", "loss differs by", "grad norm differs by", "result")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -117,7 +45,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-tests", action="store_true", help="leave the test files out")
     parser.add_argument("--minutes", type=float, default=24, help="no new run is started after this time (24)")
     parser.add_argument("--work", type=Path, help="folder for models and data, 20 GB (a temporary one, removed)")
-    parser.add_argument("--json", type=Path, help="file that takes all figures")
+    parser.add_argument("--json", type=Path, help="file that takes all figures; rows that it has are not made again")
+    parser.add_argument("--only", default="", metavar="WORDS", help="only rows of models whose name has these words")
     parser.add_argument("--markdown", type=Path, help="Markdown file whose marked place takes the tables")
     options = parser.parse_args(arguments)
     if options.device == "cpu" and not options.tiny:
@@ -242,25 +171,37 @@ def train(
     return rows, f"exit code {ended}" if ended is not None else f"not finished after {timeout:.0f} s"
 
 
-def measure(shape: Shape, way: Way, model: Path, data: Path, options: argparse.Namespace) -> dict:
-    """One row of the table: medians over the steps after the first ones."""
-    folder = options.work / f"run-{shape.family}-{shape.ways.index(way)}"
-    shutil.rmtree(folder, ignore_errors=True)
-    measured, skipped = (3, 1) if options.tiny else (MEASURED, SKIPPED)
-    command = [
+def own_command(way: Way, model: Path, data: Path, folder: Path, options: argparse.Namespace) -> list[str]:
+    return [
         sys.executable, "-m", "swiftlite", "sft", "--model", str(model), "--dataset", str(data),
         "--max-length", str(256 if options.tiny else 4096), "--micro-batch-size", str(way.rows),
         "--global-batch-size", str(way.step_rows), "--precision", "fp32" if options.device == "cpu" else "bf16",
         "--learning-rate", "1e-5", "--lr-scheduler", "constant", "--max-steps", "10000", "--save-steps", "10000",
         "--output-dir", str(folder), "--cache-dir", str(options.work / "cache"), *way.flags,
     ]  # fmt: skip
+
+
+def trl_command(way: Way, model: Path, data: Path, folder: Path, options: argparse.Namespace) -> list[str]:
+    return [
+        sys.executable, str(ROOT / "scripts" / "bench" / "gpu_trl.py"), "--model", str(model), "--data", str(data),
+        "--output", str(folder), "--max-length", str(256 if options.tiny else 4096),
+        "--micro-batch-size", str(way.rows), "--global-batch-size", str(way.step_rows), *way.flags,
+    ]  # fmt: skip
+
+
+def measure(shape: Shape, way: Way, model: Path, data: Path, options: argparse.Namespace) -> dict:
+    """One row of the table: medians over the steps after the first ones."""
+    folder = options.work / f"run-{shape.family}-{shape.ways.index(way)}"
+    shutil.rmtree(folder, ignore_errors=True)
+    measured, skipped = (3, 1) if options.tiny else (MEASURED, SKIPPED)
+    command = (trl_command if way.by_trl else own_command)(way, model, data, folder, options)
     log = options.work / f"{folder.name}.log"
     rows, result = train(command, folder, log, skipped + measured, options.device, 120 if options.tiny else 300)
     shutil.rmtree(folder, ignore_errors=True)
     steady = rows[skipped:]
     mfu = [row["mfu"] for row in steady if row["mfu"] is not None]
     return {
-        "model": shape.name, "training": way.name, "micro_batch": way.rows, "result": result,
+        "model": shape.name, "training": way.name, "tuner": way.flags[1], "micro_batch": way.rows, "result": result,
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steady) if steady else None,
         "mfu": statistics.median(mfu) if mfu else None,
         "peak_memory_gib": max((row["peak_memory_gib"] for row in rows), default=None),
@@ -268,23 +209,44 @@ def measure(shape: Shape, way: Way, model: Path, data: Path, options: argparse.N
     }  # fmt: skip
 
 
-def measure_all(options: argparse.Namespace, facts: dict, deadline: float) -> list[dict]:
-    """Every shape in each of its ways; a shape's files are removed before the next one."""
+def measure_all(
+    options: argparse.Namespace, facts: dict, deadline: float, tell: Callable[[list[dict]], None]
+) -> list[dict]:
+    """Every shape in each of its ways; a shape's files are removed before the next one. tell: called after each row,
+    with all that are there."""
     data = options.work / "rows.jsonl"
     write_rows(data, rows=32 if options.tiny else 256, length=256 if options.tiny else 4096)
-    rows = []
+    rows = known_rows(options.json)
+    known = {(row["model"], row["training"]) for row in rows}
     for shape in shapes(options.tiny):
+        ways = [way for way in shape.ways if (shape.name, way.name) not in known and options.only in shape.name]
+        if not ways or time.monotonic() > deadline:
+            continue
         model = options.work / "model"
         shutil.rmtree(model, ignore_errors=True)
         parameters = in_own_process(write_model, shape, str(model), options.device)
-        for way in shape.ways:
+        for way in ways:
             if reason := left_out(way, parameters, facts, deadline):
                 empty = {"model": shape.name, "training": way.name, "micro_batch": way.rows}
                 rows.append({**empty, "result": f"left out: {reason}"})
             else:
                 rows.append(measure(shape, way, model, data, options))
             print(f"{rows[-1]}", flush=True)
+            tell(rows)
     return rows
+
+
+def known_rows(file: Path | None) -> list[dict]:
+    """Of runs of this script before that were good."""
+    if file is None or not file.is_file():
+        return []
+    return [row for row in json.loads(file.read_text())["rows"] if row["result"] == "ok"]
+
+
+def keep(file: Path | None, known: dict, rows: list[dict]) -> None:
+    """What was measured so far, which a run that is cut short leaves behind."""
+    if file is not None:
+        file.write_text(json.dumps({**known, "rows": rows}, indent=1) + "\n")
 
 
 def left_out(way: Way, parameters: int, facts: dict, deadline: float) -> str | None:
@@ -294,9 +256,18 @@ def left_out(way: Way, parameters: int, facts: dict, deadline: float) -> str | N
         return "no time"
     if needed > facts["memory"]:
         return f"needs over {needed / 2**30:.0f} GiB"
-    if way.package is not None and importlib.util.find_spec(way.package) is None:
-        return f"{way.package} is not installed"
+    if missing := [name for name in way.packages if importlib.util.find_spec(name) is None]:
+        return f"{missing[0]} is not installed"
     return None
+
+
+def tell_mfu_of_trl(rows: list[dict]) -> None:
+    """A token takes as many FLOPs there as in swiftlite's run of that model and tuner, which counts them."""
+    counted = {(row["model"], row["tuner"]): row["mfu"] / row["tokens_per_second"] for row in rows if row.get("mfu")}
+    for row in rows:
+        share = counted.get((row["model"], row.get("tuner")))
+        if share and row.get("tokens_per_second") and row["mfu"] is None:
+            row["mfu"] = share * row["tokens_per_second"]
 
 
 def cells(row: dict) -> list[str]:
@@ -319,7 +290,7 @@ def summary(
         [
             f"Measured on {datetime.date.today().isoformat()}: {facts['device']}, torch {facts['torch']}, transformers "
             f"{facts['transformers']}; random weights; rows of {length} tokens, {GLOBAL_BATCH} a step "
-            "(with updates in the backward: 4).",
+            "(with updates in the backward: those of one forward).",
             markdown_table(HEADER, [cells(row) for row in rows]),
             "Relative differences of swiftlite's loss and gradient norm from plain PyTorch in fp32:",
             markdown_table(PARITY_HEADER, differences),
@@ -355,12 +326,11 @@ def main() -> int:
             options.work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swiftlite-gpu-")))
         options.work = options.work.absolute()
         options.work.mkdir(parents=True, exist_ok=True)
-        rows = measure_all(options, facts, start + options.minutes * 60)
+        known = {**facts, "parity": differences, "tests": tests}
+        rows = measure_all(options, facts, start + options.minutes * 60, lambda rows: keep(options.json, known, rows))
+    tell_mfu_of_trl(rows)
     text = summary(facts, options, rows, differences, tests)
     print(f"\n{text}\n\n{time.monotonic() - start:.0f} s in all")
-    if options.json:
-        figures = {**facts, "parity": differences, "tests": tests, "rows": rows}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     if options.markdown:
         fill(options.markdown, "gpu_check", text)
     return 0 if is_good(rows, differences, tests) else 1

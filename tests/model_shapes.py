@@ -14,6 +14,7 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.methods import pack_capacity
 from swiftlite.planning.choose import USABLE
 from swiftlite.planning.memory import activation_bytes_per_token
+from swiftlite.training.needs import part_of
 from swiftlite.training.precision import resolve_precision
 
 if TYPE_CHECKING:
@@ -188,12 +189,16 @@ def _activation_bytes(config: RunConfig, layout: Layout, memory: float) -> float
     model_config = real_config(config.model)
     text = model_config.get_text_config()
     tokens = config.micro_batch_size * pack_capacity(config)
-    precision = resolve_precision(config.precision if config.precision != "auto" else "bf16", torch.device("cpu"))
-    of = {mode: activation_bytes_per_token(model_config, precision, mode) for mode in ("none", "selective", "full")}
+    name = config.precision if config.precision != "auto" else "bf16"
+    dtype = resolve_precision(name, torch.device("cpu")).dtype
+    modes = ("none", "selective", "full")
+    of = {mode: activation_bytes_per_token(model_config, dtype, mode) for mode in modes}
     mode = config.activation_checkpointing
     if mode == "auto":
-        room = (USABLE * memory - state_gib(config, layout)) * GIB
-        mode = next((mode for mode in ("none", "selective") if of[mode] * tokens < room / 2), "full")
+        room = part_of((USABLE * memory - state_gib(config, layout)) * GIB, torch.device("cuda"))
+        hidden = torch.float32 if config.tuner == "full" else dtype
+        counted = {mode: activation_bytes_per_token(model_config, dtype, mode, hidden) for mode in modes}
+        mode = next((mode for mode in modes if counted[mode] * tokens < room), "full")
     layers, stage = text.num_hidden_layers, text.num_hidden_layers / layout.pp
     value = 4 if config.tuner == "full" else 2  # bytes: fp32 embeddings make fp32 hidden states between layers
     entering = max(0, value - 2) * text.hidden_size  # beyond the two bytes that are counted

@@ -1,5 +1,6 @@
 """Packed documents equal documents one by one: attention variants, and the whole model for each family."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -216,6 +217,28 @@ def test_sinks_beside_the_kernel_of_a_gpu(window, width, monkeypatch):
     found = [got, *torch.autograd.grad(got, (*row, sinks), upstream.double())]
     for ours, right in zip(found, [wanted, *torch.autograd.grad(wanted, exact, upstream.double())], strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "by_varlen"),
+    [((256, 256, 256), None, False), ((512,), None, False), ((256, 512), None, True), ((100, 100), None, True),
+     ((256, 256), 16, True)],
+)  # fmt: skip
+def test_documents_of_one_length_are_a_batch(lengths, window, by_varlen, monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention_varlen, "_attend", lambda query, *_: asked.append(query.shape) or (query, None))
+    torch.manual_seed(0)
+    shapes = [(4, 8), (2, 8), (2, 6)]  # fewer and narrower values
+    row = [torch.randn(1, heads, sum(lengths), size, dtype=torch.double, requires_grad=True) for heads, size in shapes]
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    options = {"longest": max(lengths), "scaling": 0.3, "window": window}
+    got = attention_varlen.attend_by_varlen(*row, borders, borders, None, **options)
+    assert bool(asked) is by_varlen
+    if not by_varlen:
+        wanted = attend_by_document(*row, list(lengths), list(lengths), 0.3)
+        found = [[each, *torch.autograd.grad(each, row, torch.ones_like(wanted))] for each in (got, wanted)]
+        for ours, right in zip(*found, strict=True):
+            torch.testing.assert_close(ours, right)
 
 
 @pytest.mark.parametrize(("size", "longest"), [(32, 994), (64, 351), (128, 124)])

@@ -13,7 +13,13 @@ from swiftlite.errors import UserError
 from swiftlite.parallel.mesh import build_mesh
 from swiftlite.training import adamw_paged
 from swiftlite.training.adamw_8bit import AdamW8bit
-from swiftlite.training.adamw_bf16 import AdamWBf16, round_stochastically
+from swiftlite.training.adamw_bf16 import (
+    AdamWBf16,
+    noise_for,
+    round_stochastically,
+    update_factors,
+    update_rounded,
+)
 from swiftlite.training.failures import NotFinite
 from swiftlite.training.optimizer import UpdatesInBackward
 from swiftlite.verification.cases import FULL, LORA, Subject
@@ -34,7 +40,7 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average():
     chance = torch.Generator().manual_seed(0)
     for value in (1.0 + 1 / 512, -3.1, 0.0, 1e-20, -65504.0):
         values = torch.full((100_000,), value)
-        rounded = round_stochastically(values, chance).float()
+        rounded = round_stochastically(values, noise_for(values, chance)).float()
         step = torch.tensor(value).to(torch.bfloat16).float().abs() / 128
         assert (rounded - value).abs().max() <= step
         assert (rounded.double().mean() - value).abs() <= 0.01 * step
@@ -52,6 +58,27 @@ def test_updates_that_nearest_rounding_would_lose_are_made(kind):
             running.step()
         moves.append((parameter.detach().float() - start.float()).mean().item())
     assert moves[1] == pytest.approx(moves[0], rel=0.05)
+
+
+@pytest.mark.parametrize("count", [1.0, 7.0])
+def test_the_update_in_one_kernel_is_that_of_pytorch(count):
+    torch.manual_seed(0)
+    options = {**OPTIONS, "lr": 0.05}
+    weights, gradient = torch.randn(300).bfloat16(), torch.randn(300).bfloat16()
+    exact = nn.Parameter(weights.float())
+    exact.grad, plain = gradient.float(), torch.optim.AdamW([exact], **options)
+    mean, square = torch.randn(300), torch.rand(300)
+    state = {"step": torch.tensor(count - 1), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
+    plain.state[exact] = state
+    plain.step()
+    factors = update_factors(*options["betas"], 0.05, options["weight_decay"], options["eps"], count, CPU)
+    noise = torch.zeros(300, dtype=torch.int16)  # which rounds to zero
+    update_rounded(weights, mean, square, gradient, noise, factors)
+    torch.testing.assert_close(mean, state["exp_avg"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(square, state["exp_avg_sq"], rtol=1e-5, atol=1e-6)
+    left_over = (exact.detach() - weights.float()) * exact.detach().sign()
+    assert (left_over > -1e-5).all()
+    assert (left_over <= weights.float().abs() / 128 + 1e-6).all()
 
 
 def test_the_same_seed_rounds_alike():

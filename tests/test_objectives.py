@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from swiftlite.objectives import logprobs
-from swiftlite.objectives.logprobs import chunk_tokens, token_logprobs
+from swiftlite.objectives.head import FusedHead, chunk_tokens
+from swiftlite.objectives.logprobs import token_logprobs
 from swiftlite.objectives.scorer import _tolerance
 from swiftlite.objectives.supervised import supervised_loss
 
@@ -26,13 +27,15 @@ def inputs(n=37, hidden=16, vocabulary=101, dtype=torch.float64):
     )
 
 
-@pytest.fixture(params=[False, True])
-def filled(request, monkeypatch):
-    """Whether tokens are filled up to what oneDNN likes."""
-    monkeypatch.setattr(logprobs, "onednn_serves", lambda *_: request.param)
+@pytest.fixture(params=["plain", "filled", "fused"])
+def kinds(request, monkeypatch):
+    """Tokens are filled up to what oneDNN likes; a GPU's head, in the operations that it fuses."""
+    monkeypatch.setattr(logprobs, "onednn_serves", lambda *_: request.param == "filled")
+    if request.param == "fused":
+        monkeypatch.setattr(logprobs, "kind_of_head", lambda _: FusedHead)
 
 
-@pytest.mark.usefixtures("filled")
+@pytest.mark.usefixtures("kinds")
 @pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"softcap": 3.0}, {"scale": 2.0, "softcap": 5.0}])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("chunk", [5, 37, 1000])
@@ -49,7 +52,7 @@ def test_value_and_gradients_equal_the_full_softmax(options, with_bias, chunk):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.usefixtures("filled")
+@pytest.mark.usefixtures("kinds")
 @pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"softcap": 3.0}, {"scale": 2.0, "softcap": 5.0}])
 @pytest.mark.parametrize("chunk", [5, 1000])
 def test_gradients_of_a_sum_are_taken_on_the_way(options, chunk):
@@ -64,7 +67,7 @@ def test_gradients_of_a_sum_are_taken_on_the_way(options, chunk):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.usefixtures("filled")
+@pytest.mark.usefixtures("kinds")
 def test_a_loss_that_is_no_sum_is_not_taken_for_one():
     hidden, weight, bias, targets = inputs()
     ours = token_logprobs(hidden, weight, bias, targets, summed=True)
@@ -79,7 +82,7 @@ def test_frozen_head_gets_no_gradient():
     assert hidden.grad is not None
 
 
-@pytest.mark.usefixtures("filled")
+@pytest.mark.usefixtures("kinds")
 def test_no_trained_token_gives_exact_zero_with_a_gradient():
     hidden, weight, _, targets = inputs()
     loss = supervised_loss(token_logprobs(hidden[:0], weight, None, targets[:0]), 10)
@@ -117,6 +120,7 @@ def test_chunks_are_bounded_in_bytes():
     assert chunk_tokens(10**9, torch.device("cpu")) == 16
     assert chunk_tokens(8192, torch.device("cpu")) == 256
     assert chunk_tokens(151_936, torch.device("cpu")) == 96  # a multiple of 32
+    assert chunk_tokens(128_256, torch.device("cuda"), 2) == 2048  # of 128
 
 
 @pytest.mark.parametrize("summed", [True, False])

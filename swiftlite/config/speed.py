@@ -46,9 +46,9 @@ class SpeedSettings(BaseModel):
         "optimizer_in_bwd",
     )
     kernels: Annotated[Literal["none", "auto", "liger"], Spelling(KERNELS)] = flag(
-        "none",
+        "auto",
         MEMORY,
-        "Liger's fused norms, MLPs and rotary embeddings on a GPU; `auto`: where the package has them.",
+        "Liger's fused norms, MLPs and rotary embeddings on a GPU; `auto`: where it is installed and has them.",
         "use_liger_kernel",
         "enable_liger_kernel",
         bare="liger",

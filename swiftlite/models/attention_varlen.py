@@ -1,4 +1,4 @@
-"""Causal attention of many documents on a GPU by one kernel, flash attention for rows of any length.
+"""Causal attention of many documents on a GPU by one kernel: flash attention for rows of any length.
 
 Source: https://docs.pytorch.org/docs/stable/nn.attention.varlen.html, https://arxiv.org/abs/2307.08691
 """
@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from swiftlite.models.sinks import share_with_sinks, sink_gradients
 
+LENGTH_STEP = 256  # cuDNN makes a plan for each shape, which must not be as many as there are lengths
 LARGEST_HEAD, HEAD_STEP, AMPERE = 256, 8, (8, 0)  # of flash attention
-VARLEN_TAKES_GROUPS = torch.__version__ >= "2.12"  # fewer heads of keys than of queries, as they are
+ASKS_FOR_GROUPS = torch.__version__ >= "2.12"  # whether fewer heads of keys than of queries are an option of their own
 
 _backward = torch.ops.aten._flash_attention_backward.default
 
@@ -64,23 +65,37 @@ def attend_by_varlen(
     """
     width = value.shape[-1]
     value = value if width == query.shape[-1] else F.pad(value, (0, query.shape[-1] - width))
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and not VARLEN_TAKES_GROUPS:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     row = Row(query_borders, key_borders, longest, window, scaling)
-    if sinks is None:
+    if sinks is None and _are_alike(query, row):
+        output = _attend_side_by_side(query, key, value, row)
+    elif sinks is None:
         output, _ = _attend(query, key, value, row)
     else:
         output = _WithSinks.apply(query, key, value, sinks, row)
     return output[None, ..., :width]
 
 
+def _are_alike(query: torch.Tensor, row: Row) -> bool:
+    """Whether documents of one length fill the row, as windows of text do. query: `[queries, heads, head_dim]`."""
+    documents = row.query_borders.shape[0] - 1
+    whole = row.query_borders is row.key_borders and row.window is None
+    return whole and row.longest % LENGTH_STEP == 0 and documents * row.longest == query.shape[0]
+
+
+def _attend_side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row) -> torch.Tensor:
+    """Such documents as a batch, for which PyTorch has faster kernels (cuDNN's on Hopper). All `[tokens, heads,
+    head_dim]`."""
+    batch = [part.unflatten(0, (-1, row.longest)).transpose(1, 2) for part in (query, key, value)]
+    options = {"is_causal": True, "scale": row.scaling, "enable_gqa": query.shape[1] > key.shape[1]}
+    return F.scaled_dot_product_attention(*batch, **options).transpose(1, 2).flatten(0, 1)
+
+
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     """(results `[queries, heads, head_dim]`, what each softmax divides by as a logarithm `[heads, queries]`)."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    options: dict[str, object] = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
+    options: dict[str, object] = {"enable_gqa": True} if ASKS_FOR_GROUPS and query.shape[1] > key.shape[1] else {}
     return varlen_attn(
         query, key, value, row.query_borders, row.key_borders, row.longest, row.longest,
         return_aux=AuxRequest(lse=True), scale=row.scaling, window_size=row.sides, **options,

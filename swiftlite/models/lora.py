@@ -54,15 +54,26 @@ def _fused_class() -> type[nn.Module]:
                 return base(x, *args, **kwargs)
             [name] = self.active_adapters
             into, out_of, scaling = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+            if torch.compiler.is_compiling():  # the compiler adds where the sum is read next
+                return base(x, *args, **kwargs) + F.linear(scaling * F.linear(x, into), out_of)
             frozen = type(base) in LINEAR and not any(p.requires_grad for p in base.parameters())
             if frozen and are_plain_fp32(x, base.weight, into, out_of):
                 return _Adapted.apply(x, base.weight, base.bias, into, out_of, scaling)
             if half_weight(base) is not None:
                 x = as_half(x)
-            result, inner = base(x, *args, **kwargs), F.linear(x, into)
-            return torch.addmm(result.flatten(0, -2), inner.flatten(0, -2), out_of.T, alpha=scaling).view(result.shape)
+            rows = x.flatten(0, -2)
+            result, inner = base(rows, *args, **kwargs), F.linear(rows, into)
+            # Elsewhere than in place a GPU would copy the result first. Autocast knows of no operation in place.
+            add = torch.Tensor.addmm_ if type(base) is nn.Linear and _may_change(result) else torch.addmm
+            added = add(result, inner.to(result.dtype), out_of.to(result.dtype).T, alpha=scaling)
+            return added.view(*x.shape[:-1], -1)
 
     return FusedLinear
+
+
+def _may_change(result: torch.Tensor) -> bool:
+    """Whether the result of a linear layer may be changed in place: selective checkpointing keeps it."""
+    return result.is_cuda and not is_in_torch_dispatch_mode()
 
 
 class _Adapted(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Root mean square norms on a CPU in fp32, as one node of autograd's graph instead of six; and layer norms of fp32.
+"""Root mean square norms as one node of autograd's graph instead of six, and layer norms of fp32.
 
 The norms of nearly all architectures compute `weight * x / rms(x)`, each in code of its own (arXiv 1910.07467). Nothing
 is assumed of a class but its name and what its modules hold: the first time one runs, its own result for some numbers
@@ -8,21 +8,22 @@ is compared with that formula, and a class that computes anything else keeps its
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from swiftlite.models.classes import known_as
-from swiftlite.models.products import are_plain_fp32
+from swiftlite.models.products import PLAIN, are_plain_fp32
 
 NAME = "RMSNorm"
 EPSILONS = ("variance_epsilon", "eps")  # what classes call the number that is added to the mean square
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Give each norm of a model a forward pass of one node, in place, used where weight and input are plain fp32
-    tensors on a CPU."""
+    """Give each norm of a model a forward pass of one node, in place, used where weight and input are plain tensors: of
+    fp32 on a CPU, of one type on a GPU."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if type(module).__name__.endswith(NAME) and _epsilon(module) and weight is not None and weight.ndim == 1:
@@ -58,19 +59,33 @@ def _fused_class(plain: type[nn.Module]) -> type[nn.Module]:
         computes_formula: bool | None = None  # known once there was an input
 
         def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-            if args or kwargs or not are_plain_fp32(x, self.weight, also_under_autocast=True):
+            norm = None if args or kwargs else _norm_of(x, self.weight)
+            if norm is None:
                 return super().forward(x, *args, **kwargs)
             epsilon = _epsilon(self)
             if Fused.computes_formula is None:
                 Fused.computes_formula = _computes_formula(super().forward, self.weight, epsilon)
-            return _RmsNorm.apply(x, self.weight, epsilon) if Fused.computes_formula else super().forward(x)
+            return norm(x, self.weight, epsilon) if Fused.computes_formula else super().forward(x)
 
     return Fused
 
 
+def _norm_of(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """What computes the formula in one node of `x`, `weight` and the number that is added: None where nothing does."""
+    if are_plain_fp32(x, weight, also_under_autocast=True):
+        return _RmsNorm.apply
+    same = type(x) in PLAIN and type(weight) in PLAIN and x.dtype == weight.dtype
+    return _by_pytorch if same and x.is_cuda else None
+
+
+def _by_pytorch(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Which has a kernel for GPUs that computes in fp32, whatever the type."""
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
 @torch.no_grad()
 def _computes_formula(forward, weight: torch.Tensor, epsilon: float) -> bool:  # noqa: ANN001
-    numbers = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1)  # whose mean is not zero
+    numbers = torch.linspace(-2, 3, 2 * len(weight), device=weight.device).view(2, -1)  # whose mean is not zero
     ours = normalize(numbers, weight, _inverse_rms(numbers, epsilon))
     return torch.allclose(forward(numbers), ours, rtol=1e-5, atol=1e-6)
 

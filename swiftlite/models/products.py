@@ -79,6 +79,8 @@ class ProductSum:
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         if self._by_onednn:
             self._add_by_onednn(a, b)
+        elif a.is_cuda and a.dtype != torch.float32:
+            self._add_by_cublas(a, b)
         elif self._sum is None:
             self._sum = (a.T @ b).float()
         elif a.dtype == torch.float32:
@@ -86,6 +88,13 @@ class ProductSum:
         else:
             for rows in _slices(a.shape[-1]) if a.device.type == "cpu" else [slice(None)]:
                 self._sum[rows] += a[:, rows].T @ b
+
+    def _add_by_cublas(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Which sums up in fp32 and need not round what it made to the factors' type."""
+        if self._sum is None:
+            self._sum = torch.mm(a.T, b, out_dtype=torch.float32)
+        else:
+            torch.addmm(self._sum, a.T, b, out_dtype=torch.float32, out=self._sum)
 
     def _add_by_onednn(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Where n is a vocabulary, a second matrix of the sum's size would be the largest of a step. oneDNN wants rows

@@ -20,21 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from swiftlite.dtensors import is_dtensor
-from swiftlite.models.embedding import gradient_of, takes_gradient
-from swiftlite.models.products import ROUND, ProductSum, onednn_serves, product, rounded
+from swiftlite.models.embedding import takes_gradient
+from swiftlite.models.products import onednn_serves, rounded
+from swiftlite.objectives.head import Options, chunk_tokens, kind_of_head
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # fp32 logits of one chunk; a GPU needs larger ones to stay busy
-SOFTMAX_ROWS = 32
-CPU_CHUNK_TOKENS = 256  # enough for matrix products at full speed; the logits of a small vocabulary stay in the caches
-
-
-def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Tokens whose fp32 logits fill one chunk."""
-    count = max(16, CHUNK_BYTES.get(device.type, 512 << 20) // (4 * vocabulary))
-    return min(count // ROUND * ROUND or count, CPU_CHUNK_TOKENS) if device.type == "cpu" else count
 
 
 @dataclass(frozen=True)
@@ -83,14 +74,14 @@ def token_logprobs(
     if is_dtensor(weight):
         share = _share_of(weight)
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-    chunk = chunk or chunk_tokens(weight.shape[0], hidden.device)
+    chunk = chunk or chunk_tokens(weight.shape[0], hidden.device, kind_of_head(hidden).logit_bytes(dtype))
     at_once = summed and share is None and torch.is_grad_enabled()
     direct = direct and share is None and takes_gradient(weight) and not (at_once and upstream is None)
     tokens = len(targets)
     if onednn_serves(hidden.device, dtype):  # filled up here once, not in each product
         more = rounded(tokens) - tokens
         hidden, targets = F.pad(hidden, (0, 0, 0, more)), F.pad(targets, (0, more))
-    options = _Options(scale, softcap, chunk, dtype, tokens, weight if direct else None, upstream, cast)
+    options = Options(scale, softcap, chunk, dtype, tokens, weight if direct else None, upstream, cast)
     if at_once:
         return _SummedLogProbs.apply(hidden, weight, bias, targets, options)
     return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)
@@ -104,120 +95,17 @@ def _share_of(weight: DTensor) -> _Share:
     return _Share(mesh.get_local_rank() * rows, mesh.get_group())
 
 
-@dataclass(frozen=True)
-class _Options:
-    """dtype: of the products; tokens: without those that they are filled up with; leaf: the weight itself, where its
-    gradient is added to its `.grad`: what autograd saves may come back as another tensor; the rest as in
-    `token_logprobs`."""
-
-    scale: float
-    softcap: float | None
-    chunk: int
-    dtype: torch.dtype
-    tokens: int
-    leaf: torch.Tensor | None
-    upstream: torch.Tensor | None
-    cast: torch.Tensor | None
-
-    def without_filling(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Of the tokens alone. No view, which FSDP does not like a module to return."""
-        return logprobs if len(logprobs) == self.tokens else logprobs[: self.tokens].clone()
-
-    def parts(self, tokens: int) -> list[slice]:
-        return [slice(start, start + self.chunk) for start in range(0, tokens, self.chunk)]
-
-
-class _Head:
-    """The output head in the type of the products, and what a backward pass wants to know of it."""
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        options: _Options,
-        needed: tuple[bool, ...] = (False, False, False),
-    ) -> None:
-        """needed: whether hidden, weight and bias want a gradient."""
-        self.hidden, self.options = hidden, options
-        self._types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        self._weight = weight.to(options.dtype) if options.cast is None else options.cast
-        self._bias = None if bias is None else bias.to(options.dtype)
-        self.grad_hidden = torch.empty_like(hidden) if needed[0] else None
-        total = gradient_of(options.leaf) if needed[1] and options.leaf is not None else None
-        self.grad_weight = ProductSum(weight, options.dtype, total) if needed[1] else None
-        self.grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
-
-    def logits(self, part: slice) -> torch.Tensor:
-        """fp32 `[chunk, vocabulary]`, transformed as the architecture does."""
-        logits = self._raw_logits(part)
-        if self.options.scale != 1.0:
-            logits *= self.options.scale
-        if self.options.softcap is not None:
-            logits = logits.div_(self.options.softcap).tanh_().mul_(self.options.softcap)
-        return logits
-
-    def _raw_logits(self, part: slice) -> torch.Tensor:
-        logits = product(self._inputs(part), self._weight)
-        return (logits if self._bias is None else logits.add_(self._bias)).float()
-
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """d softcapped / d raw logits, None where there is no soft cap."""
-        softcap = self.options.softcap
-        return None if softcap is None else 1 - (logits / softcap).square_()
-
-    def _inputs(self, part: slice) -> torch.Tensor:
-        return self.hidden[part].to(self.options.dtype)
-
-    def take_gradients(
-        self,
-        part: slice,
-        logprobs: torch.Tensor,
-        slope: torch.Tensor | None,
-        rows: torch.Tensor,
-        upstream: torch.Tensor,
-        found: torch.Tensor,
-    ) -> None:
-        """Add a chunk's gradients. d log p(y) / d logits = onehot(y) - p.
-
-        logprobs: log p of the whole vocabulary, which is used up; slope: of the chunk's logits; rows, found: of its
-        tokens; found: what the gradient of the target's own logit is multiplied by, upstream where it is one of these
-        rows.
-        """
-        grad = logprobs.exp_().mul_(-upstream)
-        grad.scatter_add_(-1, rows[:, None], found[:, None].to(grad.dtype))
-        if slope is not None:
-            grad *= slope
-        if self.options.scale != 1.0:
-            grad *= self.options.scale
-        grad = grad.to(self.options.dtype)
-        if self.grad_hidden is not None:
-            self.grad_hidden[part] = product(grad, self._weight.T).to(self.hidden.dtype)
-        if self.grad_weight is not None:
-            self.grad_weight.add(grad, self._inputs(part))
-        if self.grad_bias is not None:
-            self.grad_bias += grad.sum(0)
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Of hidden, weight and bias, in their types; None for the weight's where that is direct."""
-        weight = None if self.grad_weight is None or self.options.leaf is not None else self.grad_weight.total
-        found = zip((self.grad_hidden, weight, self.grad_bias), self._types, strict=True)
-        return [None if grad is None else grad.to(dtype) for grad, dtype in found]
-
-
 class _ChunkedLogProbs(torch.autograd.Function):
     """Takes the gradients in the backward pass, when what the loss makes of each token is known."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, options, share):  # noqa: ANN001, ANN205
-        head = _Head(hidden, weight, bias, options)
+        head = kind_of_head(hidden)(hidden, weight, bias, options)
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         normalizers = torch.empty_like(logprobs)
         here, rows = (None, targets) if share is None else share.locate(targets, weight.shape[0])
         for part in options.parts(hidden.shape[0]):
-            logits = head.logits(part)
-            normalizers[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, rows[part, None])[:, 0]
+            logprobs[part], normalizers[part] = head.read(part, rows[part])
         if share is not None:
             _complete(logprobs, normalizers, here, share.group)
         logprobs -= normalizers
@@ -229,14 +117,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         hidden, weight, bias, rows, here, normalizers = ctx.saved_tensors
         upstream = F.pad(upstream, (0, len(hidden) - len(upstream)))
-        head = _Head(hidden, weight, bias, ctx.options, ctx.needs_input_grad)
+        head = kind_of_head(hidden)(hidden, weight, bias, ctx.options, ctx.needs_input_grad)
         found = upstream if here is None else upstream * here
         for part in ctx.options.parts(hidden.shape[0]):
-            logits = head.logits(part)
-            slope = head.slope(logits)
-            head.take_gradients(
-                part, logits.sub_(normalizers[part, None]), slope, rows[part], upstream[part, None], found[part]
-            )
+            head.learn_again(part, rows[part], upstream[part], found[part], normalizers[part])
         if head.grad_hidden is not None and ctx.share is not None:
             dist.all_reduce(head.grad_hidden, group=ctx.share.group)
         return *head.gradients(), None, None, None
@@ -247,18 +131,12 @@ class _SummedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, options):  # noqa: ANN001, ANN205
-        head = _Head(hidden, weight, bias, options, ctx.needs_input_grad)
+        head = kind_of_head(hidden)(hidden, weight, bias, options, ctx.needs_input_grad)
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         upstream = logprobs.new_ones(()) if options.upstream is None else options.upstream
-        upstream = F.pad(upstream.expand(options.tokens), (0, len(hidden) - options.tokens))[:, None]
+        upstream = F.pad(upstream.expand(options.tokens), (0, len(hidden) - options.tokens))
         for part in options.parts(hidden.shape[0]):
-            logits = head.logits(part)
-            slope = head.slope(logits)
-            logits = _log_softmax(logits)
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0]
-            if any(ctx.needs_input_grad):
-                head.take_gradients(part, logits, slope, targets[part], upstream[part], upstream[part, 0])
-            del logits, slope  # before the next chunk's, and before the gradients are laid out
+            logprobs[part] = head.learn(part, targets[part], upstream[part])
         ctx.gradients, ctx.upstream = head.gradients(), options.upstream
         return options.without_filling(logprobs)
 
@@ -271,15 +149,6 @@ class _SummedLogProbs(torch.autograd.Function):
             if ctx.upstream is None:
                 gradients = [None if grad is None else grad.mul_(expected) for grad in gradients]
         return *gradients, None, None
-
-
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """On a CPU in place, with a copy of a few rows at a time."""
-    if logits.device.type != "cpu":
-        return logits.log_softmax(-1)
-    for rows in logits.split(SOFTMAX_ROWS):
-        rows.copy_(rows.log_softmax(-1))
-    return logits
 
 
 def _complete(logits: torch.Tensor, normalizers: torch.Tensor, here: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -7,6 +7,7 @@ they would vanish. Rounded up or down by chance, in proportion to the distances,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,10 @@ from torch.optim.adamw import adamw
 from swiftlite.checkpoint.boxes import holdings
 from swiftlite.checkpoint.state import COUNTER, MOMENTS, fresh_moments
 from swiftlite.dtensors import local
+from swiftlite.fused import can_fuse, fused
 from swiftlite.training.step import derive_seed
 
-PIECE = 1 << 24  # numbers that exist in fp32 at a time
+PIECE, FUSED_PIECE = 1 << 24, 1 << 26  # numbers that exist in fp32 at a time, or as noise alone
 DROPPED = 1 << 16  # fp32 is bf16 with 16 more bits
 
 
@@ -58,27 +60,20 @@ class AdamWBf16(torch.optim.AdamW):
         if parameter not in self.state:
             self.begin(parameter)
         state, chance = self.state[parameter], self._chance(parameter)
-        device = parameter.device
+        device, count = parameter.device, float(state[COUNTER])
+        fuses = device.type == "cuda" and parameter.dtype == torch.bfloat16 and can_fuse()
+        if fuses:
+            options = *group["betas"], group["lr"], group["weight_decay"], group["eps"]
+            factors = update_factors(*options, count + 1, device)
         changed = [local(x).view(-1) for x in (parameter, *(state[kind] for kind in MOMENTS))]
-        pieces = [x.split(PIECE) for x in (*changed, local(parameter.grad).reshape(-1))]
+        pieces = [x.split(FUSED_PIECE if fuses else PIECE) for x in (*changed, local(parameter.grad).reshape(-1))]
         for weights, mean, square, gradient in zip(*pieces, strict=True):
-            with in_fp32(weights, chance) as exact, at_hand(mean, device) as m, at_hand(square, device) as v:
-                adamw(
-                    [exact],
-                    [gradient.float()],
-                    [m],
-                    [v],
-                    [],
-                    [torch.full((), float(state[COUNTER]), device=device)],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+            with at_hand(mean, device) as m, at_hand(square, device) as v:
+                if fuses:
+                    update_rounded(weights, m, v, gradient, noise_for(weights, chance), factors)
+                else:
+                    with in_fp32(weights, chance) as exact:
+                        _update_exact(group, count, exact, m, v, gradient.float())
         state[COUNTER] += 1
 
     def begin(self, parameter: nn.Parameter) -> None:
@@ -112,7 +107,7 @@ def in_fp32(weights: torch.Tensor, chance: torch.Generator | None) -> Iterator[t
         return
     exact = weights.float()
     yield exact
-    weights.copy_(round_stochastically(exact, chance))
+    weights.copy_(round_stochastically(exact, noise_for(exact, chance)))
 
 
 @contextmanager
@@ -129,8 +124,62 @@ def at_hand(moment: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor
     moment.copy_(visitor, non_blocking=True)
 
 
-def round_stochastically(values: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """fp32 -> bf16, to one of the two neighbours, in proportion to the distances from them."""
-    bits = values.view(torch.int32)
-    noise = torch.empty_like(bits).random_(0, DROPPED, generator=chance)
-    return ((bits + noise) & -DROPPED).view(torch.float32).to(torch.bfloat16)
+def noise_for(values: torch.Tensor, chance: torch.Generator | None) -> torch.Tensor:
+    """int16, evenly drawn from all that there are, one for each of the values."""
+    return torch.empty_like(values, dtype=torch.int16).random_(-(DROPPED >> 1), DROPPED >> 1, generator=chance)
+
+
+def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """fp32 -> bf16, to one of the two neighbours, in proportion to the distances from them, as `noise_for` decides."""
+    bits = values.view(torch.int32) + (noise.int() & (DROPPED - 1))
+    return (bits & -DROPPED).view(torch.float32).to(torch.bfloat16)
+
+
+@functools.lru_cache(maxsize=16)  # all parameters of a group have the same ones in a step
+def update_factors(
+    beta1: float, beta2: float, rate: float, decay: float, epsilon: float, count: float, device: torch.device
+) -> torch.Tensor:
+    """What `update_rounded` wants to know for the update of that number, from 1: fp32 `[6]`, on a device."""
+    correction = (1 - beta2**count) ** 0.5
+    factors = torch.tensor([1 - rate * decay, 1 - beta1, 1 - beta2, rate / (1 - beta1**count), correction, epsilon])
+    return factors.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else factors
+
+
+@fused(dynamic=True)
+def update_rounded(
+    weights: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    gradient: torch.Tensor,
+    noise: torch.Tensor,
+    factors: torch.Tensor,
+) -> None:
+    """AdamW's update of bf16 weights and fp32 moments, in place and of one shape, computed in fp32."""
+    decay, take_mean, take_square, rate, correction, epsilon = factors.unbind()
+    g = gradient.float()
+    mean.copy_(mean + (g - mean) * take_mean)
+    square.copy_(square + (g * g - square) * take_square)
+    exact = weights.float() * decay - rate * mean / (square.sqrt() / correction + epsilon)
+    weights.copy_(round_stochastically(exact, noise))
+
+
+def _update_exact(
+    group: dict[str, Any], count: float, weights: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor
+) -> None:
+    """The same of fp32 weights, by PyTorch's own kernel. count: of updates before."""
+    adamw(
+        [weights],
+        [gradient],
+        [m],
+        [v],
+        [],
+        [torch.full((), count, device=weights.device)],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

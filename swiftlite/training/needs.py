@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
+# Of a GPU's room for the head's chunk and the sum of its gradients, one layer's backward, and what fragments leave.
+WORKSPACE, OF_GPU, OF_HOST = 3 << 30, 0.8, 0.5
+
+
 def weights_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
     """Of the base's weights, and so of hidden states between layers."""
     return precision.dtype if config.tuner == "lora" else precision.masters
@@ -92,7 +96,7 @@ def choose_checkpointing(
     precision: Precision,
     room: float,
 ) -> str:
-    """`auto`: of none, selective and full the first whose activations of a micro-batch take less than half the room.
+    """`auto`: of none, selective and full the first whose activations of a micro-batch fit into their part of the room.
 
     Where no cheap results are kept in any case, none keeps about what selective does elsewhere, and that is of no use.
     Nor does selective go with zero-bubble.
@@ -100,9 +104,14 @@ def choose_checkpointing(
     if config.activation_checkpointing != "auto":
         return config.activation_checkpointing
     tokens = (config.micro_batch_size if device.type == "cuda" else 1) * pack_capacity(config)
-    spared, hidden = spares_cheap_results(config, device), weights_dtype(config, precision)
+    spared, hidden, room = spares_cheap_results(config, device), weights_dtype(config, precision), part_of(room, device)
     for mode in ("none",) if spared or config.pipeline_schedule == "zero-bubble" else ("none", "selective"):
         kept = "selective" if spared else mode
-        if activation_bytes_per_token(model_config, precision.dtype, kept, hidden) * tokens < room / 2:
+        if activation_bytes_per_token(model_config, precision.dtype, kept, hidden) * tokens < room:
             return mode
     return "full"
+
+
+def part_of(room: float, device: torch.device) -> float:
+    """Bytes of the room that activations may take."""
+    return min(OF_GPU * room, room - WORKSPACE) if device.type == "cuda" else OF_HOST * room
