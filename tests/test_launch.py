@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,14 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
+from swiftlite.config.schema import RunConfig
+from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_pairs
+from swiftlite.parallel import heartbeat
 from swiftlite.parallel.stages import SPLITS_CORRECTLY
 from swiftlite.parallel.start import DEFAULT_PORT, Machines
 from swiftlite.parallel.world import World
+from swiftlite.training import output
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 SWIFTLITE = [sys.executable, "-m", "swiftlite"]
@@ -437,6 +443,30 @@ def test_a_port_that_is_in_use_is_told(tmp_path, flags, own):
     assert done.returncode == 2, done.stderr
     assert "the port at which the processes meet is in use" in done.stderr
     assert ("--master-port" if own else "MASTER_PORT") in done.stderr
+
+
+def test_a_machine_that_is_silent_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(heartbeat, "EVERY", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENCE", 0.5)
+    store = HashStore()
+    signs = [heartbeat.Signs(store, machine, 2) for machine in range(2)]
+    world = World(torch.device("cpu"), 0, 2, store, signs[0])
+    with ThreadPoolExecutor() as pool, signs[0].given():
+        with signs[1].given():
+            waiting = pool.submit(world.meet, "never")
+            time.sleep(1)
+            assert not waiting.done()  # it lives
+        with pytest.raises(RunError, match="machine 1 .* no sign of life"):
+            waiting.result(timeout=10)
+
+
+def test_a_machine_that_does_not_see_the_output_folder_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "SECONDS_TO_BE_SEEN", 0.5)
+    folder = output.OutputFolder(RunConfig(model="m", dataset=["d"], output_dir=str(tmp_path / "out")), *[None] * 3)
+    with pytest.raises(UserError, match="does not see the output folder"):
+        folder.check_shared()
+    threading.Timer(0.2, lambda: [(tmp_path / "out").mkdir(), (tmp_path / "out" / "config.yaml").touch()]).start()
+    folder.check_shared()
 
 
 def test_processes_that_read_other_rows_do_not_train(tmp_path, flags, write_rows, chat_rows):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from swiftlite.config.layout import under_torchrun
 from swiftlite.errors import RunError, UserError
+from swiftlite.parallel.heartbeat import Signs
 from swiftlite.parallel.mesh import backend_for, pick_device
 
 FAILED, INTERRUPTED = "failed", "interrupted"
@@ -35,12 +36,14 @@ class AnotherFailed(RunError):
 
 @dataclass(frozen=True)
 class World:
-    """All processes of a run, before they form a mesh. store: notes that all of them read, None in a run of one."""
+    """All processes of a run, before they form a mesh. store: notes that all of them read, None in a run of one; signs:
+    of life, which one process of each of several machines gives and listens to."""
 
     device: torch.device
     rank: int = 0
     size: int = 1
     store: dist.Store | None = None
+    signs: Signs | None = None
 
     def meet(self, place: str) -> None:
         """Wait for all processes. place: a name that is used once. Raises RunError where one of them fails."""
@@ -56,6 +59,8 @@ class World:
                 raise AnotherFailed("another process failed")
             if self.store.check([INTERRUPTED]):
                 raise KeyboardInterrupt
+            if self.signs is not None:
+                self.signs.check()
             time.sleep(0.05)
 
     def fails_first(self) -> bool:
@@ -127,17 +132,28 @@ def joined() -> Iterator[World]:
         store = _interruptibly(lambda: next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))[0])
     # torchrun's store outlives the processes of an attempt, and so would what they have noted.
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    world = World(device, rank, size, dist.PrefixStore("notes", store))
-    world.meet("world")  # the group would wait for the others where no signal is heard
-    dist.init_process_group(
-        backend_for(device),
-        store=dist.PrefixStore("group", store),
-        rank=rank,
-        world_size=size,
-        timeout=PATIENCE,
-    )
-    yield world
+    signs = _signs(store, size)
+    world = World(device, rank, size, dist.PrefixStore("notes", store), signs)
+    with nullcontext() if signs is None else signs.given():
+        world.meet("world")  # the group would wait for the others where no signal is heard
+        dist.init_process_group(
+            backend_for(device),
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=PATIENCE,
+        )
+        yield world
     dist.destroy_process_group()  # not after an error: the others may be in a collective that will never end
+
+
+def _signs(store: dist.Store, size: int) -> Signs | None:
+    """Of the first process of each machine, where there are several."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if here == size or os.environ["LOCAL_RANK"] != "0" or "GROUP_RANK" not in os.environ:
+        return None
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", size // here))
+    return Signs(dist.PrefixStore("signs", store), int(os.environ["GROUP_RANK"]), machines)
 
 
 @contextmanager

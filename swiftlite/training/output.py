@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.checkpoint.claim import Claim
 from swiftlite.config.save import save_config
+from swiftlite.errors import UserError
 from swiftlite.reporting.files import disk_errors
 from swiftlite.training.resume import used_already
 
@@ -17,6 +21,9 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.prepare import PreparedData
     from swiftlite.reporting.run import Reporter
+
+
+SECONDS_TO_BE_SEEN = 60  # by other machines, through a network file system
 
 
 class OutputFolder:
@@ -46,6 +53,25 @@ class OutputFolder:
                 with suppress(OSError):  # it holds something
                     self.path.rmdir()
             raise
+
+    def check_shared(self) -> None:
+        """Raises UserError where this process does not see what the first one has begun."""
+        end = time.monotonic() + SECONDS_TO_BE_SEEN
+        while "config.yaml" not in self._names():
+            if time.monotonic() > end:
+                raise UserError(
+                    f"{socket.gethostname()} does not see the output folder that process 0 writes into",
+                    where=str(self.path),
+                    fix="give an --output-dir on a file system that all machines share",
+                )
+            time.sleep(0.2)
+
+    def _names(self) -> list[str]:
+        """Listed anew: a network file system may remember for a while that something was not there."""
+        try:
+            return os.listdir(self.path)
+        except FileNotFoundError:
+            return []
 
     def _take(self) -> None:
         if self._claim.holds:

@@ -187,6 +187,7 @@ class Session:
         config, trainee, plan = self._config, self._trainee, self._prepared.train
         in_turn(self._saver.together, self._check_space if self._leads else nothing)
         with self._folder.begun() if self._leads else nullcontext():
+            in_turn(self._saver.together, self._folder.check_shared)
             self._reporter.start(plan.total_steps, self._facts(), start_step=self._progress.step)
         if self._leads:
             self._folder.write_audit()

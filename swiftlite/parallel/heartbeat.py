@@ -1,0 +1,76 @@
+"""Signs of life between machines, so that nobody waits for ever for a process that was killed elsewhere.
+
+Whoever starts the processes of a machine ends all of them when one ends, but knows nothing of other machines, and a
+killed process cannot say that it fails. So one process of each machine notes that it lives, and listens where processes
+wait for each other without a time limit.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from swiftlite.errors import RunError
+
+EVERY = 5.0  # seconds between two signs
+SILENCE = 300.0  # seconds after which a machine counts as lost
+
+
+class Signs:
+    """Of the machines of a run."""
+
+    def __init__(self, store: dist.Store, machine: int, machines: int) -> None:
+        """machine: this one's number."""
+        self._store, self._machine, self._machines = store, machine, machines
+        self._heard: dict[int, tuple[bytes, float]] = {}  # the last sign, and when it was new
+        self._next = 0.0
+
+    def check(self) -> None:
+        """Listen, if that is due. Raises RunError where a machine has been silent for too long."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        pause, self._next = now - self._next, now + EVERY
+        if pause > 2 * EVERY:  # nobody listened in between, so nothing is known of that time
+            self._heard.clear()
+        for machine in range(self._machines):
+            if machine == self._machine or not self._store.check([f"machine/{machine}"]):
+                continue
+            sign = self._store.get(f"machine/{machine}")
+            last, since = self._heard.setdefault(machine, (sign, now))
+            if sign != last:
+                self._heard[machine] = sign, now
+            elif now - since > SILENCE:
+                host = sign.decode().rpartition(" ")[0]
+                raise RunError(
+                    f"machine {machine} ({host}) has given no sign of life for {SILENCE:.0f} seconds",
+                    fix="see what became of its processes, then start again with --resume auto",
+                )
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """While the block runs, those of this machine."""
+        ended = threading.Event()
+
+        def give() -> None:
+            count = 0
+            while not ended.is_set():
+                try:
+                    self._store.set(f"machine/{self._machine}", f"{socket.gethostname()} {count}")
+                except RuntimeError:  # the store's own process has ended, which others notice as well
+                    return
+                count += 1
+                ended.wait(EVERY)
+
+        thread = threading.Thread(target=give, name="signs of life", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(EVERY)  # a store that is gone would have it wait for minutes
