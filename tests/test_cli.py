@@ -228,5 +228,15 @@ def test_recipes_are_copied_but_never_over_a_file(run, tmp_path):
     copied = load_recipe(str(tmp_path / "smollm2-135m-quickstart.yaml")).entries["dataset"].value
     assert len(copied) == 2 and all(Path(path).is_file() for path in copied)  # they lie beside the recipe, not the copy
     assert load_recipe(str(tmp_path / "qwen3-8b-sft-lora.yaml")).entries["dataset"].value == "alpaca-cleaned"
+    source = tmp_path / "here"
+    source.mkdir()
+    for name in ("a.jsonl", "my b.jsonl", "t.jinja"):
+        (source / name).touch()
+    lines = "model: x/y\ndataset:\n  - a.jsonl#5\n  - 'my b.jsonl'\n  - c/d\nchat_template: t.jinja  # ours\n"
+    (source / "r.yaml").write_text(lines)
+    run("recipes", "copy", source / "r.yaml", tmp_path / "r.yaml")
+    entries = load_recipe(str(tmp_path / "r.yaml")).entries
+    assert entries["dataset"].value == [f"{source}/a.jsonl#5", f"{source}/my b.jsonl", "c/d"]
+    assert (entries["model"].value, entries["chat_template"].value) == ("x/y", f"{source}/t.jinja")
     code, out, _ = run("recipes", "schema")
     assert "max_length" in json.loads(out)["properties"]

@@ -184,6 +184,14 @@ def test_settings_without_effect_are_noted():
     assert plan(lora_rank=8).notes == []
 
 
+@pytest.mark.parametrize(("more", "told"), [({}, True), ({"global_batch_size": "6"}, False)])
+def test_a_batch_that_grows_with_the_ranks_is_told(more, told):
+    values = {"model": "a/b", "dataset": ["c/d"], "nproc_per_node": "3"} | more
+    resolved = resolve("sft", {name: Given(value, name, "flag") for name, value in values.items()}, env={})
+    assert resolved.config.global_batch_size == (9 if told else 6)
+    assert any("--global-batch-size is 9, not 8" in note for note in resolved.notes) is told
+
+
 @pytest.mark.parametrize(
     ("values", "idle"),
     [
@@ -250,7 +258,7 @@ def test_method_of_command_and_recipe(tmp_path):
 
 def test_flags_win_over_environment_over_recipe(tmp_path):
     path = tmp_path / "r.yaml"
-    path.write_text("model: a/b\ndataset: c/d\nnproc_per_node: 2\nseed: 1\n")
+    path.write_text("model: a/b\ndataset: c/d\nnproc_per_node: 2\nseed: 1\nglobal_batch_size: 24\n")
     recipe, seven = load_recipe(str(path)), {"seed": Given("7", "--seed", "flag")}
     assert resolve("sft", seven, recipe, env={}).config.seed == 7
     assert resolve("sft", {}, recipe, env={"NPROC_PER_NODE": "4"}).layout.world == 4

@@ -99,6 +99,17 @@ def test_a_reward_model_keeps_its_head(trained, tmp_path, tiny_model):
     assert wanted.abs().item() > 1e-4
 
 
+def test_a_weight_that_the_type_has_no_number_for_is_told(tmp_path, tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = -1e5
+    model.save_pretrained(tmp_path / "big")
+    AutoTokenizer.from_pretrained(tiny_model("llama")).save_pretrained(tmp_path / "big")
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight holds 1e\+05"):
+        export(tmp_path / "big", tmp_path / "half", dtype="fp16")
+    assert not (tmp_path / "half").exists()
+
+
 def test_what_goes_wrong_leaves_nothing(trained, tmp_path, monkeypatch, tiny_model):
     run = trained(**LORA)
     (tmp_path / "there").mkdir()

@@ -17,6 +17,7 @@ from swiftlite.serving import infer as infer_module
 from swiftlite.serving.generate import Answer, Answerer, Sampling, stop_tokens
 from swiftlite.serving.infer import InferOptions, run_infer
 from swiftlite.serving.load import answer_dtype, load_for_answers
+from swiftlite.serving.prompts import read_questions
 from swiftlite.serving.source import find_source
 
 
@@ -35,6 +36,26 @@ PROMPTS = [
     "Hi",
     "Tell me about Paris.",
 ]
+
+
+def test_what_the_models_generation_config_says_beside_its_ends_is_not_done(tiny_model):
+    model, tokenizer = load_for_answers(find_source(str(tiny_model("llama")), None), precision="fp32")
+    plain = Answerer(model, tokenizer, Sampling(max_new_tokens=8))
+    prompt = plain.encode(ask(PROMPTS[0]), "test")
+    wanted = plain.answer([prompt])[0]
+    model.generation_config.update(repetition_penalty=5.0, num_beams=2, num_return_sequences=2, stop_strings=["a"])
+    assert Answerer(model, tokenizer, Sampling(max_new_tokens=8)).answer([prompt]) == [wanted]
+
+
+def test_plain_text_is_asked_as_it_is_trained(tmp_path, tiny_model):
+    model, tokenizer = load_for_answers(find_source(str(tiny_model("llama")), None), precision="fp32")
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "The sky", "completion": " is blue"}\n{"prompt": "The sky"}\n')
+    answerer = Answerer(model, tokenizer, Sampling())
+    plain, chat = (answerer.encode(q.messages, q.where, plain=q.plain) for q in read_questions(path, None))
+    bare = tokenizer("The sky", add_special_tokens=False)["input_ids"]
+    assert plain[-len(bare) :] == bare and len(plain) <= len(bare) + 1 < len(chat)
+    assert not read_questions(path, "a system message")[0].plain
 
 
 def greedy(model, ids: list[int], stops: list[int], count: int) -> list[int]:
@@ -58,14 +79,14 @@ def test_a_batch_answers_as_each_prompt_alone(loaded):
     stops = stop_tokens(model.generation_config, tokenizer)
     for prompt, answer in zip(prompts, answerer.answer(prompts), strict=True):
         expected = greedy(model, prompt, stops, 12)
-        assert answer.text == tokenizer.decode(expected, skip_special_tokens=True).strip()
+        assert answer.text == tokenizer.decode(expected, skip_special_tokens=True)
         assert answer.tokens == len(expected)
 
 
 def test_streamed_pieces_are_the_whole_answer(loaded):
     answerer = Answerer(*loaded, Sampling(max_new_tokens=12))
     prompt = answerer.encode(ask(PROMPTS[1]), "test")
-    assert "".join(answerer.stream(prompt)).strip() == answerer.answer([prompt])[0].text
+    assert "".join(answerer.stream(prompt)) == answerer.answer([prompt])[0].text
 
 
 def test_a_failure_in_the_streaming_thread_is_raised_where_it_is_read(loaded, monkeypatch):
@@ -110,7 +131,9 @@ def test_an_end_of_a_turn_that_is_no_special_token_is_not_shown(loaded):
     seen = [token for token in made if tokenizer.decode(token, skip_special_tokens=True).strip()]
     answerer._stops.append(seen[-1])
     said = "".join(answerer.stream(prompt)).strip()
-    assert said == answerer.answer([prompt])[0].text != tokenizer.decode(made[: made.index(seen[-1]) + 1]).strip()
+    assert (
+        said == answerer.answer([prompt])[0].text.strip() != tokenizer.decode(made[: made.index(seen[-1]) + 1]).strip()
+    )
 
 
 def load_copy(tokenizer, **changes: str):
@@ -249,7 +272,9 @@ def test_a_bad_row_is_named_by_its_line_before_anything_is_loaded(tmp_path, tiny
 
 def test_a_failure_half_way_leaves_no_output(tmp_path):
     class Broken:
-        def encode(self, *args: object) -> list[int]:
+        has_template = True
+
+        def encode(self, *args: object, **more: object) -> list[int]:
             return [1]
 
         def batches(self, prompts: list, size: int) -> list[list[int]]:
@@ -421,6 +446,9 @@ class Echo:
 
     def stream(self, prompt: list[int]):
         yield from ("saw ", str(prompt[0]))
+
+    def limit(self, prompt: list[int]) -> str:
+        return "--max-new-tokens"
 
 
 def test_lines_from_a_pipe_are_one_conversation_until_clear(monkeypatch, capsys):

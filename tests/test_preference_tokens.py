@@ -13,7 +13,7 @@ from swiftlite.config.methods import pack_capacity
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data.audit import imbalance_warning
 from swiftlite.data.batches import collate, empty_micro_batch
-from swiftlite.data.mismatched import mismatched_packs
+from swiftlite.data.mismatched import MIXED, mismatched_packs
 from swiftlite.data.order import Sequence
 from swiftlite.data.preference_tokens import Preference, fit, prompt_length
 from swiftlite.data.prepare import prepare_data
@@ -253,12 +253,27 @@ def test_each_prompt_gets_the_answer_of_the_next_row():
     found = {s.input_ids[0]: s for pack in mismatched_packs([rows[:1], rows[1:]], 16, None) for s in pack}
     assert {start: s.input_ids.tolist() for start, s in found.items()} == {1: [1, 1, 8, 8], 2: [2, 9], 3: [3, 3, 3, 7]}
     assert found[1].trained.tolist() == [False, False, True, True]
-    assert (found[1].preference, found[1].identity) == (Preference(2, desirable=False), (0, 0))
+    assert (found[1].preference, found[1].identity) == (Preference(2, desirable=False), (MIXED, 0))
     divided = mismatched_packs([[row] for row in rows], 16, None)  # however the step is packed
     assert sorted(s.input_ids.tolist() for pack in divided for s in pack) == sorted(
         s.input_ids.tolist() for s in found.values()
     )
     collate(divided)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers"),
+    [("aabbc", "bbcca"), ("abba", "baab"), ("aab", "bba"), ("aba", "bab"), ("aaa", "aaa"), ("ab", "ba")],
+)
+def test_no_prompt_gets_an_answer_to_itself(prompts, answers):
+    """Letters: of prompts, and of those whose answer each gets; where all are one, the next row's."""
+    rows = [judged([ord(letter), 10 + place], 1, True, (0, 0)) for place, letter in enumerate(prompts)]
+    mixed = [sequence for pack in mismatched_packs([rows], 64, None) for sequence in pack]
+    mixed.sort(key=lambda sequence: sequence.identity)
+    assert [sequence.identity for sequence in mixed] == [(MIXED, place) for place in range(len(rows))]
+    assert [prompts[sequence.input_ids[1] - 10] for sequence in mixed] == list(answers)
+    if len(set(prompts)) == 1:
+        assert all(sequence.input_ids[1] - 10 != place for place, sequence in enumerate(mixed))
 
 
 def test_mismatched_answers_fit_into_the_length():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -69,6 +70,29 @@ def test_the_result_is_a_sequence_classifier(start, tmp_path):
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert model.config.num_labels == 1 and model.config.pad_token_id is not None
     assert model.score.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("pad", [None, "eos"])
+def test_transformers_reads_the_score_where_it_was_trained(start, tmp_path, pad):
+    """Also of models whose padding is what ends an answer, or that have none."""
+    config = start(max_steps=2)
+    base = tmp_path / "base"
+    shutil.copytree(config.model, base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token = tokenizer.eos_token if pad else None
+    tokenizer.save_pretrained(base)
+    values = json.loads((base / "config.json").read_text())
+    values["pad_token_id"] = tokenizer.eos_token_id if pad else None
+    (base / "config.json").write_text(json.dumps(values))
+    train_alone(config.model_copy(update={"model": str(base)}))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")
+    ends = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    assert ends.pad_token_id == model.config.pad_token_id not in (None, ends.eos_token_id)
+    row = torch.tensor([[5, 6, 7, ends.eos_token_id, ends.eos_token_id]])
+    scores = model.score(model.model(row).last_hidden_state)[0, :, 0]
+    filled = torch.nn.functional.pad(row, (0, 2), value=ends.pad_token_id)
+    for ids in (row, filled):
+        torch.testing.assert_close(model(ids).logits[0, 0], scores[-1])
 
 
 def test_the_score_head_is_trained_and_saved_beside_lora(start, tmp_path):

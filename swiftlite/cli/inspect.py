@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TRAINED, CONTEXT = ("bold green", "bold bright_green"), ("dim", "")  # two shades each, so that tokens can be told apart
 OPEN, CLOSE = "⟦", "⟧"
 SHOWN_TOKENS = 600  # of a row
+VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}  # a terminal would obey them
 REFUSED = ("bold red", "bold bright_red")
 BINS = 10
 BAR = 40
@@ -41,6 +42,8 @@ def inspect(resolved: Resolved, rows: int) -> None:
     if rows < 0:
         raise UserError("--rows is below 0", where="--rows", fix="give the number of rows to show")
     console = Console(highlight=False, soft_wrap=True)
+    for note in resolved.notes:
+        console.print(f"note: {note}", markup=False)
     load = tokenizer_loader(resolved.config)
     with console.status("reading the data"):
         prepared = prepare_data(resolved.config, load)
@@ -49,7 +52,7 @@ def inspect(resolved: Resolved, rows: int) -> None:
     console.print(audit_table(prepared.audit))
     weights = resolved.config.desirable_weight, resolved.config.undesirable_weight
     if warning := imbalance_warning(prepared.audit, *weights):
-        console.print(f"warning: {warning}")
+        console.print(f"warning: {warning}", markup=False)
     if resolved.config.streaming:
         console.print("a stream: the numbers are those of its first window")
         return
@@ -80,7 +83,8 @@ def show_rows(console: Console, tokenizer: PreTrainedTokenizerBase, rows: list[S
     console.print(legend)
     for sequence in rows:
         trained = int(sequence.trained.sum())
-        console.rule(f"{sequence.where}: {len(sequence.input_ids):,} tokens, {trained:,} trained", align="left")
+        title = f"{sequence.where}: {len(sequence.input_ids):,} tokens, {trained:,} trained"
+        console.rule(Text(title), align="left")
         for title, part, shades in parts_of(sequence):
             if title:
                 console.print(f"{title}:")
@@ -141,7 +145,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Iterator[t
         more_follows = place + 1 < len(shown) and shown[place + 1][1] == trained and len(waiting) < 8
         if text.endswith("\ufffd") and more_follows:
             continue
-        yield text, trained
+        yield text.translate(VISIBLE), trained
         waiting = []
     if len(sequence.input_ids) > len(shown):
         yield f" … {len(sequence.input_ids) - len(shown):,} more tokens", False
@@ -149,6 +153,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Iterator[t
 
 def audit_table(audit: dict[str, Any]) -> Table:
     """One column a data set, one in all, and one for the evaluation rows."""
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
@@ -157,7 +162,8 @@ def audit_table(audit: dict[str, Any]) -> Table:
         sections = {"training": audit}
     if "eval" in audit:
         sections["evaluation"] = audit["eval"]
-    table = Table("", *(name.rsplit("/", 1)[-1] for name in sections), title="audit", title_justify="left")
+    names = (escape(name.rsplit("/", 1)[-1]) for name in sections)
+    table = Table("", *names, title="audit", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     plain = dict.fromkeys(

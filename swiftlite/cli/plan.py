@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from swiftlite.config.flags import all_flags
 from swiftlite.config.methods import PREFERENCE, pack_capacity
@@ -52,7 +53,7 @@ def _configuration(resolved: Resolved) -> Table:
             table.add_row(f"[bold blue]{panel}[/]", "", "")
         source = resolved.given.get(name)
         style = "bold" if source else "dim"
-        table.add_row(f"[{style}]{name}[/]", _words(values[name]), source or "")
+        table.add_row(f"[{style}]{name}[/]", Text(_words(values[name])), source or "")
     return table
 
 
@@ -63,7 +64,7 @@ def _words(value: Any) -> str:
         return " ".join(map(str, value)) or "none"
     if isinstance(value, dict):
         return " ".join(f"{key}={item}" for key, item in value.items()) or "none"
-    return str(value).replace("[", r"\[")
+    return str(value)
 
 
 def _idle(config: RunConfig) -> str:

@@ -11,6 +11,10 @@ import typer
 
 from swiftlite.errors import UserError
 
+SEVERAL = ("dataset", "eval_dataset")  # settings of several names
+PATHS = ("model", "tokenizer", "adapter", "chat_template", *SEVERAL)
+PLAIN = re.compile(r"[\w/][\w./@*+-]*")  # needs no quotes in YAML
+
 
 def register(app: typer.Typer) -> None:
     """Adds the group to the app."""
@@ -38,7 +42,7 @@ def show(name: Annotated[str, typer.Argument(help="Name or path.", metavar="NAME
 
     from swiftlite.config.recipe import find_recipe
 
-    text = find_recipe(name).read_text(encoding="utf-8")
+    text = _text_of(find_recipe(name))
     console = Console(soft_wrap=True)
     if console.is_terminal:
         console.print(Syntax(text, "yaml", background_color="default"))
@@ -60,7 +64,7 @@ def copy(
         raise UserError("the file exists", where=str(target), fix="name another file")
     if not target.parent.is_dir():
         raise UserError("there is no such folder", where=str(target.parent), fix="make it first, or name another")
-    text = _with_whole_paths(source.read_text(encoding="utf-8"), source.parent)
+    text = _with_whole_paths(_text_of(source), source.parent)
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -69,17 +73,48 @@ def copy(
     typer.echo(f"copied to {target}")
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError("the recipe is not UTF-8", where=str(path), fix="save it as UTF-8") from error
+
+
 def _with_whole_paths(text: str, folder: Path) -> str:
-    """A recipe with the data that lie in its folder under their whole paths: a copy looks beside itself."""
+    """A recipe with what lies in its folder under whole paths: a copy looks beside itself."""
+    import yaml
 
-    def whole(name: re.Match) -> str:
-        path = folder.resolve() / name[0]
-        return str(path) if path.exists() else name[0]
+    from swiftlite.config.flags import find_flag
 
-    def placed(line: re.Match) -> str:
-        return line[1] + re.sub(r"[\w.][\w./-]*\w", whole, line[2])
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:  # it is copied as it is, and says what is wrong when it is used
+        return text
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    for key, value in reversed(pairs):  # from the end on, so that places in the text stay right
+        flag = find_flag(str(key.value))
+        if flag is None or flag.name not in PATHS:
+            continue
+        for node in reversed(value.value) if isinstance(value, yaml.SequenceNode) else [value]:
+            if not isinstance(node, yaml.ScalarNode):
+                continue
+            whole = _whole(node.value, folder.resolve(), several=flag.name in SEVERAL)
+            if whole != node.value:
+                written = whole if PLAIN.fullmatch(whole) else json.dumps(whole, ensure_ascii=False)
+                text = text[: node.start_mark.index] + written + text[node.end_mark.index :]
+    return text
 
-    return re.sub(r"^((?:eval_)?dataset:)(.*)$", placed, text, flags=re.MULTILINE)
+
+def _whole(value: str, folder: Path, *, several: bool) -> str:
+    """A name, or the names parted by blanks, with those that are found in the folder alone under their whole paths."""
+    from swiftlite.config.names import SPEC
+
+    given = SPEC.fullmatch(value) if several else None
+    for name in (value, *([given["name"]] if given else [])):
+        if not Path(name).exists() and (folder / name).exists():
+            return str(folder / name) + value[len(name) :]
+    words = value.split() if several else []
+    return " ".join(_whole(word, folder, several=True) for word in words) if len(words) > 1 else value
 
 
 def schema() -> None:

@@ -64,6 +64,8 @@ def verify(
     if unknown:
         raise UserError(f"{unknown[0]} is not verified", where="--method", fix=f"there are: {', '.join(methods)}")
     picked = _pick(nproc_per_node, layout)
+    if report is not None and not report.absolute().parent.is_dir():
+        raise UserError("there is no such folder", where=f"--json {report}", fix="make it first, or name another")
 
     from swiftlite.verification.run import read_verdicts  # behind the checks: it imports all of training
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swiftlite.config.batch import ACCUMULATION, GLOBAL, MICRO, Batch, solve_batch, weigh
+from swiftlite.config.batch import ACCUMULATION, DEFAULT_GLOBAL, GLOBAL, MICRO, Batch, solve_batch, weigh
 from swiftlite.config.checks import check_together, unused
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, plan_layout, under_torchrun
@@ -202,7 +202,13 @@ def _batch(config: RunConfig, given: Mapping[str, Given], layout: Layout) -> tup
         sizes[by.by][ACCUMULATION] = accumulation
     kept, gave_way = weigh(sizes["flag"], sizes["recipe"])
     batch = solve_batch(kept, layout.data_ranks, stages=layout.pp, said=said)
-    return batch, [f"the recipe's {name} {sizes['recipe'][name]} gives way to the flags" for name in gave_way]
+    notes = [f"the recipe's {name} {sizes['recipe'][name]} gives way to the flags" for name in gave_way]
+    if not {GLOBAL, ACCUMULATION} & kept.keys() and batch.global_size != DEFAULT_GLOBAL:
+        notes.append(
+            f"--global-batch-size is {batch.global_size}, not {DEFAULT_GLOBAL}, which {layout.data_ranks} data ranks "
+            f"with {batch.micro_size} a forward pass do not share evenly"
+        )
+    return batch, notes
 
 
 def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[str, Any]:

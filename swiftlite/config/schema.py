@@ -360,7 +360,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     master_addr: OptionalText = flag(
         None, PARALLELISM, "Address of machine 0.", shown="127.0.0.1", env="MASTER_ADDR", metavar="HOST"
     )
-    master_port: OptionalCount = flag(None, PARALLELISM, "Port on machine 0.", shown="a free one", env="MASTER_PORT")
+    master_port: OptionalCount = flag(None, PARALLELISM, "Port on machine 0.", shown="free; 29500", env="MASTER_PORT")
 
     output_dir: OptionalText = flag(
         None,

@@ -36,5 +36,5 @@ class SurvivalSettings(BaseModel):
         metavar="3h55m|90m|1d",
     )
     max_restarts: Whole = flag(
-        0, RUN, "How often to start again from the newest checkpoint after a process was killed or hung."
+        0, RUN, "How often to start again from the newest checkpoint after a failure while running."
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SPARE = re.compile(r"pad|reserved|unused", re.IGNORECASE)  # names of tokens that no text has
 
 
 class SpecialTokens:
@@ -54,3 +57,27 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 def behind_space(text: str, place: int) -> int:
     """The place behind the white space that a place begins with."""
     return len(text) - len(text[place:].lstrip())
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The added token that the chat template writes behind an answer, if it writes one."""
+    if tokenizer.chat_template is None:
+        return None
+    mark = "MARK"
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False
+        )
+    except Exception:  # foreign code; a template that refuses this refuses the conversation too, and says so then
+        return None
+    ids = tokenizer(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return ids[0] if ids and (ids[0] in tokenizer.all_special_ids or ids[0] in tokenizer.added_tokens_decoder) else None
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> int | None:
+    """The id of a token that may fill up rows: none that ends a document, nor one of `ends`. None where all do."""
+    ends = {*ends, tokenizer.eos_token_id, end_of_turn(tokenizer)}
+    special = [(id_, str(token)) for id_, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    special.sort(key=lambda item: SPARE.search(item[1]) is None)  # others open something, and end nothing either
+    wanted = (tokenizer.pad_token_id, tokenizer.unk_token_id, *(id_ for id_, _ in special))
+    return next((id_ for id_ in wanted if id_ is not None and id_ not in ends), None)

@@ -21,7 +21,7 @@ from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, short, s
 WIDEST = 120  # columns of the panel
 TALLEST_CHART, SMALLEST_CHART = 7, 3  # lines
 NARROWEST_CHART, SHORTEST_BAR = 24, 8  # columns
-NUMBER, GAP = 9, 3  # columns
+NUMBER, GAP = 10, 3  # columns
 WAITING = "…"
 ESSENTIAL = ("model", "data", "output")  # facts that stay on a low terminal
 

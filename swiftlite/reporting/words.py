@@ -42,6 +42,8 @@ def printable(text: str) -> str:
 
 def resampled(values: Sequence[float], count: int) -> list[float]:
     """At most `count` means of equally long stretches."""
+    if count < 1:
+        return []
     if len(values) <= count:
         return list(values)
     edges = [index * len(values) // count for index in range(count + 1)]

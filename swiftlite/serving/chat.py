@@ -84,7 +84,7 @@ class Conversation:
                 if said.strip():
                     self._messages = [*asked, {"role": "assistant", "content": said.strip()}]
         if not self._complete:
-            say("(cut off by --max-new-tokens)")
+            say(f"(cut off by {self._answerer.limit(prompt)})")
         return said.strip()
 
     def _pieces(self, prompt: list[int], streaming: bool) -> Generator[str, None, None]:
@@ -93,7 +93,7 @@ class Conversation:
         else:
             answer = self._answerer.answer([prompt])[0]
             self._complete = answer.complete
-            yield answer.text
+            yield answer.text.strip() if self._answerer.has_template else answer.text
 
 
 def _lines(interactive: bool) -> Iterator[str]:

@@ -6,6 +6,7 @@ base and adapter do, and what lies on the disk must be its weights, bit for bit,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from swiftlite.models.adapters import check_start
 from swiftlite.models.dtypes import named_dtype, source_dtype
 from swiftlite.models.load import load_config
 from swiftlite.serving.load import load_for_answers
+from swiftlite.serving.prompts import check_utf8
 from swiftlite.serving.source import ModelSource, find_source
 
 if TYPE_CHECKING:
@@ -101,6 +103,7 @@ def run_export(options: ExportOptions) -> Exported:
                 where=str(source.adapter),
                 fix="nothing was written; serve base and adapter as they are, and please report model and adapter",
             )
+    _check_range(model, dtype)
     files = plan_files(model, model, dtype=dtype, max_shard_size=largest)
     _write(options.output, files, model, tokenizer)
     _round(model, dtype)
@@ -146,7 +149,15 @@ def _dtype(options: ExportOptions, source: ModelSource) -> torch.dtype:
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """`[1, tokens]`."""
+    """`[1, tokens]`. Raises UserError for what no tokens come of."""
+    check_utf8(text, "--prompt")
+    ids = _tokens(text, tokenizer)
+    if not ids.numel():
+        raise UserError("the prompt is empty", where="--prompt", fix="give at least one word")
+    return ids
+
+
+def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -166,6 +177,21 @@ def _relative(logits: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def _agreement(logits: torch.Tensor, wanted: torch.Tensor) -> float:
     return (logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()
+
+
+@torch.no_grad()
+def _check_range(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raises UserError for a weight that would be infinite in `dtype`."""
+    limit = torch.finfo(dtype).max
+    for name, tensor in stored_tensors(model):
+        if tensor.is_floating_point() and tensor.numel():
+            largest = max(abs(value.item()) for value in torch.aminmax(tensor))
+            if limit < largest < math.inf:
+                raise UserError(
+                    f"{name} holds {largest:.3g}, which {str(dtype).removeprefix('torch.')} has no number for",
+                    where="--dtype",
+                    fix="export with --dtype bf16 or fp32",
+                )
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 
 from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.roles import with_known_roles
+from swiftlite.data.special_tokens import end_of_turn
 from swiftlite.errors import UserError
 from swiftlite.serving.prompts import check_utf8
 
@@ -36,7 +37,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """text: without special tokens; tokens: how many were generated; complete: it ended by itself."""
+    """text: without special tokens, but with blanks at both ends; tokens: how many were generated; complete: it ended
+    by itself."""
 
     text: str
     tokens: int
@@ -49,6 +51,7 @@ class Answerer:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
         self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
         self._stops = stop_tokens(model.generation_config, tokenizer)
+        model.generation_config = type(model.generation_config)()  # what is not set for a call would come from there
         shape = model.config.get_text_config().to_dict()
         self._positions = shape.get("max_position_embeddings") or shape.get("n_positions")  # GPT-2's name
 
@@ -57,9 +60,17 @@ class Answerer:
         """Without a chat template a prompt is plain text that the model goes on with."""
         return self._tokenizer.chat_template is not None
 
-    def encode(self, messages: Sequence[Message], where: str, tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Token ids of the conversation with the opening of an answer. Raises UserError."""
-        if self.has_template:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        where: str,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        plain: bool = False,
+    ) -> list[int]:
+        """Token ids of the conversation with the opening of an answer, or of one message as plain text that the model
+        goes on with. Raises UserError."""
+        if self.has_template and not plain:
             render = partial(self._tokenizer.apply_chat_template, tools=tools, tokenize=False)
             try:
                 messages = with_fitting_arguments(with_known_roles(messages, render), render)
@@ -79,7 +90,7 @@ class Answerer:
                 fix="give --chat-template chatml or a .jinja file, or ask with one message and no --system",
             )
         else:
-            ids = self._tokenizer(messages[0]["content"])["input_ids"]
+            ids = self._plain(messages[0]["content"])
         if not ids:
             raise UserError("the prompt is empty", where=where, fix="give at least one word")
         if self._positions and len(ids) >= self._positions:
@@ -87,6 +98,20 @@ class Answerer:
                 f"the conversation has {len(ids)} tokens, the model takes {self._positions}", where=where, fix=SHORTER
             )
         return ids
+
+    def _plain(self, text: str) -> list[int]:
+        """As training has plain text, without the end that some tokenizers write."""
+        ids, bos, eos = self._tokenizer(text)["input_ids"], self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        bare = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if eos is not None and ids[-1:] == [eos] != bare[-1:]:
+            ids = ids[:-1]
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    def limit(self, prompt: list[int]) -> str:
+        """In words, what ends an answer that does not end by itself."""
+        if self._room(prompt) == self._sampling.max_new_tokens:
+            return "--max-new-tokens"
+        return f"the {self._positions} tokens that the model takes"
 
     def stream(self, prompt: list[int]) -> Generator[str, None, bool]:
         """The answer piece by piece; returns whether it came to its end. Closing the iterator stops the model at its
@@ -186,27 +211,12 @@ class Answerer:
     def _read(self, tokens: list[int]) -> Answer:
         end = next((i for i, token in enumerate(tokens) if token in self._stops), None)
         text = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        return Answer(text.strip(), len(tokens[:end]), end is not None)
+        return Answer(text, len(tokens[:end]), end is not None)
 
 
 def stop_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end an answer: all of generation_config, the tokenizer's end of text, the template's end of a turn."""
     given = settings.eos_token_id
     stops = list(given) if isinstance(given, list | tuple) else [given]
-    stops += [tokenizer.eos_token_id, _end_of_turn(tokenizer)]
+    stops += [tokenizer.eos_token_id, end_of_turn(tokenizer)]
     return list(dict.fromkeys(stop for stop in stops if stop is not None))
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The added token that the chat template writes behind an answer, if it writes one."""
-    if tokenizer.chat_template is None:
-        return None
-    mark = "MARK"
-    try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False
-        )
-    except Exception:  # foreign code; a template that refuses this refuses the conversation too, and says so then
-        return None
-    ids = tokenizer(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return ids[0] if ids and (ids[0] in tokenizer.all_special_ids or ids[0] in tokenizer.added_tokens_decoder) else None

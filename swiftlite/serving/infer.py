@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,8 @@ def run_infer(options: InferOptions) -> None:
     torch.manual_seed(options.seed)
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.top_k)
     answerer = Answerer(model, tokenizer, sampling)
+    if not options.temperature and (options.top_p < 1 or options.top_k):
+        say("note: --top-p and --top-k act only with --temperature above 0, which always takes the likeliest token")
     if not answerer.has_template:
         say("no chat template: each prompt is plain text that the model goes on with")
     if questions is not None and options.output is not None:
@@ -102,6 +105,7 @@ def _check(options: InferOptions) -> None:
         ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 or more"),
         ("--top-p", options.top_p, 0 < options.top_p <= 1, "above 0, at most 1"),
         ("--top-k", options.top_k, options.top_k >= 0, "0 (off) or more"),
+        ("--seed", options.seed, 0 <= options.seed < 1 << 63, "from 0 to 2^63 - 1"),
     ):
         if not fits:
             raise UserError(f"{name} {value} does not fit", where=name, fix=f"give a number that is {wanted}")
@@ -150,8 +154,12 @@ def answer_file(answerer, questions: list[Question], output: Path, batch_size: i
     for question in questions:
         if "response" in question.row and "reference" in question.row:
             raise UserError("the row has `response` and `reference`", where=question.where, fix="rename one of them")
-    prompts = [answerer.encode(question.messages, question.where, question.tools) for question in questions]
-    cut = 0
+    prompts = [answerer.encode(each.messages, each.where, each.tools, plain=each.plain) for each in questions]
+    if some := sum(question.plain for question in questions) if answerer.has_template else 0:
+        say(
+            f"{some} of {len(questions)} rows have a prompt and a completion as texts, and are gone on with as they are"
+        )
+    cut: Counter[str] = Counter()
     with _written_aside(output) as file, _progress(len(questions)) as advance:
         for start in range(0, len(prompts), ROWS_AT_A_TIME * batch_size):
             chunk = prompts[start : start + ROWS_AT_A_TIME * batch_size]
@@ -160,13 +168,14 @@ def answer_file(answerer, questions: list[Question], output: Path, batch_size: i
                 for index, answer in zip(batch, answerer.answer([chunk[i] for i in batch]), strict=True):
                     answers[index] = answer
                 advance(len(batch))
-            for question, answer in zip(questions[start:], answers, strict=False):
+            for question, prompt, answer in zip(questions[start:], chunk, answers, strict=False):
                 row = {"reference" if key == "response" else key: value for key, value in question.row.items()}
-                file.write(_json_line({**row, "response": answer.text}))
-                cut += not answer.complete
+                as_it_is = question.plain or not answerer.has_template
+                file.write(_json_line({**row, "response": answer.text if as_it_is else answer.text.strip()}))
+                cut.update([] if answer.complete else [answerer.limit(prompt)])
     say(f"{len(questions)} answers in {output}")
-    if cut:
-        say(f"{cut} of them were cut off by --max-new-tokens")
+    for limit, count in cut.items():
+        say(f"{count} of them were cut off by {limit}")
 
 
 def _json_line(row: dict[str, Any]) -> str:

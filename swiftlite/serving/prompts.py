@@ -14,6 +14,7 @@ from swiftlite.data.forms import BadRow
 from swiftlite.data.messages import (
     QUESTIONS,
     array,
+    behind,
     messages_in,
     messages_of,
     opening,
@@ -32,12 +33,14 @@ FORMATS = "messages, conversations, prompt, query, question, or instruction with
 
 @dataclass(frozen=True)
 class Question:
-    """row: as it was read; messages: what the model answers; where: `file.jsonl:17`."""
+    """row: as it was read; messages: what the model answers; where: `file.jsonl:17`; plain: one text to go on with, as
+    training takes a prompt and a completion that are strings."""
 
     row: dict[str, Any]
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     where: str
+    plain: bool = False
 
 
 def read_questions(path: Path, system: str | None) -> list[Question]:
@@ -97,7 +100,9 @@ def _question(line: bytes, where: str, system: str | None) -> Question:
         raise UserError("the row has no question", where=where, fix="give it a user message")
     if first is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": first})
-    return Question(row, messages, tools, where)
+    texts = [isinstance(row.get(key), str) for key in ("prompt", "completion")]
+    plain = all(texts) and len(messages) == 1 and not any(row.get(key) is not None for key in CONVERSATIONS)
+    return Question(row, messages, tools, where, plain)
 
 
 def _messages(row: dict[str, Any]) -> list[Message]:
@@ -108,7 +113,7 @@ def _messages(row: dict[str, Any]) -> list[Message]:
     if key in CONVERSATIONS:
         turns = messages_of(array(row[key], key), key)
     elif isinstance(said := messages_in(row[key]) if key == "prompt" else row[key], list):
-        turns = opening(row) + turns_of(said, key, "user")
+        turns = behind(opening(row), turns_of(said, key, "user"))
     else:
         turns = opening(row) + turns_of(question_of(row, key), key, "user")
     return [message for message, _ in turns]

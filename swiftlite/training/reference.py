@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from swiftlite.data.order import BatchPlan, Pack, StepBatch
 
 KINDS = ("train", "eval")
-FORMAT_VERSION = 2  # of what is kept on disk
+FORMAT_VERSION = 3  # of what is kept on disk
 STEPS_A_FILE = 64  # what is lost at most where the pass is interrupted
 Key = tuple[int, int, int, int]  # kind, step, data set, sequence
 OWN = -1  # stands for the step where a row has its own answer, which does not depend on the step
@@ -35,7 +35,9 @@ OWN = -1  # stands for the step where a row has its own answer, which does not d
 
 @dataclass(frozen=True)
 class Place:
-    """Where micro-batches come from. kind: train or eval; step: of mismatched answers, OWN otherwise."""
+    """Where micro-batches come from. kind: train or eval; step: of mismatched answers, OWN otherwise.
+
+    A mismatched sequence's identity is its place in the step (`swiftlite.data.mismatched`)."""
 
     kind: str
     step: int = OWN

@@ -22,6 +22,7 @@ from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED
+from swiftlite.data.special_tokens import end_of_turn, padding_token
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
 from swiftlite.models import attention, fp8
@@ -274,11 +275,18 @@ def _fuse(config: RunConfig, base: PreTrainedModel, device: torch.device, layout
 
 
 def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What a sequence classifier's config has to say: one score, and where padding begins (for others' inference)."""
+    """What a sequence classifier's config has to say: one score, and where padding begins (for others' inference).
+
+    transformers reads the score at the last token that is no padding: were that what answers end with, as many models
+    have it, it would read one token too early. The tokenizer says the same, so that batches are filled up by it.
+    """
     model_config.num_labels = 1
     text = model_config.get_text_config()
-    if text.pad_token_id is None:
-        text.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list | tuple) else [text.eos_token_id]
+    if text.pad_token_id is None or text.pad_token_id in (*ends, tokenizer.eos_token_id, end_of_turn(tokenizer)):
+        text.pad_token_id = padding_token(tokenizer, ends)
+    if text.pad_token_id is not None and text.pad_token_id < len(tokenizer):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(text.pad_token_id)
 
 
 def _on_meta(
