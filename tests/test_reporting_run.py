@@ -129,6 +129,19 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     assert [message["step"] for message in after["messages"]] == list(range(1, 9))
 
 
+def test_a_run_that_is_killed_leaves_its_messages_and_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("swiftlite.reporting.run.SECONDS_TO_KEEP", 0.0)
+    with RunReporter(config(), tmp_path, io.StringIO()) as reporter:
+        reporter.start(8, FACTS)
+        reporter.message("saved 1")
+        said = read_run_state(tmp_path)
+        time.sleep(0.2)
+        reporter.log(row(1))
+        logged = read_run_state(tmp_path)
+    assert (said["state"], [message["text"] for message in said["messages"]]) == ("running", ["saved 1"])
+    assert logged["seconds"] >= 0.2 > said["seconds"]
+
+
 def test_a_damaged_run_state_is_no_obstacle(tmp_path):
     (tmp_path / "run.json").write_text('{"id": 3, "seconds": "x", "messages": [1, {"step": "a"}, {"step": 1}]}')
     with RunReporter(config(), tmp_path, io.StringIO()) as reporter:

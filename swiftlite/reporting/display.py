@@ -25,13 +25,16 @@ SECONDS_BETWEEN_LINES = 10.0  # of a long phase in a log
 Update = Callable[..., None]  # update(done, total=None)
 
 
+MOST_REPEATED = 20
+
+
 class LiveDisplay:
     """For terminals."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._cut: str | None = None  # the last message that was too long for the panel
+        self._again: list[str] = []  # warnings, and what was too long for the panel
 
     @contextmanager
     def phase(self, text: str, total: int | None = None) -> Iterator[Update]:
@@ -62,19 +65,21 @@ class LiveDisplay:
         """The panel is drawn from the board a few times a second, not here."""
 
     def message(self, text: str) -> None:
-        """While the panel stands it shows a message itself, and what it must cut is repeated below at the end."""
+        """While the panel stands it shows the last messages itself; warnings and what it must cut are said again below
+        it at the end."""
         if self._live is None:
             self._console.print(Text(f"• {text}"))
-        elif cell_len(text) > self._console.width - 8:
-            self._cut = text
+        elif text.startswith("warning") or cell_len(text) > self._console.width - 8:
+            self._again = [*self._again, text][-MOST_REPEATED:]
 
     def close(self) -> None:
         """Draw a last time and give the terminal back."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-            if self._cut is not None:
-                self._console.print(Text(f"• {self._cut}"))
+            for text in self._again:
+                self._console.print(Text(f"• {text}"))
+            self._again = []
 
     def summary(self, lines: dict[str, str]) -> None:
         self.close()

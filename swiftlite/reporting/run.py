@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 MOST_MESSAGES = 1000  # kept in run.json; all of them are shown
+SECONDS_TO_KEEP = 30  # after which run.json is written again
 
 
 class Reporter(Protocol):
@@ -183,6 +184,8 @@ class _Running:
         if row.get("tokens_per_second") and row.get("tokens"):
             self._tokens += row["tokens"]
             self._token_seconds += row["tokens"] / row["tokens_per_second"]
+        if time.monotonic() - self._kept_at > SECONDS_TO_KEEP:
+            self._keep()
         numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k != "step"}
         for name, tracker in list(self._trackers.items()):
             try:
@@ -194,6 +197,13 @@ class _Running:
     def say(self, text: str) -> None:
         self.board.say(text)
         self._state["messages"] = [*self._state["messages"], {"step": self.board.step, "text": text}][-MOST_MESSAGES:]
+        self._keep()
+
+    def _keep(self) -> None:
+        """What a run that is killed leaves to the one that goes on, and to `swiftlite report` meanwhile."""
+        if not self.finished:
+            with suppress(RunError):  # a full disk is told by what has to be saved
+                self.write_state("running")
 
     def speed(self) -> str:
         """Mean over the logged steps."""
@@ -202,6 +212,7 @@ class _Running:
     def write_state(self, state: str) -> None:
         seconds = self._seconds_before + time.monotonic() - self._started
         self._state |= {"state": state, "seconds": round(seconds, 1)}
+        self._kept_at = time.monotonic()
         write_run_state(self._output, self._state)
 
     def close(self, error: BaseException | None) -> None:

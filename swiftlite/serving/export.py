@@ -79,6 +79,9 @@ def run_export(options: ExportOptions) -> Exported:
         raise UserError(
             f"{options.output} is already there", where="--output-dir", fix="name a folder that does not exist yet"
         )
+    above = next(folder for folder in options.output.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise UserError(f"{above} is a file", where="--output-dir", fix="name a folder that can be made")
     largest = _shard_size(options.max_shard_size)
     source = find_source(options.model, options.adapter)
     dtype = _dtype(options, source)

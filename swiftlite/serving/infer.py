@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,6 +51,8 @@ def run_infer(options: InferOptions) -> None:
     Raises UserError before the model is loaded wherever possible.
     """
     _check(options)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows fewer characters gets question marks
+        sys.stdout.reconfigure(errors="replace")
     source = find_source(options.model, options.adapter)
     if source.is_classifier():
         raise UserError(

@@ -69,7 +69,7 @@ def not_utf8(where: str) -> UserError:
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:
-    if not path.is_file():
+    if path.is_dir() or not path.exists():  # a pipe is read too
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise UserError(f"the input file {problem}", where=f"--input {path}", fix="name a .jsonl file")
     try:

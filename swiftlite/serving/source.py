@@ -50,7 +50,7 @@ def find_source(model: str | None, adapter: str | None) -> ModelSource:
     folder = _inside_run(str(Path(adapter).expanduser()), f"--adapter {adapter}")
     if not _is_adapter(folder):
         raise UserError(
-            f"the adapter folder has no {ADAPTER_CONFIG}",
+            f"the adapter folder has no {ADAPTER_CONFIG}" if Path(folder).is_dir() else "there is no such folder",
             where=f"--adapter {adapter}",
             fix="name the folder that a LoRA run wrote (OUT/model, or a checkpoint); a whole model goes to --model",
         )
