@@ -18,13 +18,15 @@ import torch
 from swiftlite.imports import is_installed
 
 Function = TypeVar("Function", bound=Callable)
+VOLTA = (7, 0)  # the oldest generation of GPUs that Triton knows
 C_COMPILERS = ("gcc", "clang", "cc")  # that Triton looks for, where $CC names none
 
 
 @functools.cache
 def can_fuse() -> bool:
-    """Whether Triton can make kernels here."""
-    return is_installed("triton") and bool(os.environ.get("CC") or any(map(shutil.which, C_COMPILERS)))
+    """Whether Triton can make kernels for the GPU here."""
+    compiles = is_installed("triton") and bool(os.environ.get("CC") or any(map(shutil.which, C_COMPILERS)))
+    return compiles and torch.cuda.get_device_capability() >= VOLTA
 
 
 def fused(*, dynamic: bool | None = None) -> Callable[[Function], Function]:

@@ -82,7 +82,7 @@ def run_infer(options: InferOptions) -> None:
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.top_k)
     answerer = Answerer(model, tokenizer, sampling)
     if not options.temperature and (options.top_p < 1 or options.top_k):
-        say("note: --top-p and --top-k act only with --temperature above 0, which always takes the likeliest token")
+        say("note: --temperature 0 takes the likeliest token, whatever --top-p and --top-k say")
     if not answerer.has_template:
         say("no chat template: each prompt is plain text that the model goes on with")
     if questions is not None and options.output is not None:
@@ -160,9 +160,7 @@ def answer_file(answerer, questions: list[Question], output: Path, batch_size: i
             raise UserError("the row has `response` and `reference`", where=question.where, fix="rename one of them")
     prompts = [answerer.encode(each.messages, each.where, each.tools, plain=each.plain) for each in questions]
     if some := sum(question.plain for question in questions) if answerer.has_template else 0:
-        say(
-            f"{some} of {len(questions)} rows have a prompt and a completion as texts, and are gone on with as they are"
-        )
+        say(f"{some} rows have prompt and completion as texts: they are gone on with as they are, without template")
     cut: Counter[str] = Counter()
     with _written_aside(output) as file, _progress(len(questions)) as advance:
         for start in range(0, len(prompts), ROWS_AT_A_TIME * batch_size):
