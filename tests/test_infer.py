@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from swiftlite.data.special_tokens import stop_tokens
 from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.serving import infer as infer_module
-from swiftlite.serving.generate import Answer, Answerer, Sampling, stop_tokens
+from swiftlite.serving.generate import Answer, Answerer, Sampling
 from swiftlite.serving.infer import InferOptions, run_infer
 from swiftlite.serving.load import answer_dtype, load_for_answers
 from swiftlite.serving.prompts import read_questions

@@ -26,7 +26,8 @@ class Way:
 
 LORA, FULL, COMPILED = ("--tuner", "lora"), ("--tuner", "full"), ("--compile",)
 PURE = (*FULL, "--pure-bf16")
-LEAN = (*PURE, "--optimizer-in-backward", "--max-grad-norm", "0")
+EARLY = ("--optimizer-in-backward", "--max-grad-norm", "0")
+LEAN = (*PURE, *EARLY)
 KEPT, RECOMPUTED = ("--activation-checkpointing", "none"), ("--activation-checkpointing", "full")
 USUAL = (
     Way("lora", LORA),
@@ -49,7 +50,7 @@ LARGE = (
 TINY = (
     Way("lora", LORA, rows=2),
     Way("full", FULL, rows=2, bytes=FULL_TUNING_BYTES),
-    Way("full, updates in the backward", (*FULL, *LEAN[3:]), step_rows=4),
+    Way("full, updates in the backward", (*FULL, *EARLY), step_rows=4),
     Way("lora, by TRL", LORA, rows=2, packages=TRL, by_trl=True),
     Way("full, by TRL", FULL, rows=2, packages=TRL, by_trl=True),
 )

@@ -83,8 +83,8 @@ def show_rows(console: Console, tokenizer: PreTrainedTokenizerBase, rows: list[S
     console.print(legend)
     for sequence in rows:
         trained = int(sequence.trained.sum())
-        title = f"{sequence.where}: {len(sequence.input_ids):,} tokens, {trained:,} trained"
-        console.rule(Text(title), align="left")
+        heading = f"{sequence.where}: {len(sequence.input_ids):,} tokens, {trained:,} trained"
+        console.rule(Text(heading), align="left")
         for title, part, shades in parts_of(sequence):
             if title:
                 console.print(f"{title}:")

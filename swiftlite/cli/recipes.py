@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from yaml import ScalarNode
 
 SEVERAL = ("dataset", "eval_dataset")  # settings of several names
 PATHS = ("model", "tokenizer", "adapter", "chat_template", *SEVERAL)
@@ -40,9 +44,9 @@ def show(name: Annotated[str, typer.Argument(help="Name or path.", metavar="NAME
     from rich.console import Console
     from rich.syntax import Syntax
 
-    from swiftlite.config.recipe import find_recipe
+    from swiftlite.config.recipe import find_recipe, recipe_text
 
-    text = _text_of(find_recipe(name))
+    text = recipe_text(find_recipe(name))
     console = Console(soft_wrap=True)
     if console.is_terminal:
         console.print(Syntax(text, "yaml", background_color="default"))
@@ -54,7 +58,7 @@ def copy(
     name: Annotated[str, typer.Argument(help="Name or path.", metavar="NAME")],
     destination: Annotated[Path | None, typer.Argument(help="File or folder; here by default.", metavar="DEST")] = None,
 ) -> None:
-    from swiftlite.config.recipe import find_recipe
+    from swiftlite.config.recipe import find_recipe, recipe_text
 
     source = find_recipe(name)
     target = destination or Path(source.name)
@@ -64,7 +68,7 @@ def copy(
         raise UserError("the file exists", where=str(target), fix="name another file")
     if not target.parent.is_dir():
         raise UserError("there is no such folder", where=str(target.parent), fix="make it first, or name another")
-    text = _with_whole_paths(_text_of(source), source.parent)
+    text = _with_whole_paths(recipe_text(source), source)
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -73,46 +77,44 @@ def copy(
     typer.echo(f"copied to {target}")
 
 
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError("the recipe is not UTF-8", where=str(path), fix="save it as UTF-8") from error
-
-
-def _with_whole_paths(text: str, folder: Path) -> str:
+def _with_whole_paths(text: str, source: Path) -> str:
     """A recipe with what lies in its folder under whole paths: a copy looks beside itself."""
+    folder = source.resolve().parent
+    for node, several in reversed([*_names_in(text, source)]):  # from the end on, so that places in the text stay right
+        whole = _whole(node.value, folder, several=several)
+        if whole != node.value:
+            written = whole if PLAIN.fullmatch(whole) else json.dumps(whole, ensure_ascii=False)
+            text = text[: node.start_mark.index] + written + text[node.end_mark.index :]
+    return text
+
+
+def _names_in(text: str, source: Path) -> Iterator[tuple[ScalarNode, bool]]:
+    """The values that may be paths, in order, and whether each may hold several."""
     import yaml
 
     from swiftlite.config.flags import find_flag
+    from swiftlite.config.recipe import parse_recipe
 
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:  # it is copied as it is, and says what is wrong when it is used
-        return text
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    for key, value in reversed(pairs):  # from the end on, so that places in the text stay right
+        root = parse_recipe(text, source)
+    except UserError:  # it is copied as it is, and says what is wrong when it is used
+        return
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else []:
         flag = find_flag(str(key.value))
-        if flag is None or flag.name not in PATHS:
-            continue
-        for node in reversed(value.value) if isinstance(value, yaml.SequenceNode) else [value]:
-            if not isinstance(node, yaml.ScalarNode):
-                continue
-            whole = _whole(node.value, folder.resolve(), several=flag.name in SEVERAL)
-            if whole != node.value:
-                written = whole if PLAIN.fullmatch(whole) else json.dumps(whole, ensure_ascii=False)
-                text = text[: node.start_mark.index] + written + text[node.end_mark.index :]
-    return text
+        if flag is not None and flag.name in PATHS:
+            nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            yield from ((node, flag.name in SEVERAL) for node in nodes if isinstance(node, yaml.ScalarNode))
 
 
 def _whole(value: str, folder: Path, *, several: bool) -> str:
     """A name, or the names parted by blanks, with those that are found in the folder alone under their whole paths."""
-    from swiftlite.config.names import SPEC
+    from swiftlite.config.names import SPEC, placed
 
     given = SPEC.fullmatch(value) if several else None
     for name in (value, *([given["name"]] if given else [])):
-        if not Path(name).exists() and (folder / name).exists():
-            return str(folder / name) + value[len(name) :]
+        path = placed(name, folder)
+        if path is not None and path == str(folder / name):
+            return path + value[len(name) :]
     words = value.split() if several else []
     return " ".join(_whole(word, folder, several=True) for word in words) if len(words) > 1 else value
 

@@ -92,7 +92,7 @@ def load_recipe(name: str) -> Recipe:
     """
     path = find_recipe(name)
     wrong: list[UserError] = []
-    recipe = Recipe(path, dict(_entries(path, _parse(path), wrong)))
+    recipe = Recipe(path, dict(_entries(path, parse_recipe(recipe_text(path), path), wrong)))
     if len(wrong) == MOST_TOLD:
         raise all_in_one(wrong, "things are wrong in the recipe, and perhaps more")
     if wrong:
@@ -101,9 +101,8 @@ def load_recipe(name: str) -> Recipe:
     return recipe
 
 
-def _parse(path: Path) -> Node:
-    import yaml
-
+def recipe_text(path: Path) -> str:
+    """Raises UserError for a file that is no text, or too long for a recipe."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
@@ -119,6 +118,13 @@ def _parse(path: Path) -> Node:
         raise UserError(
             f"the recipe is larger than {LARGEST // 1024} KiB", where=str(path), fix="name a recipe, not a data file"
         )
+    return text
+
+
+def parse_recipe(text: str, path: Path) -> Node:
+    """The nodes of YAML. path: of the recipe whose text it is. Raises UserError."""
+    import yaml
+
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 SPARE = re.compile(r"pad|reserved|unused", re.IGNORECASE)  # names of tokens that no text has
 
@@ -59,7 +59,15 @@ def behind_space(text: str, place: int) -> int:
     return len(text) - len(text[place:].lstrip())
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def stop_tokens(settings: GenerationConfig | PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end an answer: all that the settings name, the tokenizer's end of text, the template's end of a turn."""
+    given = settings.eos_token_id
+    stops = list(given) if isinstance(given, list | tuple) else [given]
+    stops += [tokenizer.eos_token_id, _end_of_turn(tokenizer)]
+    return list(dict.fromkeys(stop for stop in stops if stop is not None))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The added token that the chat template writes behind an answer, if it writes one."""
     if tokenizer.chat_template is None:
         return None
@@ -74,10 +82,11 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return ids[0] if ids and (ids[0] in tokenizer.all_special_ids or ids[0] in tokenizer.added_tokens_decoder) else None
 
 
-def padding_token(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> int | None:
-    """The id of a token that may fill up rows: none that ends a document, nor one of `ends`. None where all do."""
-    ends = {*ends, tokenizer.eos_token_id, end_of_turn(tokenizer)}
+def padding_token(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of a token that may fill up rows, since it ends no answer: the model's own, the tokenizer's, or another
+    special one. None where all of them end answers."""
+    stops = stop_tokens(model_config, tokenizer)
     special = [(id_, str(token)) for id_, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
     special.sort(key=lambda item: SPARE.search(item[1]) is None)  # others open something, and end nothing either
-    wanted = (tokenizer.pad_token_id, tokenizer.unk_token_id, *(id_ for id_, _ in special))
-    return next((id_ for id_ in wanted if id_ is not None and id_ not in ends), None)
+    named = (model_config.pad_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+    return next((id_ for id_ in (*named, *(id_ for id_, _ in special)) if id_ not in (None, *stops)), None)

@@ -22,10 +22,9 @@ from swiftlite.reporting.words import duration, short
 REFRESH_PER_SECOND = 2  # drawing takes milliseconds that a run on a CPU would miss
 SECONDS_BETWEEN_LINES = 10.0  # of a long phase in a log
 
+MOST_REPEATED = 20  # messages
+
 Update = Callable[..., None]  # update(done, total=None)
-
-
-MOST_REPEATED = 20
 
 
 class LiveDisplay:

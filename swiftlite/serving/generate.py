@@ -13,7 +13,7 @@ import torch
 
 from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.roles import with_known_roles
-from swiftlite.data.special_tokens import end_of_turn
+from swiftlite.data.special_tokens import stop_tokens
 from swiftlite.errors import UserError
 from swiftlite.serving.prompts import check_utf8
 
@@ -212,11 +212,3 @@ class Answerer:
         end = next((i for i, token in enumerate(tokens) if token in self._stops), None)
         text = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
         return Answer(text, len(tokens[:end]), end is not None)
-
-
-def stop_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: all of generation_config, the tokenizer's end of text, the template's end of a turn."""
-    given = settings.eos_token_id
-    stops = list(given) if isinstance(given, list | tuple) else [given]
-    stops += [tokenizer.eos_token_id, end_of_turn(tokenizer)]
-    return list(dict.fromkeys(stop for stop in stops if stop is not None))

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftlite.data.forms import BadRow
+from swiftlite.data.forms import BadRow, Completion
 from swiftlite.data.messages import (
     QUESTIONS,
+    answer_to,
     array,
     behind,
     messages_in,
@@ -100,9 +101,17 @@ def _question(line: bytes, where: str, system: str | None) -> Question:
         raise UserError("the row has no question", where=where, fix="give it a user message")
     if first is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": first})
-    texts = [isinstance(row.get(key), str) for key in ("prompt", "completion")]
-    plain = all(texts) and len(messages) == 1 and not any(row.get(key) is not None for key in CONVERSATIONS)
-    return Question(row, messages, tools, where, plain)
+    return Question(row, messages, tools, where, plain=len(messages) == 1 and _is_plain(row))
+
+
+def _is_plain(row: dict[str, Any]) -> bool:
+    """Whether training takes a row for a text that goes on."""
+    if any(row.get(key) is not None for key in CONVERSATIONS) or not row.get("prompt") or not row.get("completion"):
+        return False
+    try:
+        return isinstance(answer_to(row), Completion)
+    except BadRow:  # which training would leave out
+        return False
 
 
 def _messages(row: dict[str, Any]) -> list[Message]:

@@ -22,7 +22,7 @@ from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED
-from swiftlite.data.special_tokens import end_of_turn, padding_token
+from swiftlite.data.special_tokens import padding_token
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
 from swiftlite.models import attention, fp8
@@ -282,9 +282,7 @@ def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokeni
     """
     model_config.num_labels = 1
     text = model_config.get_text_config()
-    ends = text.eos_token_id if isinstance(text.eos_token_id, list | tuple) else [text.eos_token_id]
-    if text.pad_token_id is None or text.pad_token_id in (*ends, tokenizer.eos_token_id, end_of_turn(tokenizer)):
-        text.pad_token_id = padding_token(tokenizer, ends)
+    text.pad_token_id = padding_token(text, tokenizer)
     if text.pad_token_id is not None and text.pad_token_id < len(tokenizer):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(text.pad_token_id)
 
