@@ -29,6 +29,17 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Also where PyTorch's pipelines have wrapped it. The CPU's allocator has no error class of its own, and that of
+    GPUs is known by its name here: nothing is imported for an error."""
+    if error is None:
+        return False
+    names = [kind.__name__ for kind in type(error).__mro__]
+    if "MemoryError" in names or "OutOfMemoryError" in names or "can't allocate memory" in str(error):
+        return True
+    return is_out_of_memory(error.__cause__)
+
+
 class UserError(SwiftliteError):
     """Something the user can mend: flag, recipe, data, model folder, layout. Exit code 2."""
 

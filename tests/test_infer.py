@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from swiftlite.data.special_tokens import stop_tokens
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.serving import infer as infer_module
 from swiftlite.serving.generate import Answer, Answerer, Sampling
@@ -184,7 +184,7 @@ def answer_rows(tiny_model, tmp_path: Path, rows: list[dict], **options: object)
             **options,
         )  # fmt: skip
     )
-    assert not list(tmp_path.glob(".*partial"))
+    assert not list(tmp_path.glob("*partial"))
     return [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
 
 
@@ -204,6 +204,29 @@ def test_every_row_format_is_answered_in_order(tiny_model, tmp_path):
     assert written[0] == {**rows[0], "response": written[0]["response"]}
     assert written[4]["reference"] == "mine"
     assert len({written[i]["response"] for i in (0, 1, 2, 4, 5)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"), [(KeyboardInterrupt(), KeyboardInterrupt), (MemoryError(), RunError)], ids=["^C", "memory"]
+)
+def test_answers_of_a_run_that_does_not_end_are_kept(tiny_model, tmp_path, monkeypatch, capsys, failure, raised):
+    calls, answer = [], Answerer.answer
+
+    def fail_at_the_third(self, prompts):
+        calls.append(len(prompts))
+        if len(calls) == 3:
+            raise failure
+        return answer(self, prompts)
+
+    monkeypatch.setattr(Answerer, "answer", fail_at_the_third)
+    rows = [{"prompt": word * (7 - number), "id": number} for number, word in enumerate(["fox "] * 7)]
+    with pytest.raises(raised):
+        answer_rows(tiny_model, tmp_path, rows, batch_size=2)
+    kept = [json.loads(line) for line in (tmp_path / "out.jsonl.partial").read_text().splitlines()]
+    assert [row["id"] for row in kept] == [0, 1, 2, 3] and all("response" in row for row in kept)
+    assert "4 of 7 answers are in" in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
+    with pytest.raises(UserError, match="a run that did not end"):
+        answer_rows(tiny_model, tmp_path, rows)
 
 
 def test_a_text_that_is_none_is_named_by_its_row(loaded):

@@ -10,12 +10,12 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from swiftlite.errors import RunError, UserError
+from swiftlite.errors import RunError, UserError, is_out_of_memory
 from swiftlite.serving.prompts import Question, check_utf8, read_questions
 from swiftlite.serving.source import find_source
 
@@ -85,12 +85,13 @@ def run_infer(options: InferOptions) -> None:
         say("note: --temperature 0 takes the likeliest token, whatever --top-p and --top-k say")
     if not answerer.has_template:
         say("no chat template: each prompt is plain text that the model goes on with")
-    if questions is not None and options.output is not None:
-        answer_file(answerer, questions, options.output, options.batch_size)
-    elif options.prompts:
-        answer_prompts(answerer, options)
-    else:
-        chat(answerer, options.system, streaming=options.streaming)
+    with _memory_errors():
+        if questions is not None and options.output is not None:
+            answer_file(answerer, questions, options.output, options.batch_size)
+        elif options.prompts:
+            answer_prompts(answerer, options)
+        else:
+            chat(answerer, options.system, streaming=options.streaming)
 
 
 def _check(options: InferOptions) -> None:
@@ -115,9 +116,23 @@ def _check(options: InferOptions) -> None:
             raise UserError(f"{name} {value} does not fit", where=name, fix=f"give a number that is {wanted}")
 
 
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fix = "lower --batch-size or --max-new-tokens, shorten the prompts, or take --precision bf16"
+        raise RunError("the device ran out of memory while the model answered", fix=fix) from error
+
+
 def _check_output(output: Path) -> None:
     if output.exists():
         raise UserError("the output file exists", where=f"--output {output}", fix="move it, or name another file")
+    if (partial := _aside(output)).exists():
+        what = "answers of a run that did not end are there"
+        raise UserError(what, where=str(partial), fix="move or delete that file, or name another --output")
     if not output.absolute().parent.is_dir():
         raise UserError(
             "the folder of the output file does not exist",
@@ -134,7 +149,7 @@ def _check_output(output: Path) -> None:
 
 def _aside(output: Path) -> Path:
     """Where answers lie until all of them are there."""
-    return output.with_name(f".{output.name}.partial")
+    return output.with_name(f"{output.name}.partial")
 
 
 def answer_prompts(answerer, options: InferOptions) -> None:  # noqa: ANN001 - Answerer; its module loads torch
@@ -148,7 +163,8 @@ def answer_prompts(answerer, options: InferOptions) -> None:  # noqa: ANN001 - A
 
 
 def answer_file(answerer, questions: list[Question], output: Path, batch_size: int) -> None:  # noqa: ANN001
-    """Writes each row with its `response`, in order; the file appears only when it is whole.
+    """Writes each row with its `response`, in order; the file appears only when it is whole. What a run that does not
+    end has answered stays beside it.
 
     A row's own `response` is kept under `reference`. Raises UserError, before the first answer, for a row that the
     model cannot take.
@@ -162,22 +178,26 @@ def answer_file(answerer, questions: list[Question], output: Path, batch_size: i
     if some := sum(question.plain for question in questions) if answerer.has_template else 0:
         say(f"{some} rows have prompt and completion as texts: they are gone on with as they are, without template")
     cut: Counter[str] = Counter()
-    with _written_aside(output) as file, _progress(len(questions)) as advance:
+    with _written_aside(output, len(questions)) as write, _progress(len(questions)) as advance:
         for start in range(0, len(prompts), ROWS_AT_A_TIME * batch_size):
-            chunk = prompts[start : start + ROWS_AT_A_TIME * batch_size]
-            answers = [None] * len(chunk)
-            for batch in answerer.batches(chunk, batch_size):
-                for index, answer in zip(batch, answerer.answer([chunk[i] for i in batch]), strict=True):
-                    answers[index] = answer
-                advance(len(batch))
-            for question, prompt, answer in zip(questions[start:], chunk, answers, strict=False):
-                row = {"reference" if key == "response" else key: value for key, value in question.row.items()}
-                as_it_is = question.plain or not answerer.has_template
-                file.write(_json_line({**row, "response": answer.text if as_it_is else answer.text.strip()}))
-                cut.update([] if answer.complete else [answerer.limit(prompt)])
+            chunk, answers = prompts[start : start + ROWS_AT_A_TIME * batch_size], {}
+            try:
+                for batch in answerer.batches(chunk, batch_size):
+                    answers.update(zip(batch, answerer.answer([chunk[i] for i in batch]), strict=True))
+                    advance(len(batch))
+            finally:  # of a chunk that is broken off too
+                write([_answered(answerer, questions[start + i], answers[i].text) for i in sorted(answers)])
+            cut.update(answerer.limit(chunk[i]) for i, answer in answers.items() if not answer.complete)
     say(f"{len(questions)} answers in {output}")
     for limit, count in cut.items():
         say(f"{count} of them were cut off by {limit}")
+
+
+def _answered(answerer, question: Question, text: str) -> str:  # noqa: ANN001
+    """The row with its response, as a line."""
+    row = {"reference" if key == "response" else key: value for key, value in question.row.items()}
+    as_it_is = question.plain or not answerer.has_template
+    return _json_line({**row, "response": text if as_it_is else text.strip()})
 
 
 def _json_line(row: dict[str, Any]) -> str:
@@ -190,21 +210,41 @@ def _json_line(row: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _written_aside(output: Path) -> Iterator[IO[str]]:
-    """A file that gets its name only when all of it is on the disk; on failure nothing is left."""
-    partial = _aside(output)
+def _written_aside(output: Path, wanted: int) -> Iterator[Callable[[list[str]], None]]:
+    """Takes lines. The file gets its name only when all of it is on the disk; on failure it keeps the one aside, with
+    whole lines."""
+    partial, count, size = _aside(output), 0, 0
+
+    def write(lines: list[str]) -> None:
+        nonlocal count, size
+        file.writelines(lines)
+        file.flush()
+        count, size = count + len(lines), file.tell()
+
     try:
         with partial.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
+            yield write
             os.fsync(file.fileno())
         partial.rename(output)
-    except OSError as error:
+    except BaseException as error:
+        _keep(partial, count, size, wanted)
+        if not isinstance(error, OSError):
+            raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = "free some space on the disk" if full else "name a file in another folder"
         raise RunError(f"the output cannot be written: {error.strerror}", where=str(output), fix=fix) from error
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def _keep(partial: Path, count: int, size: int, wanted: int) -> None:
+    """Of answers that were written aside, those of whole lines."""
+    from swiftlite.serving.chat import say
+
+    with contextlib.suppress(OSError):
+        if not count:
+            partial.unlink()
+            return
+        os.truncate(partial, size)
+        say(f"{count} of {wanted} answers are in {partial}, in the order of the rows")
 
 
 @contextlib.contextmanager

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
 from swiftlite.data.batches import MicroBatch
-from swiftlite.errors import RunError
+from swiftlite.errors import RunError, is_out_of_memory
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -73,15 +71,6 @@ def other_memory_errors() -> Iterator[None]:
             fix="where the model was being loaded, divide it (--parallel fsdp) or use --tuner lora and --quantization "
             "nf4; else lower --micro-batch-size or --max-length, or use --activation-checkpointing full",
         ) from error
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Also where PyTorch's pipelines have wrapped it. The CPU's allocator has no error class of its own."""
-    if error is None:
-        return False
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return True
-    return is_out_of_memory(error.__cause__)
 
 
 def _less_memory(config: RunConfig) -> str:
