@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -244,6 +247,14 @@ def test_json_schema_knows_every_key():
     for name, entry in properties.items():
         assert entry["description"], name
         assert not {"gt", "ge", "lt", "le"} & set(str(entry).replace("'", " ").split()), name
+
+
+def test_the_page_of_settings_is_the_schema(tmp_path):
+    scripts = Path(__file__).resolve().parent.parent / "scripts"
+    written = tmp_path / "flags.md"
+    subprocess.run([sys.executable, scripts / "render_flags.py", "--output", written], check=True)
+    page = (scripts.parent / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert page == written.read_text(encoding="utf-8"), "run scripts/render_flags.py"
 
 
 KINDS = {
