@@ -89,14 +89,17 @@ def test_json_files_that_mean_harm(tmp_path, name, content, said):
         rows_of(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["a.json.gz", "a.csv.gz", "a.jsonl.gz", "a.csv"])
-def test_what_unpacks_to_too_much_is_refused(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.jsonl"])
+def test_what_unpacks_to_too_much_is_refused(tmp_path, monkeypatch, name, suffix):
     monkeypatch.setattr(readers, "LARGEST_WHOLE", 1 << 20)
     monkeypatch.setattr(readers, "MAX_LINE", 1 << 20)
     content = b'[{"text": "' + b"x" * (4 << 20) + b'"}]'
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pa.compress(data, codec="zstd", asbytes=True)}
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(compress[suffix](content))
     with pytest.raises(UserError, match="more than"):
-        rows_of(tmp_path / name)
+        rows_of(path)
 
 
 def test_a_csv_row_of_many_lines_is_bounded(tmp_path, monkeypatch):

@@ -7,13 +7,16 @@ What makes the rest of the file unreadable raises UserError with file and line.
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from swiftlite.data.forms import BadRow
@@ -48,13 +51,20 @@ def read_rows(file: DataFile, sample_by: str = "line") -> Iterator[tuple[int, Pa
             yield from _read_text(file, sample_by)
         else:
             yield from READERS[file.kind](file)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"cannot read the file: {error}", where=file.label, fix="copy or write it again") from error
 
 
 def open_bytes(file: DataFile) -> BinaryIO:
-    """The file's bytes, unpacked where it is gzipped."""
-    return gzip.open(file.path, "rb") if file.gzipped else file.path.open("rb")
+    """The file's bytes, unpacked where it is compressed."""
+    return OPENERS[file.compressed](file.path)
+
+
+def _open_zstd(path: Path) -> BinaryIO:
+    """Read from its beginning to its end only."""
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
 
 
 def parse_payload(payload: Payload) -> dict[str, Any]:
@@ -141,9 +151,7 @@ def _read_text(file: DataFile, sample_by: str) -> Iterator[tuple[int, Payload]]:
 def _whole_text(file: DataFile, fix: str) -> str:
     """The text of a file that has to be held in memory. fix: for one that is too large."""
     with open_bytes(file) as stream:
-        data = stream.read(LARGEST_WHOLE + 1)
-    if len(data) > LARGEST_WHOLE:
-        raise UserError(f"the file holds more than {LARGEST_WHOLE >> 30} GiB of text", where=file.label, fix=fix)
+        data = _whole(file, stream, fix)
     try:
         text = data.removeprefix(UTF8_BOM).decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -153,6 +161,14 @@ def _whole_text(file: DataFile, fix: str) -> str:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise UserError(f"the text holds NULs{LIKE_UTF16}", where=file.where(line), fix=SAVE_AS_UTF8)
     return text
+
+
+def _whole(file: DataFile, stream: BinaryIO, fix: str) -> bytes:
+    """All that a stream holds."""
+    data = stream.read(LARGEST_WHOLE + 1)
+    if len(data) > LARGEST_WHOLE:
+        raise UserError(f"the file holds more than {LARGEST_WHOLE >> 30} GiB", where=file.label, fix=fix)
+    return data
 
 
 def _read_json(file: DataFile) -> Iterator[tuple[int, Payload]]:
@@ -287,7 +303,8 @@ def _read_arrow(file: DataFile) -> Iterator[tuple[int, Payload]]:
 
 
 def _columnar(file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]]) -> Iterator[tuple[int, Payload]]:
-    with open_bytes(file) as stream:
+    with open_bytes(file) as opened:
+        stream = opened if opened.seekable() else io.BytesIO(_whole(file, opened, "unpack the file"))
         yield from columnar_rows(file, lambda: batches(stream))
 
 
@@ -328,6 +345,13 @@ def columnar_rows(
         ) from error
 
 
+OPENERS: dict[str, Callable[[Path], BinaryIO]] = {
+    "": lambda path: path.open("rb"),
+    ".gz": gzip.open,
+    ".zst": _open_zstd,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
 READERS: dict[str, Callable[[DataFile], Iterator[tuple[int, Payload]]]] = {
     "jsonl": _lines,
     "json": _read_json,

@@ -28,8 +28,9 @@ KINDS = {
 }
 # Written beside the rows by `datasets.save_to_disk`; they hold no rows themselves.
 SIDE_FILES = {"state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json"}
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 # Names that may hold rows all the same, and are told where they are left out.
-NOT_READ = {".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".xlsx", ".feather", ".avro", ".orc", ".pkl"}
+NOT_READ = {".lz4", ".zip", ".tar", ".tgz", ".7z", ".xlsx", ".feather", ".avro", ".orc", ".pkl"}
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 NOTES = re.compile(r"(licen[cs]e|notice|readme|changelog|copying)(?![a-z])", re.IGNORECASE)  # no rows, in a folder
 HASH_BLOCK = 1 << 20
@@ -61,12 +62,13 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file of rows. label: how it is named to the user; kind: a value of KINDS, or `hub`."""
+    """One file of rows. label: how it is named to the user; kind: a value of KINDS, or `hub`; compressed: one of
+    COMPRESSED, or nothing."""
 
     label: str
     kind: str
     path: Path | None = None
-    gzipped: bool = False
+    compressed: str = ""
     hub: DatasetSpec | None = None
 
     def where(self, line: int) -> str:
@@ -151,21 +153,21 @@ def resolve(spec: DatasetSpec, method: str = "sft") -> Source:
         raise UserError(
             f"files of type {spec.path.suffix or 'without a suffix'} are not read",
             where=str(spec.path),
-            fix=f"use one of {', '.join(KINDS)}, each also with .gz",
+            fix=f"use one of {', '.join(KINDS)}, each also with {', '.join(COMPRESSED)}",
         )
     return Source(spec, [file])
 
 
 def as_data_file(path: Path) -> DataFile | None:
     """The file with its kind, told by its name; None for a name that is not known."""
-    gzipped = path.suffix.lower() == ".gz"
-    suffix = Path(path.stem).suffix if gzipped else path.suffix
-    kind = KINDS.get(suffix.lower())
-    return None if kind is None else DataFile(label=str(path), kind=kind, path=path, gzipped=gzipped)
+    last = path.suffix.lower()
+    compressed = last if last in COMPRESSED else ""
+    kind = KINDS.get(Path(path.stem).suffix.lower() if compressed else last)
+    return None if kind is None else DataFile(label=str(path), kind=kind, path=path, compressed=compressed)
 
 
 def _looks_like_a_path(name: str) -> bool:
-    known = name.lower().removesuffix(".gz").endswith(tuple(KINDS))
+    known = as_data_file(Path(name)) is not None
     return known or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
@@ -210,7 +212,7 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
             where=str(root),
             fix=f"give one of its splits: {', '.join(splits)}"
             if splits
-            else f"put files of type {', '.join(KINDS)} (also with .gz) there",
+            else f"put files of type {', '.join(KINDS)} there, which may be compressed ({', '.join(COMPRESSED)})",
         )
     if spec.split in (None, "train"):  # whoever names another split does not ask for what has none
         unread += [file.path for path, file in others if not any(_in_split(path, name) for name in SPLITS)]
@@ -282,7 +284,7 @@ def content_hash(files: list[DataFile]) -> tuple[str, int]:
         parts = list(pool.map(_hash_file, files))
     digest = hashlib.sha256()
     for file, (part, _) in zip(files, parts, strict=True):
-        digest.update(f"{file.kind}/{file.gzipped}/".encode() + part)
+        digest.update(f"{file.kind}/{file.compressed}/".encode() + part)
     return digest.hexdigest(), sum(lines for _, lines in parts)
 
 

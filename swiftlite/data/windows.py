@@ -32,8 +32,14 @@ def list_windows(files: list[DataFile], sample_by: str) -> list[Window]:
     """Every window of every file in order. Raises UserError for files that cannot be read from their middle."""
     found: list[Window] = []
     for place, file in enumerate(files):
-        if file.gzipped or file.kind in ("json", "csv", "tsv", "hub"):
-            kind = "a gzip file" if file.gzipped else "a hub data set" if file.kind == "hub" else f"a {file.kind} file"
+        if file.compressed or file.kind in ("json", "csv", "tsv", "hub"):
+            kind = (
+                "a compressed file"
+                if file.compressed
+                else "a hub data set"
+                if file.kind == "hub"
+                else f"a {file.kind} file"
+            )
             raise UserError(
                 f"--streaming cannot start in the middle of {kind}",
                 where=file.label,
