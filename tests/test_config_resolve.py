@@ -1,6 +1,7 @@
 """Values become one config: types and spellings, defaults, contradictions, batch arithmetic and layouts."""
 
 import datetime
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -477,3 +478,14 @@ def test_a_recipes_layout_gives_way_to_the_command_line():
     )
     with pytest.raises(UserError, match="contradicts the tensor"):
         resolve("sft", shared | {"tensor_parallel_size": Given("2", "--tp", "flag")}, tensor, env={})
+
+
+def test_an_adapter_of_another_base_is_told(tmp_path):
+    def notes(named, model):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+        given = {"model": model, "dataset": ["rows.jsonl"], "output_dir": "out", "adapter": str(tmp_path)}
+        return resolve("sft", {name: Given(value, name, "flag") for name, value in given.items()}, env={}).notes
+
+    assert notes("org/Base-8B", "/models/base-8b") == notes(None, "org/base-8b") == []
+    (note,) = notes("org/base-8b", "org/base-8b-instruct")
+    assert "trained on org/base-8b, --model is org/base-8b-instruct" in note

@@ -94,6 +94,7 @@ def resolve(
     if "max_length" not in given and positions is not None and positions < config.max_length:
         notes.append(f"--max-length is {positions}, not {config.max_length}: the model has no more positions")
         config = config.model_copy(update={"max_length": positions})
+    notes += _of_another_base(config)
     check_together(config, {name: item.where for name, item in given.items()})
     by = {name: item.by for name, item in given.items()}
     notes += unused(config, layout, by)
@@ -231,6 +232,18 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),
     }
+
+
+def _of_another_base(config: RunConfig) -> list[str]:
+    """A note where an adapter's settings name another base model, which may have the same shapes."""
+    if config.adapter is None:
+        return []
+    try:
+        named = read_json_file(Path(config.adapter).expanduser() / "adapter_config.json")["base_model_name_or_path"]
+        same = Path(named).name.lower() == Path(config.model).name.lower()
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # what is wrong with it is told by whoever loads it
+    return [] if same else [f"the adapter was trained on {named}, --model is {config.model}: they should be the same"]
 
 
 def _adapters_tokenizer(config: RunConfig) -> str | None:
