@@ -1,6 +1,9 @@
 """The two errors a user ever sees, each saying what is wrong, where, and what to do next."""
 
+import errno
 from collections.abc import Sequence
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SwiftliteError(Exception):

@@ -6,7 +6,6 @@ the last of them, and renamed. Whoever reads later can tell a complete folder fr
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -18,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from swiftlite.errors import RunError
+from swiftlite.errors import DISK_FULL, RunError
 from swiftlite.untrusted import existing, leaves_folder, printable, read_json_file
 
 MANIFEST = "manifest.json"
@@ -29,7 +28,6 @@ PARTIAL, DOOMED = ".partial", ".doomed"
 HASHING_THREADS = 8  # hashlib and fsync let go of the interpreter, so files are sealed side by side
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers raise errors of their own with this in it
 GO_ON = "go on with --resume auto"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager

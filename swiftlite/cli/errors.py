@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
 
-from swiftlite.errors import RunError, SwiftliteError
+from swiftlite.errors import DISK_FULL, RunError, SwiftliteError
 from swiftlite.untrusted import printable, without_secrets
 
 
@@ -30,7 +29,7 @@ def unforeseen(error: BaseException) -> RunError:
     """What was not turned into a message where it happened."""
     if isinstance(error, MemoryError):
         return RunError("out of memory", fix="use a smaller --model, --micro-batch-size or --max-length")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return RunError(
             "the disk is full",
             where=error.filename and str(error.filename),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.recipe import recipes_folder
 from swiftlite.errors import UserError
@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 NAMES = (  # the settings that name files and folders
     "model", "tokenizer", "chat_template", "dataset", "eval_dataset", "adapter", "cache_dir", "output_dir", "resume"
 )  # fmt: skip
+ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
 LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
 # NAME[:SUBSET][@SPLIT][#COUNT][*WEIGHT]
 SPEC = re.compile(r"(?P<name>.+?)(?P<subset>:[^:@#*/\\]+)?(?P<split>@[^@#*]+)?(?P<count>#\d+)?(?P<weight>\*[\d.]+)?")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?![\w./-])")
+
+
+def most_positions(settings: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a model takes, by its config.json (of the text model); None where that does not say."""
+    found = settings.get("max_position_embeddings") or settings.get("n_positions")  # GPT-2's name
+    return found if isinstance(found, int) and found > 1 else None
 
 
 @cache

@@ -16,7 +16,14 @@ from swiftlite.config.batch import ACCUMULATION, DEFAULT_GLOBAL, GLOBAL, MICRO, 
 from swiftlite.config.checks import check_together, unused
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, plan_layout, under_torchrun
-from swiftlite.config.names import check_names, dataset_names, model_name, placed
+from swiftlite.config.names import (
+    ADAPTER_CONFIG,
+    check_names,
+    dataset_names,
+    model_name,
+    most_positions,
+    placed,
+)
 from swiftlite.config.recipe import Recipe, load_recipe
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.validate import Given, build_config
@@ -239,7 +246,7 @@ def _of_another_base(config: RunConfig) -> list[str]:
     if config.adapter is None:
         return []
     try:
-        named = read_json_file(Path(config.adapter).expanduser() / "adapter_config.json")["base_model_name_or_path"]
+        named = read_json_file(Path(config.adapter).expanduser() / ADAPTER_CONFIG)["base_model_name_or_path"]
         same = Path(named).name.lower() == Path(config.model).name.lower()
     except (OSError, ValueError, KeyError, TypeError):
         return []  # what is wrong with it is told by whoever loads it
@@ -256,11 +263,9 @@ def _positions(model: str) -> int | None:
     """The longest sequence of a local model; None where the model is not here or does not say."""
     try:
         settings = read_json_file(Path(model).expanduser() / "config.json")
-        settings = settings.get("text_config") or settings
-        found = settings.get("max_position_embeddings") or settings.get("n_positions")
+        return most_positions(settings.get("text_config") or settings)
     except (OSError, ValueError, AttributeError):
         return None  # whoever loads the model says what is wrong with it
-    return found if isinstance(found, int) and found > 1 else None
 
 
 def _output_dir(config: RunConfig, now: datetime.datetime) -> str:

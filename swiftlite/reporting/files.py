@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swiftlite.errors import RunError
+from swiftlite.errors import DISK_FULL, RunError
 from swiftlite.untrusted import parse_json, without_secrets
 
 RUN = "run.json"
@@ -44,7 +43,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        full = error.errno in DISK_FULL
         raise RunError(
             f"{path.name} cannot be written: {'the disk is full' if full else error.strerror}",
             where=str(path),

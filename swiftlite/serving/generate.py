@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swiftlite.config.names import most_positions
 from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.roles import with_known_roles
 from swiftlite.data.special_tokens import stop_tokens
@@ -52,8 +53,7 @@ class Answerer:
         self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
         self._stops = stop_tokens(model.generation_config, tokenizer)
         model.generation_config = type(model.generation_config)()  # what is not set for a call would come from there
-        shape = model.config.get_text_config().to_dict()
-        self._positions = shape.get("max_position_embeddings") or shape.get("n_positions")  # GPT-2's name
+        self._positions = most_positions(model.config.get_text_config().to_dict())
 
     @property
     def has_template(self) -> bool:

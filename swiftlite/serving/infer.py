@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import logging
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swiftlite.errors import RunError, UserError, is_out_of_memory
+from swiftlite.errors import DISK_FULL, RunError, UserError, is_out_of_memory
 from swiftlite.serving.prompts import Question, check_utf8, read_questions
 from swiftlite.serving.source import find_source
 
@@ -230,7 +229,7 @@ def _written_aside(output: Path, wanted: int) -> Iterator[Callable[[list[str]], 
         _keep(partial, count, size, wanted)
         if not isinstance(error, OSError):
             raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = error.errno in DISK_FULL
         fix = "free some space on the disk" if full else "name a file in another folder"
         raise RunError(f"the output cannot be written: {error.strerror}", where=str(output), fix=fix) from error
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
-from swiftlite.config.names import check_name, model_name
+from swiftlite.config.names import ADAPTER_CONFIG, check_name, model_name
 from swiftlite.errors import UserError
 from swiftlite.models.load import check_model_path
 from swiftlite.models.tokenizer import TOKENIZER_FILES
 from swiftlite.untrusted import read_json_file
 
-MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+MODEL_CONFIG = "config.json"
 
 
 @dataclass(frozen=True)

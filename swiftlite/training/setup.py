@@ -22,6 +22,7 @@ from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED
+from swiftlite.config.names import most_positions
 from swiftlite.data.special_tokens import padding_token
 from swiftlite.errors import UserError
 from swiftlite.imports import require_package
@@ -322,8 +323,7 @@ def _on_meta(
 
 
 def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
-    longest = model_config.get_text_config().to_dict().get("max_position_embeddings")
-    longest = longest or model_config.get_text_config().to_dict().get("n_positions")
+    longest = most_positions(model_config.get_text_config().to_dict())
     if longest and config.max_length > longest:
         raise UserError(
             f"--max-length {config.max_length} is more than the {longest} positions of the model",

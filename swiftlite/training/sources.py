@@ -18,6 +18,7 @@ from swiftlite.checkpoint.catalog import (
 )
 from swiftlite.checkpoint.safetensors_files import ADAPTER
 from swiftlite.checkpoint.weights import TensorFolder
+from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD, dissect
 from swiftlite.models.load import result_inside
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from swiftlite.config.schema import RunConfig
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 def find_weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | None]:
