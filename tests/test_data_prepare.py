@@ -529,7 +529,7 @@ def test_long_rows_go_to_the_tokenizer_a_few_at_a_time():
 
     def sizes(payloads):
         rows = (build.RawRow(0, line, line, None, payload) for line, payload in enumerate(payloads))
-        return [len(chunk) for chunk in build._chunks(rows)]
+        return [len(chunk) for chunk in build.chunks(rows)]
 
     book = b"x" * (build.CHUNK_BYTES // 2)
     assert sizes([b"{}"] * 300) == [128, 128, 44]

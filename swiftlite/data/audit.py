@@ -45,7 +45,7 @@ def build_audit(
     audit |= unread_files([entry.source for entry in (*train, *held_out)])
     if eval_plan is None:
         return audit
-    audit["eval"] = {"rows": _rows(held_out)} | _numbers(eval_plan.describe())
+    audit |= eval_section(held_out, eval_plan)
     if not held_out:  # a part of the training rows
         counts = eval_plan.row_counts
         for rows, count in [(audit["rows"], sum(counts.values()))] + [
@@ -55,6 +55,11 @@ def build_audit(
             rows["used"] -= count
         audit["eval"]["rows"] |= dict.fromkeys(("read", "used"), sum(counts.values()))
     return audit
+
+
+def eval_section(held_out: list[Entry], plan: BatchPlan) -> dict[str, Any]:
+    """What audit.json says of the evaluation rows."""
+    return {"eval": {"rows": _rows(held_out)} | _numbers(plan.describe())}
 
 
 def unread_files(sources: list[Source]) -> dict[str, list[str]]:

@@ -67,7 +67,7 @@ def build_entry(
     preferences = options.method in PREFERENCE
     with (
         SequenceWriter(folder, preferences=preferences) as writer,
-        closing(_map_in_order(run, _chunks(rows), processes)) as batches,
+        closing(_map_in_order(run, chunks(rows), processes)) as batches,
     ):
         for batch in batches:
             if batch.rejected and stop_at_bad_row:
@@ -88,23 +88,27 @@ def build_entry(
     }
 
 
-def bad_row_error(row: dict[str, Any]) -> UserError:
+class UnfitRow(UserError):
+    """A row that cannot be used. A streamed run meets it while training, every process at the same step."""
+
+
+def bad_row_error(row: dict[str, Any]) -> UnfitRow:
     """The error for a rejected row under `--on-bad-row error`."""
     fix = "mend the row, or leave such rows out with --on-bad-row skip (counted in audit.json, listed in "
     fix += "rejected_rows.jsonl)"
     if row["reason"] == "unknown_format":  # of a file's first row it is true of all of them
         fix = "name the columns that a format reads with --columns KEY=COLUMN, or write rows as docs/data.md tells"
-    return UserError(f"{row['detail']} ({row['reason']})", where=f"{row['file']}:{row['line']}", fix=fix)
+    return UnfitRow(f"{row['detail']} ({row['reason']})", where=f"{row['file']}:{row['line']}", fix=fix)
 
 
 def check_vocabulary(largest: int, vocabulary: int | None, where: Callable[[int], str]) -> None:
-    """Raises UserError where rows hold tokens that the model has no embedding of: on a GPU that is an assertion.
+    """Raises UnfitRow where rows hold tokens that the model has no embedding of: on a GPU that is an assertion.
 
     largest: the highest token of the rows; vocabulary: how many tokens the model knows, None where nobody can say;
     where: `file:line` of the first row with a token that is as high as this or higher.
     """
     if vocabulary is not None and largest >= vocabulary:
-        raise UserError(
+        raise UnfitRow(
             f"the tokenizer makes token {largest}, but the model knows only {vocabulary:,} tokens",
             where=where(vocabulary),
             fix="give the model's own --tokenizer, or name the tokens that are to be added with --new-tokens",
@@ -173,7 +177,7 @@ def _processes(workers: int | None) -> int:
     return workers or len(os.sched_getaffinity(0))
 
 
-def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
+def chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     """Tasks of `CHUNK` rows, or of fewer that are long: memory follows the longest row, not what stands beside it."""
     chunk, size = [], 0
     for row in rows:

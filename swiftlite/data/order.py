@@ -18,6 +18,8 @@ from swiftlite.data.packing import Packs, best_fit_decreasing, number_type, rang
 from swiftlite.data.preference_tokens import Preference
 from swiftlite.data.store import SequenceStore
 
+ROUNDING = 1e-9  # of a number of steps
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -213,7 +215,7 @@ class BatchPlan:
 
     def _steps_in(self, epochs: float) -> int:
         whole, rest = int(epochs), epochs - int(epochs)
-        partial = math.ceil(rest * self._epoch_steps(whole)) if rest else 0
+        partial = math.ceil(rest * self._epoch_steps(whole) - ROUNDING) if rest else 0
         return sum(self._epoch_steps(epoch) for epoch in range(whole)) + partial
 
     def _packs(self, epoch: int) -> Packs:

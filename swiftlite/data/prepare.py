@@ -15,16 +15,16 @@ import numpy as np
 import pyarrow as pa
 
 from swiftlite.config.methods import PAIRED, pack_capacity
-from swiftlite.data.audit import build_audit, check_anything_left
+from swiftlite.data.audit import build_audit, check_anything_left, eval_section, unread_files
 from swiftlite.data.build import bad_row_error, build_entry, check_vocabulary
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
 from swiftlite.data.rows import check_columns
 from swiftlite.data.sources import Source, check_unchanged, content_hash, file_states, parse_spec, resolve
-from swiftlite.data.store import REJECTED, SequenceStore, load_or_build
+from swiftlite.data.store import REJECTED, SEQUENCES, SequenceStore, load_or_build
 from swiftlite.data.stream import StreamPlan, stream_identity
 from swiftlite.data.tokenize import TokenOptions
 from swiftlite.data.tokenizer_key import tokenizer_key
-from swiftlite.data.windows import WINDOW_BYTES
+from swiftlite.data.windows import LARGEST_GROUP, LAYOUT_VERSION, WINDOW_BYTES
 from swiftlite.errors import UserError
 from swiftlite.imports import default_cache
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.schema import RunConfig
 
-FORMAT_VERSION = 9  # raise it when the same rows and options give other tokens or counts than before
+FORMAT_VERSION = 10  # raise it when the same rows and options give other tokens or counts than before
 Progress = Callable[[int, int], None]
 LoadTokenizer = Callable[[], "PreTrainedTokenizerBase"]
 
@@ -156,8 +156,11 @@ def _prepare_stream(
     options = token_options(config)
     key = _digest(
         FORMAT_VERSION, identity, options.max_length, options.overlong, sorted(options.columns.items()),
-        config.sample_by, config.packing, WINDOW_BYTES, [stream_identity(source) for source in sources],
+        config.sample_by, config.packing, (LAYOUT_VERSION, WINDOW_BYTES, LARGEST_GROUP),
+        [stream_identity(source) for source in sources],
     )  # fmt: skip
+    written = [file.path.stat().st_mtime_ns for source in sources for file in source.files if file.path is not None]
+    known = _digest(key, version("transformers"), version("tokenizers"), written)
     plan = StreamPlan(
         sources,
         _plan_options(config),
@@ -165,12 +168,15 @@ def _prepare_stream(
         load_tokenizer,
         sample_by=config.sample_by,
         stop_at_bad_row=config.on_bad_row == "error",
-        record=cache_root(config) / "streams" / f"{key}.jsonl",
+        record=cache_root(config) / "streams" / f"{known}.jsonl",
         vocabulary=vocabulary,
     )
     order = (key, [source.spec.weight for source in sources], config.seed, config.shuffle, config.global_batch_size)
-    eval_parts = [_part(entry) for entry in held_out]
-    return PreparedData(plan, _eval_plan(config, eval_parts), plan.audit, plan.rejected, _digest(order))
+    eval_plan = _eval_plan(config, [_part(entry) for entry in held_out])
+    if eval_plan is not None:
+        plan.audit |= eval_section(held_out, eval_plan) | unread_files([*sources, *(one.source for one in held_out)])
+        plan.rejected += Rejected(held_out)
+    return PreparedData(plan, eval_plan, plan.audit, plan.rejected, _digest(order))
 
 
 def _check(config: RunConfig) -> None:
@@ -289,10 +295,11 @@ def _part(entry: Entry, rows: np.ndarray | None = None) -> Part:
 
 
 def _fingerprint(config: RunConfig, entries: list[Entry]) -> str:
+    """By the tokens themselves: another version of a library may make the same."""
     return _digest(
-        [(entry.key, entry.source.spec.weight) for entry in entries],
+        [(entry.meta["files"][SEQUENCES], entry.source.spec.weight) for entry in entries],
         len(config.dataset), config.eval_fraction, config.seed, config.packing, config.shuffle,
-        config.global_batch_size,
+        config.global_batch_size, config.method, pack_capacity(config),
     )  # fmt: skip
 
 

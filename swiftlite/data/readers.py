@@ -144,8 +144,10 @@ def _read_text(file: DataFile, sample_by: str) -> Iterator[tuple[int, Payload]]:
         if text.strip():
             yield 1, {"text": text}
         return
+    line, counted = 1, 0
     for match in re.finditer(r"(?:[^\n]*\S[^\n]*(?:\n|$))+", text):  # runs of lines that are not blank
-        yield text.count("\n", 0, match.start()) + 1, {"text": match.group().rstrip("\n")}
+        line, counted = line + text.count("\n", counted, match.start()), match.start()
+        yield line, {"text": match.group().rstrip("\n")}
 
 
 def _whole_text(file: DataFile, fix: str) -> str:

@@ -205,6 +205,8 @@ def load_or_build(root: Path, key: str, build: Callable[[Path], dict[str, Any]])
     cannot be written.
     """
     final = root / key
+    if (meta := _read_meta(final)) is not None:  # also where nothing can be written
+        return final, meta
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _lock(root / f"{key}.lock") as locked:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swiftlite.data.audit import unread_files, unused_columns
-from swiftlite.data.build import bad_row_error, check_vocabulary, format_of
+from swiftlite.data.audit import unread_files
+from swiftlite.data.build import bad_row_error, check_vocabulary, chunks, format_of
 from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
 from swiftlite.data.packing import best_fit_decreasing
-from swiftlite.data.rows import count_columns
-from swiftlite.data.sources import DataFile, Source
-from swiftlite.data.stream_record import WindowRecord, append_record, read_records
+from swiftlite.data.sources import DataFile, Source, check_kept, file_states
+from swiftlite.data.stream_record import Tally, WindowRecord, append_record, check_writable, read_records
 from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions, flags_of
 from swiftlite.data.windows import Window, identity, line_at, list_windows, read_window
 from swiftlite.errors import UserError
@@ -84,17 +82,20 @@ class StreamPlan:
         self._options, self._tokens, self._sample_by = options, tokens, sample_by
         self._stop_at_bad_row, self._record, self._vocabulary = stop_at_bad_row, record, vocabulary
         self._files = [file for source in sources for file in source.files]
-        self._windows = list_windows(self._files, sample_by)
+        self._states = file_states(self._files)
         owners = [place for place, source in enumerate(sources) for _ in source.files]
-        self._owner = np.asarray([owners[window.file] for window in self._windows])
+        self._windows = list_windows(self._files, owners, sample_by)
+        self._owner = np.asarray([owners[window[0].file] for window in self._windows])
         self._weights = [source.spec.weight for source in sources]
         self._formats = [format_of(file, tokens, sample_by) for file in self._files]
-        self._run = RowTokenizer(load_tokenizer(), tokens, [_by_byte(file, sample_by) for file in self._files])
+        shown = [_by_byte(file, sample_by) for file in self._files]
+        self._labels = {file.label: place for place, file in enumerate(shown)}
+        self._run = RowTokenizer(load_tokenizer(), tokens, shown)
+        check_writable(record)
         self._records = read_records(record)
         self._seen: set[int] = set()
-        self._totals: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
-        self._unused: Counter[str] = Counter()
+        self._whole = Tally(options.capacity)
+        self._by_source = {source.spec.text: Tally(options.capacity) for source in sources}
         self.rejected: list[dict[str, Any]] = []
         if not self._windows:
             raise UserError("the data set holds no row", where=sources[0].spec.text, fix="check the files")
@@ -112,7 +113,7 @@ class StreamPlan:
             step, packs = start_step, []
             while step < self.total_steps:
                 item = results.get()
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 packs += item
                 size = self._options.global_batch_size
@@ -137,21 +138,12 @@ class StreamPlan:
 
     def describe(self) -> dict[str, Any]:
         """What has been read so far; the whole is never known before it was read."""
-        packs, room = self._totals["packs"], self._totals["packs"] * self._options.capacity
-        return {
-            "rows": self._totals["used"],
-            "tokens": self._totals["tokens"],
-            "trained_tokens": self._totals["trained_tokens"],
-            "packs": packs,
-            "fill": round(self._totals["tokens"] / room, 4) if room else 0.0,
-            "steps_per_epoch": None,
-        }
+        return {"rows": self._whole.totals["used"]} | self._whole.numbers() | {"steps_per_epoch": None}
 
     def _audit(self) -> dict[str, Any]:
-        rows = {key: self._totals[key] for key in ("read", "used", "truncated", "split")}
-        rows |= {"dropped": dict(self._dropped.most_common())} | unused_columns([self._unused])
-        numbers = {key: self.describe()[key] for key in ("tokens", "trained_tokens", "packs", "fill")}
-        return {"rows": rows} | numbers | {"windows": {"read": len(self._seen), "all": len(self._windows)}}
+        datasets = {name: tally.audit() for name, tally in self._by_source.items()}
+        windows = {"read": len(self._seen), "all": len(self._windows)}
+        return self._whole.audit() | {"windows": windows, "datasets": datasets}
 
     # ---- behind the steps ---------------------------------------------------------------------------------------
 
@@ -165,7 +157,7 @@ class StreamPlan:
                         break
                 if stop.is_set():
                     return
-        except Exception as error:  # raised where the steps are taken
+        except BaseException as error:  # noqa: BLE001 - raised where the steps are taken
             results.put(error)
 
     def _packs_after(self, skip: int) -> Iterator[list[tuple[Pack, float]]]:
@@ -219,11 +211,14 @@ class StreamPlan:
     def _read(self, place: _Place) -> list[Pack]:
         """The packs of one window, in the order that its epoch gives them."""
         window = self._windows[place.window]
-        batch = self._run(list(self._rows(window)))
-        check_vocabulary(batch.largest(), self._vocabulary, partial(self._where_from, window, batch))
+        batch = TokenBatch()
+        for rows in chunks(self._rows(window)):  # what a tokenizer returns takes much more than text or tokens
+            batch.extend(self._run(rows))
+        check_kept(self._files, self._states, {piece.file for piece in window})
+        check_vocabulary(batch.largest(), self._vocabulary, partial(self._where_from, batch))
         sequences = [
-            Sequence(ids, flags_of(runs, len(ids)), self._run_where(window, line))
-            for ids, runs, (_, _, line) in zip(batch.ids, batch.runs, batch.rows, strict=True)
+            Sequence(ids, flags_of(runs, len(ids)), _by_byte(self._files[file], self._sample_by).where(line))
+            for ids, runs, (_, file, line) in zip(batch.ids, batch.runs, batch.rows, strict=True)
         ]
         packs = self._packed(sequences, place)
         self._record_window(place.window, batch, packs)  # which is known as a whole, whatever is due of it
@@ -252,25 +247,20 @@ class StreamPlan:
         return packs
 
     def _rows(self, window: Window) -> Iterator[RawRow]:
-        file = self._files[window.file]
-        for number, (position, payload) in enumerate(read_window(file, window, self._sample_by)):
-            yield RawRow(window.file, position, number, self._formats[window.file], payload)
+        for number, (file, position, payload) in enumerate(read_window(self._files, window, self._sample_by)):
+            yield RawRow(file, position, number, self._formats[file], payload)
 
-    def _where_from(self, window: Window, batch: TokenBatch, token: int) -> str:
+    def _where_from(self, batch: TokenBatch, token: int) -> str:
         """`file:line` of the first row with this token or a higher one."""
         rows = zip(batch.ids, batch.rows, strict=True)
-        line = next(line for ids, (_, _, line) in rows if ids.max(initial=-1) >= token)
-        row = self._with_line(window, {"file": self._files[window.file].label, "line": line})
-        return f"{row['file']}:{row['line']}"
-
-    def _run_where(self, window: Window, position: int) -> str:
-        return _by_byte(self._files[window.file], self._sample_by).where(position)
+        file, line = next(place for ids, (_, *place) in rows if ids.max(initial=-1) >= token)
+        return self._files[file].where(self._line(file, line))
 
     def _record_window(self, number: int, batch: TokenBatch, packs: list[Pack]) -> None:
         """Count a window, and write down what is known of it now. Raises UserError for a bad row that is to stop."""
-        rejected = [self._with_line(self._windows[number], row) for row in batch.rejected]
+        rejected = [self._placed(row) for row in batch.rejected]
         if rejected and self._stop_at_bad_row:
-            raise bad_row_error(rejected[0])
+            raise bad_row_error(self._named(rejected[0]))
         totals = dict(batch.counts) | {
             "packs": len(packs),
             "tokens": sum(len(ids) for ids in batch.ids),
@@ -287,18 +277,23 @@ class StreamPlan:
         if number in self._seen:
             return
         self._seen.add(number)
-        label = self._files[self._windows[number].file].label  # of this copy: the record knows files by their content
-        self.rejected += [row | {"file": label} for row in record.rejected]
-        self._totals.update(record.totals)
-        self._dropped.update(record.dropped)
-        count_columns(self._unused, record.unused)
+        self.rejected += map(self._named, record.rejected)
+        of_source = list(self._by_source.values())[self._owner[number]]
+        for tally in (self._whole, of_source):
+            tally.add(record)
         self.audit |= self._audit()
 
-    def _with_line(self, window: Window, row: dict[str, Any]) -> dict[str, Any]:
-        file = self._files[window.file]
-        if not _is_by_byte(file, self._sample_by):
-            return row
-        return row | {"file": file.label, "line": line_at(file, row["line"])}
+    def _placed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A bad row with its file by number, since the record is of any copy of the files, and its line."""
+        file = self._labels[row["file"]]
+        return row | {"file": file, "line": self._line(file, row["line"])}
+
+    def _named(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"file": self._files[row["file"]].label}
+
+    def _line(self, file: int, position: int) -> int:
+        by_byte = _is_by_byte(self._files[file], self._sample_by)
+        return line_at(self._files[file], position) if by_byte else position
 
 
 def _is_by_byte(file: DataFile, sample_by: str) -> bool:

@@ -21,7 +21,7 @@ from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools, unwri
 from swiftlite.data.messages import string
 from swiftlite.data.preference_tokens import Preference, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
-from swiftlite.data.rows import FORMATS, TrackedRow, hint_for, read_row, rename_columns
+from swiftlite.data.rows import FORMATS, TrackedRow, count_columns, hint_for, read_row, rename_columns
 from swiftlite.data.sources import DataFile
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
@@ -69,6 +69,14 @@ class TokenBatch:
     unused: Counter[str] = field(default_factory=Counter)
     rejected: list[dict[str, Any]] = field(default_factory=list)
 
+    def extend(self, other: TokenBatch) -> None:
+        """Put the sequences and counts of further rows behind these."""
+        for name in ("ids", "runs", "rows", "preferences", "rejected"):
+            getattr(self, name).extend(getattr(other, name))
+        self.counts.update(other.counts)
+        self.dropped.update(other.dropped)
+        count_columns(self.unused, other.unused)
+
     def largest(self) -> int:
         """The highest token of all, -1 where there is none."""
         return max((int(ids.max(initial=-1)) for ids in self.ids), default=-1)
@@ -98,6 +106,7 @@ class RowTokenizer:
             )
         self._tokenizer, self._options, self._files = tokenizer, options, files
         self._encoder = TextEncoder(tokenizer)
+        self._ends_texts = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]  # by itself
         self._renderer: ChatRenderer | None = None
 
     def __call__(self, rows: list[RawRow]) -> TokenBatch:
@@ -191,10 +200,12 @@ class RowTokenizer:
         return found
 
     def _close(self, text: _Text, ids: np.ndarray, trained: np.ndarray) -> Tokens:
-        """No double beginning-of-text; an end-of-text that is trained where nothing else ends the answer."""
+        """No double beginning-of-text, nor end; an end-of-text that is trained where nothing else ends the answer."""
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         if text.plain and bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             ids, trained = ids[1:], trained[1:]
+        if text.plain and self._ends_texts and len(ids) > 1 and ids[-1] == ids[-2] == eos:
+            ids, trained = ids[:-1], trained[:-1]
         if text.add_eos:
             if eos is None:
                 raise UserError(

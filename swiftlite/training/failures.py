@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from swiftlite.data.batches import MicroBatch
+from swiftlite.data.build import UnfitRow
 from swiftlite.errors import RunError, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -37,6 +38,15 @@ class OutOfMemory(StepFailed):
 
 class LossSpike(RunError):
     """The loss has left its range and does not come back: what the weights are worth is unknown."""
+
+
+@contextmanager
+def unfit_rows() -> Iterator[None]:
+    """A row that a stream cannot use ends the run as a step that fails, with the weights of the step before."""
+    try:
+        yield
+    except UnfitRow as error:
+        raise StepFailed(error.what, where=error.where or "", fix=error.fix or "", sound=True) from error
 
 
 @contextmanager

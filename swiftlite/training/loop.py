@@ -14,7 +14,7 @@ import torch
 
 from swiftlite.data.batches import MicroBatch
 from swiftlite.parallel.mesh import Mesh
-from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors
+from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors, unfit_rows
 from swiftlite.training.flops import peak_flops
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.methods import Method, check_start
@@ -196,7 +196,8 @@ class Loop:
         steps = self._parts.plan.steps(self.progress.step)
         while True:
             started = time.perf_counter()
-            batch = next(steps, None)
+            with unfit_rows():
+                batch = next(steps, None)
             if batch is None:
                 return
             share = self._parts.share(batch.packs)
