@@ -40,7 +40,8 @@ def plan_files(model: nn.Module, base: PreTrainedModel, *, dtype: torch.dtype, m
     if model is not base:
         pairs = [(entry, types[entry.owner]) for entry in catalog_adapter(model)]
         return ModelFiles(FilePlan(pairs, ADAPTER_STEM, None), dtype, adapter=True, rounded=False)
-    pairs = [(e, dtype if types[e.owner].is_floating_point else types[e.owner]) for e in catalog_model(base)]
+    weights = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+    pairs = [(e, dtype if e.owner in weights else types[e.owner]) for e in catalog_model(base)]  # buffers stay exact
     rounded = any(p.requires_grad and dtype not in (p.dtype, torch.float32) for p in model.parameters())
     return ModelFiles(FilePlan(pairs, MODEL_STEM, parse_size(max_shard_size)), dtype, adapter=False, rounded=rounded)
 

@@ -152,9 +152,8 @@ class _Reader:
         from swiftlite.config.types import split_list
 
         words = [] if value is None else [self._value(option, value)]
-        while (following := self._next()) is not None:
-            words.append(following)
-            self._at += 1
+        while self._next() is not None:
+            words.append(self._value(option, None))
         if not words:
             raise self._missing(option)
         return [part for word in words for part in split_list(word)]

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from swiftlite.config.flags import all_flags
 from swiftlite.config.methods import PREFERENCE, pack_capacity
+from swiftlite.untrusted import printable
 
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
@@ -53,7 +54,7 @@ def _configuration(resolved: Resolved) -> Table:
             table.add_row(f"[bold blue]{panel}[/]", "", "")
         source = resolved.given.get(name)
         style = "bold" if source else "dim"
-        table.add_row(f"[{style}]{name}[/]", Text(_words(values[name])), source or "")
+        table.add_row(f"[{style}]{name}[/]", Text(printable(_words(values[name]))), source or "")
     return table
 
 

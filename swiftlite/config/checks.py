@@ -148,7 +148,7 @@ def _memory_rules(config: RunConfig) -> list[Rule]:
             config.quantization != "none" and config.tensor_parallel_size > 1,
             "tensor parallelism would cut through numbers that share a scale in 4 bits",
             ("quantization", "tensor_parallel_size"),
-            "use --parallel fsdp, which divides 4-bit weights by rows",
+            "leave --tensor-parallel-size out and use --parallel fsdp, which divides 4-bit weights by rows",
         ),
         (
             config.quantization != "none" and config.dora,
@@ -216,7 +216,7 @@ def _fp8_rules(config: RunConfig) -> list[Rule]:
             on and config.tensor_parallel_size > 1,
             "--fp8 takes whole matrices, which tensor parallelism divides",
             ("fp8", "tensor_parallel_size"),
-            "use --parallel fsdp",
+            "leave --tensor-parallel-size out and use --parallel fsdp",
         ),
         (
             on and config.precision in ("fp32", "fp16"),
@@ -241,7 +241,7 @@ def _backward_rules(config: RunConfig) -> list[Rule]:
             on and config.pipeline_parallel_size > 1,
             f"{flag} takes the gradient of one forward, but a pipeline has several under way",
             ("optimizer_in_backward", "pipeline_parallel_size"),
-            "use --parallel fsdp",
+            "leave --pipeline-parallel-size out and use --parallel fsdp",
         ),
         (
             on and config.gradient_accumulation_steps != 1,

@@ -233,7 +233,8 @@ def _indivisible(config: RunConfig, world: int, source: str) -> UserError:
     return UserError(
         f"{world} processes cannot be split into tp {sizes[0]} x pp {sizes[1]} x cp {sizes[2]} = {per_copy}",
         where=source,
-        fix=f"use {' '.join(changed)} with {world} processes, or start {more} processes",
+        fix=f"start {more} processes"
+        + (f", or use {' '.join(changed)} with {world} processes" if world > 1 else f": --nproc-per-node {more}"),
     )
 
 

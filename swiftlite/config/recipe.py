@@ -197,7 +197,10 @@ def _value(node: Node, where: str, kind: str) -> Any:
         raise UserError(
             "the value is nested; recipes are flat", where=where, fix="write `key: value` with a plain value"
         )
-    return {_plain(key, where): _plain(value, where) for key, value in node.value}
+    pairs = [(_plain(key, where), _plain(value, where)) for key, value in node.value]
+    if twice := next((key for key, _ in pairs if [other for other, _ in pairs].count(key) > 1), None):
+        raise UserError(f"the key {twice!r} is given twice", where=where, fix="keep one of them")
+    return dict(pairs)
 
 
 def _plain(node: Node, where: str) -> str:

@@ -35,6 +35,7 @@ from swiftlite.config.types import (
     NotNegative,
     NullWord,
     OptionalCount,
+    OptionalPort,
     OptionalPositive,
     OptionalText,
     OptionalWhole,
@@ -360,7 +361,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     master_addr: OptionalText = flag(
         None, PARALLELISM, "Address of machine 0.", shown="127.0.0.1", env="MASTER_ADDR", metavar="HOST"
     )
-    master_port: OptionalCount = flag(None, PARALLELISM, "Port on machine 0.", shown="free; 29500", env="MASTER_PORT")
+    master_port: OptionalPort = flag(None, PARALLELISM, "Port on machine 0.", shown="free; 29500", env="MASTER_PORT")
 
     output_dir: OptionalText = flag(
         None,

@@ -32,8 +32,11 @@ RESUME = {
     "never": "never",
     "auto": "auto",
     "true": "auto",
+    "yes": "auto",
+    "on": "auto",
     "false": "never",
     "no": "never",
+    "off": "never",
     "none": "never",
     "null": "never",
 }
@@ -157,7 +160,8 @@ def _to_columns(value: Any) -> Any:
         key, equals, column = str(pair).partition("=")
         if not (equals and key.strip() and column.strip()):
             raise PydanticCustomError("columns", "{pair} is not KEY=COLUMN", {"pair": repr(pair)})
-        columns[key.strip()] = column.strip()
+        if columns.setdefault(key.strip(), column.strip()) != column.strip():
+            raise PydanticCustomError("columns", "{key} is given two columns", {"key": key.strip()})
     return columns
 
 
@@ -179,7 +183,8 @@ def _no_bool(value: Any) -> Any:
 
 def _size(value: Any) -> Any:
     text = str(value).strip().replace(" ", "")
-    if not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?B)", text, re.IGNORECASE):
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)[KMGT]i?B", text, re.IGNORECASE)
+    if not found or float(found[1]) < 1e-3:
         raise PydanticCustomError("size", "it is not a size such as 5GB or 500MB")
     return text.upper().replace("IB", "iB")
 
@@ -216,6 +221,7 @@ Count = Annotated[int, Field(ge=1), Number]
 OptionalCount = Annotated[Count | None, NullWord]
 Whole = Annotated[int, Field(ge=0), Number]
 Limit = Annotated[OptionalCount, BeforeValidator(_minus_one)]
+OptionalPort = Annotated[Annotated[int, Field(ge=1, le=65535), Number] | None, NullWord]
 OptionalWhole = Annotated[Whole | None, NullWord]
 Integer = Annotated[int, Number]
 Positive = Annotated[float, Field(gt=0), Number]

@@ -66,7 +66,7 @@ def _fused_class() -> type[nn.Module]:
             # Elsewhere than in place a GPU would copy the result first. Autocast knows of no operation in place.
             add = torch.Tensor.addmm_ if type(base) is nn.Linear and _may_change(result) else torch.addmm
             added = add(result, inner.to(result.dtype), out_of.to(result.dtype).T, alpha=scaling)
-            return added.view(*x.shape[:-1], -1)
+            return added.view(*x.shape[:-1], added.shape[-1])  # of rows without a token too
 
     return FusedLinear
 

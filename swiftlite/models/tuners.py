@@ -70,9 +70,9 @@ def _freeze(model: PreTrainedModel, config: RunConfig) -> None:
     if anatomy.gives_scores:  # a new score head is zero, and as long as it is, no gradient comes through it
         anatomy.head.requires_grad_(True)
     for pattern in config.trainable_modules:
-        found = False
+        found, wanted = False, _compiled(pattern)
         for name, parameter in model.named_parameters():
-            if re.search(pattern, name):
+            if wanted.search(name):
                 parameter.requires_grad_(True)
                 found = True
         if not found:
@@ -81,6 +81,15 @@ def _freeze(model: PreTrainedModel, config: RunConfig) -> None:
                 where="--trainable-modules",
                 fix="give a part of a parameter name or a regular expression, such as norm or layers\\.0\\.",
             )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UserError(
+            f"{pattern!r} is no regular expression: {error}", where="--trainable-modules", fix="put a \\ before it"
+        ) from error
 
 
 def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -> nn.Module:

@@ -189,6 +189,8 @@ def _check_range(model: nn.Module, dtype: torch.dtype) -> None:
     for name, tensor in stored_tensors(model):
         if tensor.is_floating_point() and tensor.numel():
             largest = max(abs(value.item()) for value in torch.aminmax(tensor))
+            if math.isnan(largest):
+                raise UserError(f"{name} holds numbers that are none (NaN)", fix="export another checkpoint of the run")
             if limit < largest < math.inf:
                 raise UserError(
                     f"{name} holds {largest:.3g}, which {str(dtype).removeprefix('torch.')} has no number for",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftlite.checkpoint.folder import MANIFEST, check_folder
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
 from swiftlite.config.names import ADAPTER_CONFIG, check_name, model_name
 from swiftlite.errors import UserError
@@ -135,6 +136,11 @@ def _is_hub_id(name: str) -> bool:
 
 def _checked(source: ModelSource) -> ModelSource:
     check_model_path(source.base)
+    for folder in (Path(source.base), source.adapter):
+        if folder is not None and (folder / MANIFEST).is_file() and (problems := check_folder(folder, deep=True)):
+            raise UserError(
+                f"the checkpoint is damaged: {problems[0]}", where=str(folder), fix="name another checkpoint of the run"
+            )
     if source.adapter is not None:
         inspect_file(source.adapter / ADAPTER)  # peft would read a pickle where there are no safetensors
     return source

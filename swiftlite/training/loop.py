@@ -106,7 +106,9 @@ class Loop:
         """stop_requested: gives a reason to stop, or None; alive: is called whenever something has been done."""
         self._parts, self.progress, self._listener = parts, progress, listener
         self._save, self._stop_requested, self._alive = save, stop_requested, alive
-        self._scale = LossScale(**progress.loss_scale) if progress.loss_scale else parts.precision.loss_scale()
+        self._scale = parts.precision.loss_scale()
+        if progress.loss_scale and progress.loss_scale["dynamic"] == self._scale.dynamic:  # the precision is the same
+            self._scale = LossScale(**progress.loss_scale)
         self._spikes = SpikeWatch(progress.recent_losses)
         self._peak = peak_flops(parts.mesh.device, parts.precision.dtype)
         config = parts.config

@@ -54,6 +54,12 @@ def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) ->
     newest, passed_over = newest_checkpoint(output)
     for reason in passed_over:
         say(f"passed over {reason}")
+    if newest is None and list_checkpoints(output):
+        raise UserError(
+            "no checkpoint of the run is sound: each was passed over",
+            where=str(output),
+            fix="choose another --output-dir, or move checkpoints/ away to train from the start",
+        )
     if newest is None and (output / "model").exists():
         raise UserError(
             "the run has a result, but no checkpoint that it could go on from",

@@ -153,6 +153,7 @@ class Session:
         self._mesh = trainee.mesh
         self._optimizer = build_optimizer(trainee.trained(), config)
         self._progress = Progress()
+        self._best: tuple[int | None, float | None] = None, None  # step and loss of the best checkpoint that is there
         self._saved: Path | None = None  # the checkpoint that holds the present weights, or the last one written
         on_gpu = trainee.mesh.device.type == "cuda"
         background = config.async_save == "on" or (config.async_save == "auto" and on_gpu)
@@ -181,6 +182,11 @@ class Session:
         self._progress = saved_progress(state, checkpoint, self._method.state)
         self._saved = checkpoint
         self._method.state = self._progress.method
+        progress = self._progress
+        kept = progress.best_step is not None and step_folder(self._output, progress.best_step).is_dir()
+        if not self._mesh.any(kept):  # it lies in the folder that the run was started in
+            progress.best_step, progress.best_step_loss = None, None
+        self._best = progress.best_step, progress.best_step_loss
 
     def train(self, began: float) -> None:
         """Run the loop, then write model/, audit, plots and page. began: of the run, by time.monotonic."""
@@ -272,6 +278,7 @@ class Session:
         except RunError as error:
             if last or self._config.on_save_failure == "stop":
                 raise
+            self._progress.best_step, self._progress.best_step_loss = self._best  # what was not written is not the best
             self._reporter.message(f"warning: {error.what}; training goes on (--on-save-failure continue)")
 
     def _save(self, final: Path, *, now: bool) -> None:
@@ -292,11 +299,13 @@ class Session:
             write_trainer_state(folder, state)
 
         best = None if progress.best_step is None else step_folder(self._output, progress.best_step)
+        best_known = progress.best_step, progress.best_step_loss
 
         def done() -> None:
+            self._best = best_known
             if self._leads:
                 point_at(self._output, {"latest": final, "best": best})
-                retain(self._output, config.keep_checkpoints, protect={best} - {None})
+                retain(self._output, config.keep_checkpoints, newest=final, protect={best} - {None})
             self._reporter.message(f"saved {final.name}")
 
         model = trainee.files.plan, to_write(self._mesh, trainee.tensors())

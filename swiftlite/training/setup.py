@@ -187,6 +187,7 @@ def build_trainee(
     Raises UserError where the model, the adapter or a flag does not fit.
     """
     model_config = copy.deepcopy(model_config)  # it is changed below, and a reference is built from it as well
+    of_files = source_dtype(model_config)  # which transformers changes when it builds the model
     width = 0 if expert_share(model_config) < 1 else model_config.get_text_config().hidden_size
     precision = resolve_precision(
         config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width
@@ -219,7 +220,7 @@ def build_trainee(
     choice = choose_layout(config, need, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
     trainee = _on_meta(
-        config, model_config, model, base, choice, mesh, precision, need, room_left(choice, need, mesh, free)
+        config, model_config, model, base, choice, mesh, precision, need, room_left(choice, need, mesh, free), of_files
     )
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
     trainee.kernels, trainee.alone = kernels, alone
@@ -298,9 +299,10 @@ def _on_meta(
     precision: Precision,
     need: Need,
     room: float,
+    of_files: torch.dtype,
 ) -> Trainee:
-    """What is known of the whole model, and then its parts. room: bytes for activations."""
-    saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(model_config)
+    """What is known of the whole model, and then its parts. room: bytes for activations; of_files: their type."""
+    saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else of_files
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
     known = {

@@ -17,37 +17,45 @@ LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4  # relative
 @dataclass(frozen=True)
 class Difference:
     """Worst relative differences over all steps, and of all final tensors by their 2-norm. same_files: whether every
-    file of the two results has the same bytes.
+    file of the two results has the same bytes; same_rest: every file but those of tensors.
     """
 
     loss: float
     norm: float
     weights: float
     same_files: bool = False
+    same_rest: bool = False
 
     @property
     def agrees(self) -> bool:
         """Within the limits; and where the weights are equal, their files are."""
         close = self.loss <= LOSS and self.norm <= NORM and self.weights <= WEIGHTS
-        return close and (self.same_files or self.weights > 0)
+        return close and self.same_rest and (self.same_files or self.weights > 0)
 
 
 def compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]], folder: Path, reference: Path) -> Difference:
     """rows: of metrics; folder, reference: `model/` of the two runs."""
     if [row["step"] for row in rows] != [row["step"] for row in expected]:
         return Difference(math.inf, math.inf, math.inf)
+    mine, theirs = _contents(folder), _contents(reference)
     return Difference(
         loss=max(_relative(row["loss"], other["loss"]) for row, other in zip(rows, expected, strict=True)),
         norm=max(_relative(row["grad_norm"], other["grad_norm"]) for row, other in zip(rows, expected, strict=True)),
         weights=weights_difference(folder, reference),
-        same_files=_contents(folder) == _contents(reference),
+        same_files=mine == theirs,
+        same_rest=_without_tensors(mine) == _without_tensors(theirs),
     )
 
 
 def _relative(value: float | None, expected: float | None) -> float:
     if value is None or expected is None:
         return math.inf
-    return abs(value - expected) / max(abs(expected), 1e-12)
+    return _finite(abs(value - expected) / max(abs(expected), 1e-12))
+
+
+def _finite(difference: float) -> float:
+    """Infinite for what is no number, which `max` would pass over."""
+    return difference if math.isfinite(difference) else math.inf
 
 
 def weights_difference(folder: Path, reference: Path) -> float:
@@ -60,7 +68,7 @@ def weights_difference(folder: Path, reference: Path) -> float:
         if mine[name].shape != tensor.shape or mine[name].dtype != tensor.dtype:
             return math.inf
         difference = (mine[name].double() - tensor.double()).norm().item()
-        worst = max(worst, difference / max(tensor.double().norm().item(), 1e-12))
+        worst = max(worst, _finite(difference / max(tensor.double().norm().item(), 1e-12)))
     return worst
 
 
@@ -68,6 +76,10 @@ def _contents(folder: Path) -> dict[str, str]:
     """The hash of each file."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hash_file(path) for path in files}
+
+
+def _without_tensors(contents: dict[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in contents.items() if not name.endswith(".safetensors")}
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
