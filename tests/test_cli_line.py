@@ -262,3 +262,9 @@ def test_recipes_show_is_the_file(run):
     code, out, _ = run("recipes", "list")
     assert code == 0 and "llama3/8b-sft-fsdp" in out and "models" not in out.split()
     assert json.loads(run("recipes", "schema")[1])["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("words", [["--eval-dataset", ""], ["--dataset", "a.jsonl", " "], ["--new-tokens", "a", ""]])
+def test_an_empty_word_of_a_list_is_refused(words):
+    with pytest.raises(UserError, match="is empty"):
+        read_line("sft", words)

@@ -101,6 +101,7 @@ def test_names_of_other_tools(alias, name):
         ("target_modules", "all", ["all-linear"]),
         ("resume", "null", "never"),
         ("resume", None, "never"),
+        ("resume", "on", "auto"),
         ("offload", None, "none"),
         ("quantization", "null", "none"),
         ("sharding", None, None),
@@ -489,3 +490,16 @@ def test_an_adapter_of_another_base_is_told(tmp_path):
     assert notes("org/Base-8B", "/models/base-8b") == notes(None, "org/base-8b") == []
     (note,) = notes("org/base-8b", "org/base-8b-instruct")
     assert "trained on org/base-8b, --model is org/base-8b-instruct" in note
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"columns": ["a=b", "a=c"]}, "columns"),
+        ({"max_shard_size": "0GB"}, "max_shard_size"),
+        ({"master_port": 70_000}, "65535"),
+    ],
+)
+def test_values_that_nothing_can_be_made_of(values, said):
+    with pytest.raises(UserError, match=said):
+        made(**values)

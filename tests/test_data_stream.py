@@ -239,3 +239,79 @@ def test_records_of_windows_are_read_whole(tmp_path):
     for window in range(2):
         append_record(tmp_path / "windows.jsonl", window, record)
     assert read_records(tmp_path / "windows.jsonl") == {0: record, 1: record}
+
+
+def test_small_files_share_windows(open_stream, tmp_path, monkeypatch):
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 20_000)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, line in enumerate(LINES):
+        (folder / f"{number:03}.txt").write_text(f"{line}\n\nsecond paragraph")
+    prepared = open_stream(folder, sample_by="document", max_steps=10_000, max_length=256)
+    wheres = [s.where for s in one_epoch(prepared.train)]
+    assert set(wheres) == {f"{folder / name}:1" for name in (f"{number:03}.txt" for number in range(len(LINES)))}
+    assert len(wheres) < len(LINES) + 30  # the next epoch begins within a step
+    assert prepared.audit["fill"] > 0.9 and 1 < prepared.audit["windows"]["all"] < 10
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_large_row_group_is_cut(open_stream, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(windows, "LARGEST_GROUP", 3000)
+    path = tmp_path / f"a.{kind}"
+    table = pa.Table.from_pylist([{"text": line} for line in LINES])
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table.slice(0, 30), path)  # a small group, then a large one
+        with pyarrow.parquet.ParquetWriter(path, table.schema) as writer:
+            writer.write_table(table.slice(0, 30))
+            writer.write_table(table.slice(30))
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_batch(table.slice(0, 30).to_batches()[0])
+            writer.write_batch(table.slice(30).to_batches()[0])
+    plan = open_stream(path, max_steps=10_000, packing=False, overlong="truncate", global_batch_size=1).train
+    assert plan.audit["windows"]["all"] > 5
+    assert sorted(s.where for s in one_epoch(plan)) == sorted(f"{path}:{i + 1}" for i in range(len(LINES)))
+
+
+def test_evaluation_rows_and_data_sets_are_audited(open_stream, text_file, tmp_path):
+    other, held_out = tmp_path / "b.txt", tmp_path / "eval.jsonl"
+    other.write_text("a row\n" * 10)
+    held_out.write_text('{"text": "good"}\n{"text": ""}\n{"other": 1}\n' + json.dumps({"text": "word " * 500}) + "\n")
+    more = {"eval_dataset": [str(held_out)], "on_bad_row": "skip", "overlong": "drop", "packing": False}
+    prepared = open_stream(text_file, other, max_steps=10_000, **more)
+    one_epoch(prepared.train)
+    rows = prepared.audit["eval"]["rows"]
+    assert (rows["read"], rows["used"]) == (4, 1) and sum(rows["dropped"].values()) == 3
+    assert {row["file"] for row in prepared.rejected} == {str(held_out)}
+    parts = prepared.audit["datasets"]
+    assert [parts[str(name)]["rows"]["read"] for name in (text_file, other)] == [len(LINES), 10]
+    assert sum(part["tokens"] for part in parts.values()) == prepared.audit["tokens"]
+
+
+def test_a_record_that_was_cut_off_is_left_out_and_written_behind(tmp_path):
+    path, record = tmp_path / "windows.jsonl", WindowRecord({"packs": 1}, {}, {}, [{"text": "é"}])
+    append_record(path, 0, record)
+    path.write_bytes(path.read_bytes() + '[1, {"totals": {"é'.encode()[:-1])
+    assert read_records(path) == {0: record}
+    append_record(path, 2, record)
+    assert read_records(path) == {0: record, 2: record}
+
+
+def test_a_file_that_changes_is_noticed(open_stream, tmp_path):
+    path = tmp_path / "a.txt"
+    lines = [f"line {i:04}" for i in range(30_000)]
+    path.write_text("\n".join(lines) + "\n")
+    before = open_stream(path).fingerprint
+    middle = len(lines) // 2
+    lines[middle - 2000 : middle] = [f"{'x' * 19}"] * 1000  # as many bytes
+    path.write_text("\n".join(lines) + "\n")
+    prepared = open_stream(path, max_steps=10_000)
+    assert prepared.fingerprint != before
+    steps = prepared.train.steps()
+    next(steps)
+    with path.open("a") as file:
+        file.write("one more\n")
+    next(steps)  # rows that are added do not matter
+    path.write_text("\n".join(lines[:20_000]) + "\n")
+    with pytest.raises(UserError, match="has changed while"):
+        list(steps)

@@ -40,7 +40,7 @@ def results(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> list[torch
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("shape", [(2, 5, 12), (7, 12)])
+@pytest.mark.parametrize("shape", [(2, 5, 12), (7, 12), (1, 0, 12)])
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
 def test_output_and_gradients_are_those_of_peft(dtype, tolerance, shape, bias):
     theirs = adapted(bias=bias)

@@ -15,9 +15,12 @@ from test_parity import metrics, settings, train_alone
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.config.resolve import resolve_config
+from swiftlite.data import windows
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, write_toy
+from swiftlite.serving.source import find_source
 from swiftlite.training import run as run_module
+from swiftlite.training.run import Session
 from swiftlite.training.step import DirectStep
 
 NEW_TOKENS = [f"<fox {number}>" for number in range(200)]  # more than the toys' vocabulary has rows to spare
@@ -116,6 +119,81 @@ def test_resume_passes_over_a_damaged_checkpoint_and_says_so(base, tmp_path, cap
     said = capsys.readouterr().out
     assert "step-00000006" in said and "bytes instead of" in said
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_checkpoint_of_a_later_step_pushes_no_good_one_out(base, tmp_path):
+    train(base, keep_checkpoints=9)
+    out = tmp_path / "out"
+    shutil.rmtree(out / "model")
+    (out / "checkpoints" / "step-00000006" / "model.safetensors").write_bytes(b"x")
+    train(base, keep_checkpoints=1, max_steps=5, resume="auto")
+    assert [folder.name for folder in list_checkpoints(out)] == ["step-00000006", "step-00000005"]
+    assert (out / "checkpoints" / "latest").resolve().name == "step-00000005"
+
+
+def test_a_run_without_a_sound_checkpoint_does_not_begin_anew_by_itself(base, tmp_path):
+    train(base)
+    for folder in list_checkpoints(tmp_path / "out"):
+        (folder / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match="no checkpoint of the run is sound"):
+        train(base, resume="auto")
+    assert len(metrics(tmp_path / "out")) == 6
+
+
+@pytest.mark.parametrize("tuner", ["full", "freeze"])
+def test_the_result_has_the_type_of_the_source(base, tmp_path, tuner):
+    from transformers import AutoModelForCausalLM
+
+    source = shutil.copytree(base["model"], tmp_path / "bf16")
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(source)
+    train(base, model=str(source), tuner=tuner, max_steps=2)
+    result = tmp_path / "out" / "model"
+    assert json.loads((result / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in load_file(result / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_another_precision_brings_its_own_loss_scale(base, tmp_path):
+    train(base, max_steps=4)
+    train(base, max_steps=6, precision="fp16", resume="auto")
+    newest = list_checkpoints(tmp_path / "out")[0]
+    assert json.loads((newest / "trainer_state.json").read_text())["progress"]["loss_scale"]["dynamic"] is True
+
+
+def test_a_best_checkpoint_that_could_not_be_saved_is_none(base, tmp_path, monkeypatch):
+    losses, saved = iter([3.0, 2.0, 1.0, 5.0, 5.0, 5.0]), Session._save
+
+    def evaluate(self, *_args):
+        return next(losses), {}
+
+    def save(self, final, *, now):
+        if final.name == "step-00000006":
+            raise RunError("the disk is full")
+        saved(self, final, now=now)
+
+    monkeypatch.setattr(DirectStep, "evaluate", evaluate)
+    monkeypatch.setattr(Session, "_save", save)
+    more = {"eval_fraction": 0.1, "eval_steps": 2, "max_steps": 12, "keep_checkpoints": 2, "lr_scheduler": "constant"}
+    train(base, **more, on_save_failure="continue")
+    assert [folder.name for folder in list_checkpoints(tmp_path / "out")] == [
+        "step-00000012", "step-00000010", "step-00000004",
+    ]  # fmt: skip
+    assert (tmp_path / "out" / "checkpoints" / "best").resolve().name == "step-00000004"
+
+
+def test_a_bad_row_in_the_middle_of_a_stream_saves_what_was_learnt(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 1000)
+    rows = [json.dumps({"text": f"some text of row {number} " * 5}) for number in range(60)]
+    (tmp_path / "texts.jsonl").write_text("\n".join([*rows[:50], '{"text": 7}', *rows[50:]]) + "\n")
+    more = {"dataset": [str(tmp_path / "texts.jsonl")], "streaming": True, "shuffle": False, "save_steps": 500}
+    config = resolve_config("pretrain", **base | more | {"max_steps": 500})
+    with pytest.raises(RunError, match="wrong_type") as failure:
+        train_alone(config)
+    assert failure.value.where.endswith("texts.jsonl:51") and "--on-bad-row skip" in failure.value.fix
+    saved = list_checkpoints(tmp_path / "out")
+    assert len(saved) == 1 and check_folder(saved[0], deep=True) == []
+    with pytest.raises(UserError, match="damaged"):
+        (saved[0] / "model.safetensors").write_bytes(b"x")
+        find_source(str(saved[0]), None)
 
 
 def test_a_damaged_checkpoint_that_was_passed_over_is_written_again(base, tmp_path):

@@ -1,10 +1,13 @@
 """The parity matrix: layouts train the curve of one process, and a broken reduction, divisor or tie is seen."""
 
 import json
+import math
 import subprocess
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from test_launch import ENV, SWIFTLITE
 
 from swiftlite.cli.errors import show_error
@@ -12,6 +15,7 @@ from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.stages import SPLITS_CORRECTLY
 from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.verification.cases import FULL, LORA, Case, Subject, cases
+from swiftlite.verification.compare import compare
 from swiftlite.verification.run import read_verdicts, verify_in_process, write_rows
 
 ZERO_BUBBLE = ["pp 2 zero-bubble"] if SPLITS_CORRECTLY else []  # else it is refused
@@ -252,6 +256,24 @@ def test_what_one_rank_alone_refuses_is_no_refusal(tmp_path, monkeypatch, capfd)
     assert ended.value.code == 2
     assert "this rank alone does not want to" in capfd.readouterr().err
     assert not read_verdicts(tmp_path)
+
+
+def test_numbers_that_are_none_and_other_files_differ(tmp_path):
+    rows = [{"step": step, "loss": 1.0, "grad_norm": 1.0} for step in (1, 2)]
+    folders = [tmp_path / name for name in ("mine", "theirs")]
+    for folder in folders:
+        folder.mkdir()
+        save_file({"a": torch.ones(2), "b": torch.ones(2)}, folder / "model.safetensors")
+        (folder / "tokenizer.json").write_text("{}")
+    assert compare(rows, rows, *folders).agrees
+    for name in ("loss", "grad_norm"):
+        assert not compare([rows[0], rows[1] | {name: math.nan}], rows, *folders).agrees
+    save_file({"a": torch.ones(2), "b": torch.tensor([1.0, math.nan])}, folders[0] / "model.safetensors")
+    assert compare(rows, rows, *folders).weights == math.inf
+    save_file({"a": torch.ones(2), "b": torch.tensor([1.0, 1 + 1e-6])}, folders[0] / "model.safetensors")
+    assert compare(rows, rows, *folders).agrees
+    (folders[0] / "tokenizer.json").unlink()
+    assert not compare(rows, rows, *folders).agrees
 
 
 @pytest.mark.parametrize(
