@@ -16,6 +16,7 @@ from swiftlite.config.flags import Flag, all_flags
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.types import NULL_WORDS, spelled_words
 
+WHOLE = r"[+-]?\d+(\.0+)?"
 NUMBER = r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"
 TRUTH = ("true", "false", "yes", "no", "on", "off", "t", "f", "y", "n", "1", "0")
 TEXT = ["string", "number", "boolean"]
@@ -71,7 +72,7 @@ def _forms(flag: Flag, plain: dict[str, Any]) -> list[dict[str, Any]]:
     if flag.kind in ("int", "float"):
         own = next(form for form in plain.get("anyOf", [plain]) if form["type"] != "null")
         bounds = {key: own[key] for key in BOUNDS if key in own}
-        words = "|".join([NUMBER, *map(_any_case, nothing)])
+        words = "|".join([WHOLE if flag.kind == "int" else NUMBER, *map(_any_case, nothing)])
         form = {"type": [own["type"], "string"], **bounds, "pattern": f"^({words})$"}
         return [form, {"const": -1}] if bounds and _takes(flag, -1) else [form]
     if flag.choices:

@@ -390,9 +390,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     eval_steps: OptionalCount = flag(
         None, LOGGING, "Steps between evaluations.", "eval_interval", shown="as --save-steps"
     )
-    report_to: Annotated[list[Tracker], ToList] = flag(
-        [], LOGGING, "Trackers to report to, one or several.", shown="none"
-    )
+    report_to: Annotated[list[Tracker], ToList] = flag([], LOGGING, "Trackers to report to.", shown="none")
     run_name: OptionalText = flag(
         None, LOGGING, "Name of the run in trackers.", shown="the output folder's", metavar="NAME"
     )

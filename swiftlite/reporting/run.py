@@ -237,7 +237,7 @@ def _start_trackers(config: RunConfig, output: Path, run_id: str, start_step: in
     with disk_errors(output):
         output.mkdir(parents=True, exist_ok=True)
     try:
-        return open_trackers(config.report_to, output, name, run_id, start_step, settings)
+        return open_trackers(list(dict.fromkeys(config.report_to)), output, name, run_id, start_step, settings)
     except BaseException:
         with suppress(OSError):  # it holds something
             output.rmdir()
