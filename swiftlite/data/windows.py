@@ -17,8 +17,9 @@ from swiftlite.data.sources import DataFile
 from swiftlite.errors import UserError, first_line
 
 WINDOW_BYTES = 4 << 20  # about a million tokens of English: enough rows to fill packs, few enough to hold in memory
-# Of a row group, unpacked; a larger one is cut. What comes before a piece of it is read once more, but not tokenised.
-LARGEST_GROUP = 64 << 20
+# Of a row group, unpacked; a larger one is cut, but not into too many pieces: what comes before each in the group is
+# unpacked once more, which takes about a hundredth of the time that tokenising it does.
+LARGEST_GROUP, MOST_PIECES = 16 << 20, 64
 LAYOUT_VERSION = 2  # raise it when the same files give other windows
 SAMPLE, SAMPLE_BETWEEN, MOST_SAMPLES = 1 << 20, 1 << 12, 4096
 
@@ -79,7 +80,7 @@ def _pieces(place: int, file: DataFile, sample_by: str) -> Iterator[tuple[Piece,
 def _pieces_of_groups(place: int, file: DataFile) -> Iterator[tuple[Piece, int]]:
     first = 1
     for group, (rows, size) in enumerate(_groups(file)):
-        count = max(1, min(rows, -(-size // LARGEST_GROUP)))
+        count = max(1, min(rows, MOST_PIECES, -(-size // LARGEST_GROUP)))
         for start, end in itertools.pairwise(rows * cut // count for cut in range(count + 1)):
             yield Piece(place, start, end, group, first), size // count
         first += rows
