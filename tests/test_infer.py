@@ -229,6 +229,11 @@ def test_answers_of_a_run_that_does_not_end_are_kept(tiny_model, tmp_path, monke
         answer_rows(tiny_model, tmp_path, rows)
 
 
+def test_a_folder_has_no_revisions(tiny_model):
+    with pytest.raises(UserError, match="no revisions"):
+        load_for_answers(find_source(str(tiny_model("llama")), None), revision="v2")
+
+
 def test_a_text_that_is_none_is_named_by_its_row(loaded):
     answerer = Answerer(*loaded, Sampling())
     with pytest.raises(UserError, match="not UTF-8") as failure:

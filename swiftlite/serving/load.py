@@ -41,6 +41,8 @@ def load_for_answers(
     chat_template: a built-in name, a Jinja file, or `none` for plain completion; classifier: it gives a score, no
     words. Raises UserError.
     """
+    if revision is not None and Path(source.base).expanduser().is_dir():
+        raise UserError("a local folder has no revisions", where=f"--revision {revision}", fix="leave --revision out")
     config = load_config(source.base, revision=revision, trust_remote_code=trust_remote_code)
     if Path(source.base).expanduser().is_dir():
         inspect_model_folder(Path(source.base).expanduser())
