@@ -171,7 +171,10 @@ def _prepare_stream(
         record=cache_root(config) / "streams" / f"{known}.jsonl",
         vocabulary=vocabulary,
     )
-    order = (key, [source.spec.weight for source in sources], config.seed, config.shuffle, config.global_batch_size)
+    order = (
+        key, [source.spec.weight for source in sources], config.seed, config.shuffle, config.global_batch_size,
+        [entry.meta["files"][SEQUENCES] for entry in held_out],
+    )  # fmt: skip
     eval_plan = _eval_plan(config, [_part(entry) for entry in held_out])
     if eval_plan is not None:
         plan.audit |= eval_section(held_out, eval_plan) | unread_files([*sources, *(one.source for one in held_out)])
