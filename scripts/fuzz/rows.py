@@ -128,8 +128,8 @@ def _read_windows(source: Any) -> bool:
     from swiftlite.data.windows import list_windows, read_window
 
     sound = 0
-    for window in list_windows(source.files, "line"):
-        for _, payload in read_window(source.files[window.file], window, "line"):
+    for window in list_windows(source.files, [0] * len(source.files), "line"):
+        for _, _, payload in read_window(source.files, window, "line"):
             try:
                 sound += bool(parse_payload(payload))
             except BadRow:

@@ -80,6 +80,8 @@ def _pieces(place: int, file: DataFile, sample_by: str) -> Iterator[tuple[Piece,
 def _pieces_of_groups(place: int, file: DataFile) -> Iterator[tuple[Piece, int]]:
     first = 1
     for group, (rows, size) in enumerate(_groups(file)):
+        if rows < 0:
+            raise UserError(f"not a sound {file.kind} file: {rows} rows", where=file.label, fix="write it again")
         count = max(1, min(rows, MOST_PIECES, -(-size // LARGEST_GROUP)))
         for start, end in itertools.pairwise(rows * cut // count for cut in range(count + 1)):
             yield Piece(place, start, end, group, first), size // count
