@@ -125,7 +125,8 @@ def test_a_damaged_checkpoint_of_a_later_step_pushes_no_good_one_out(base, tmp_p
     train(base, keep_checkpoints=9)
     out = tmp_path / "out"
     shutil.rmtree(out / "model")
-    (out / "checkpoints" / "step-00000006" / "model.safetensors").write_bytes(b"x")
+    weights = out / "checkpoints" / "step-00000006" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")  # of the right size
     train(base, keep_checkpoints=1, max_steps=5, resume="auto")
     assert [folder.name for folder in list_checkpoints(out)] == ["step-00000006", "step-00000005"]
     assert (out / "checkpoints" / "latest").resolve().name == "step-00000005"
