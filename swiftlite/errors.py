@@ -1,7 +1,8 @@
 """The two errors a user ever sees, each saying what is wrong, where, and what to do next."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -59,3 +60,14 @@ def all_in_one(errors: Sequence[UserError], words: str) -> UserError:
 
 class RunError(SwiftliteError):
     """The run failed while it was running. Exit code 1."""
+
+
+@contextmanager
+def memory_told(what: str, fix: str) -> Iterator[None]:
+    """Turn what is raised where memory is full into a RunError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(what, fix=fix) from error

@@ -214,10 +214,6 @@ def step_folder(output: Path, step: int) -> Path:
     return output / "checkpoints" / f"step-{step:08d}"
 
 
-def _step(folder: Path) -> int:
-    return int(STEP.fullmatch(folder.name)[1])
-
-
 def list_checkpoints(output: Path) -> list[Path]:
     """Checkpoint folders, newest first, complete or not."""
     return [folder for _, folder in _numbered(output, STEP)]
@@ -262,16 +258,16 @@ def point_at(output: Path, targets: Mapping[str, Path | None]) -> None:
                 aside.replace(link)
 
 
-def retain(output: Path, keep: int, *, newest: Path | None = None, protect: Collection[Path] = ()) -> None:
+def retain(output: Path, keep: int, *, newest: int | None = None, protect: Collection[Path] = ()) -> None:
     """Delete what is older than the newest `keep` complete checkpoints (at least one), but for the protected.
 
-    newest: the one that was just written; those of later steps, which the run was not able to go on from, do not count
-    and stay. Nor does a damaged or renamed folder count as one of the `keep`. Raises RunError where a folder cannot be
-    moved.
+    newest: the step of the one that was just written; those of later steps, which the run was not able to go on from,
+    do not count and stay. Nor does a damaged or renamed folder count as one of the `keep`. Raises RunError where a
+    folder cannot be moved.
     """
     complete = 0
-    for folder in list_checkpoints(output):
-        if newest is not None and _step(folder) > _step(newest):
+    for step, folder in _numbered(output, STEP):
+        if newest is not None and step > newest:
             continue
         if complete >= max(1, keep) and folder not in protect:
             discard(folder)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from swiftlite.config.flags import elsewhere, find_flag, known_names, nearest
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError, all_in_one
-from swiftlite.untrusted import existing
+from swiftlite.untrusted import existing, unequal_keys
 
 if TYPE_CHECKING:
     from yaml import Node
@@ -197,10 +197,10 @@ def _value(node: Node, where: str, kind: str) -> Any:
         raise UserError(
             "the value is nested; recipes are flat", where=where, fix="write `key: value` with a plain value"
         )
-    pairs = [(_plain(key, where), _plain(value, where)) for key, value in node.value]
-    if twice := next((key for key, _ in pairs if [other for other, _ in pairs].count(key) > 1), None):
-        raise UserError(f"the key {twice!r} is given twice", where=where, fix="keep one of them")
-    return dict(pairs)
+    try:
+        return unequal_keys([(_plain(key, where), _plain(value, where)) for key, value in node.value])
+    except ValueError as error:
+        raise UserError(str(error), where=where, fix="keep one of them") from error
 
 
 def _plain(node: Node, where: str) -> str:

@@ -75,6 +75,11 @@ class Entry:
     meta: dict[str, Any]
     rejected: pa.Buffer
 
+    @property
+    def tokens(self) -> str:
+        """The hash of its sequences."""
+        return self.meta["files"][SEQUENCES]
+
     def rejected_lines(self) -> Iterator[str]:
         return io.TextIOWrapper(pa.BufferReader(self.rejected), encoding="utf-8", newline="\n")
 
@@ -173,7 +178,7 @@ def _prepare_stream(
     )
     order = (
         key, [source.spec.weight for source in sources], config.seed, config.shuffle, config.global_batch_size,
-        [entry.meta["files"][SEQUENCES] for entry in held_out],
+        [entry.tokens for entry in held_out],
     )  # fmt: skip
     eval_plan = _eval_plan(config, [_part(entry) for entry in held_out])
     if eval_plan is not None:
@@ -300,7 +305,7 @@ def _part(entry: Entry, rows: np.ndarray | None = None) -> Part:
 def _fingerprint(config: RunConfig, entries: list[Entry]) -> str:
     """By the tokens themselves: another version of a library may make the same."""
     return _digest(
-        [(entry.meta["files"][SEQUENCES], entry.source.spec.weight) for entry in entries],
+        [(entry.tokens, entry.source.spec.weight) for entry in entries],
         len(config.dataset), config.eval_fraction, config.seed, config.packing, config.shuffle,
         config.global_batch_size, config.method, pack_capacity(config),
     )  # fmt: skip

@@ -88,14 +88,14 @@ class StreamPlan:
         self._owner = np.asarray([owners[window[0].file] for window in self._windows])
         self._weights = [source.spec.weight for source in sources]
         self._formats = [format_of(file, tokens, sample_by) for file in self._files]
-        shown = [_by_byte(file, sample_by) for file in self._files]
-        self._labels = {file.label: place for place, file in enumerate(shown)}
-        self._run = RowTokenizer(load_tokenizer(), tokens, shown)
+        self._shown = [_by_byte(file, sample_by) for file in self._files]
+        self._labels = {file.label: place for place, file in enumerate(self._shown)}
+        self._run = RowTokenizer(load_tokenizer(), tokens, self._shown)
         check_writable(record)
         self._records = read_records(record)
         self._seen: set[int] = set()
         self._whole = Tally(options.capacity)
-        self._by_source = {source.spec.text: Tally(options.capacity) for source in sources}
+        self._by_source = [(source.spec.text, Tally(options.capacity)) for source in sources]
         self.rejected: list[dict[str, Any]] = []
         if not self._windows:
             raise UserError("the data set holds no row", where=sources[0].spec.text, fix="check the files")
@@ -141,7 +141,7 @@ class StreamPlan:
         return {"rows": self._whole.totals["used"]} | self._whole.numbers() | {"steps_per_epoch": None}
 
     def _audit(self) -> dict[str, Any]:
-        datasets = {name: tally.audit() for name, tally in self._by_source.items()}
+        datasets = {name: tally.audit() for name, tally in self._by_source}
         windows = {"read": len(self._seen), "all": len(self._windows)}
         return self._whole.audit() | {"windows": windows, "datasets": datasets}
 
@@ -217,7 +217,7 @@ class StreamPlan:
         check_kept(self._files, self._states, {piece.file for piece in window})
         check_vocabulary(batch.largest(), self._vocabulary, partial(self._where_from, batch))
         sequences = [
-            Sequence(ids, flags_of(runs, len(ids)), _by_byte(self._files[file], self._sample_by).where(line))
+            Sequence(ids, flags_of(runs, len(ids)), self._shown[file].where(line))
             for ids, runs, (_, file, line) in zip(batch.ids, batch.runs, batch.rows, strict=True)
         ]
         packs = self._packed(sequences, place)
@@ -278,7 +278,7 @@ class StreamPlan:
             return
         self._seen.add(number)
         self.rejected += map(self._named, record.rejected)
-        of_source = list(self._by_source.values())[self._owner[number]]
+        _, of_source = self._by_source[self._owner[number]]
         for tally in (self._whole, of_source):
             tally.add(record)
         self.audit |= self._audit()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swiftlite.errors import DISK_FULL, RunError, UserError, is_out_of_memory
+from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
 from swiftlite.serving.prompts import Question, check_utf8, read_questions
 from swiftlite.serving.source import find_source
 
@@ -84,7 +84,8 @@ def run_infer(options: InferOptions) -> None:
         say("note: --temperature 0 takes the likeliest token, whatever --top-p and --top-k say")
     if not answerer.has_template:
         say("no chat template: each prompt is plain text that the model goes on with")
-    with _memory_errors():
+    fix = "lower --batch-size or --max-new-tokens, shorten the prompts, or take --precision bf16"
+    with memory_told("the device ran out of memory while the model answered", fix):
         if questions is not None and options.output is not None:
             answer_file(answerer, questions, options.output, options.batch_size)
         elif options.prompts:
@@ -113,17 +114,6 @@ def _check(options: InferOptions) -> None:
     ):
         if not fits:
             raise UserError(f"{name} {value} does not fit", where=name, fix=f"give a number that is {wanted}")
-
-
-@contextlib.contextmanager
-def _memory_errors() -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        fix = "lower --batch-size or --max-new-tokens, shorten the prompts, or take --precision bf16"
-        raise RunError("the device ran out of memory while the model answered", fix=fix) from error
 
 
 def _check_output(output: Path) -> None:

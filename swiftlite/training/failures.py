@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from swiftlite.data.batches import MicroBatch
 from swiftlite.data.build import UnfitRow
-from swiftlite.errors import RunError, is_out_of_memory
+from swiftlite.errors import RunError, is_out_of_memory, memory_told
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -68,19 +68,13 @@ def memory_errors(doing: str, batches: Sequence[MicroBatch], config: RunConfig, 
         ) from error
 
 
-@contextmanager
-def other_memory_errors() -> Iterator[None]:
+def other_memory_errors() -> AbstractContextManager[None]:
     """Turn what is raised outside of steps into a RunError."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise RunError(
-            "the device ran out of memory",
-            fix="where the model was being loaded, divide it (--parallel fsdp) or use --tuner lora and --quantization "
-            "nf4; else lower --micro-batch-size or --max-length, or use --activation-checkpointing full",
-        ) from error
+    return memory_told(
+        "the device ran out of memory",
+        fix="where the model was being loaded, divide it (--parallel fsdp) or use --tuner lora and --quantization nf4; "
+        "else lower --micro-batch-size or --max-length, or use --activation-checkpointing full",
+    )
 
 
 def _less_memory(config: RunConfig) -> str:

@@ -298,6 +298,7 @@ class Session:
             plan.create(folder)
             write_trainer_state(folder, state)
 
+        step = progress.step
         best = None if progress.best_step is None else step_folder(self._output, progress.best_step)
         best_known = progress.best_step, progress.best_step_loss
 
@@ -305,7 +306,7 @@ class Session:
             self._best = best_known
             if self._leads:
                 point_at(self._output, {"latest": final, "best": best})
-                retain(self._output, config.keep_checkpoints, newest=final, protect={best} - {None})
+                retain(self._output, config.keep_checkpoints, newest=step, protect={best} - {None})
             self._reporter.message(f"saved {final.name}")
 
         model = trainee.files.plan, to_write(self._mesh, trainee.tensors())
