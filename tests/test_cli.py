@@ -100,6 +100,7 @@ def test_every_recipe_resolves(run, name):
         ("recipes show nothing", "recipe"),
         ("report /nowhere", "metrics.jsonl"),
         ("recipes copy llama3/8b-sft-fsdp /proc/x.yaml", "/proc/x.yaml"),
+        ("recipes copy llama3/8b-sft-fsdp not-there/", "no such folder"),
         ("sft --no-gradient-checkpointing", "write `--activation-checkpointing none`"),
         ("sft --per_device_eval_batch_size 2", "leave it out: evaluation"),
         ("sft --model /nowhere/model --dataset d/x", "/nowhere/model"),

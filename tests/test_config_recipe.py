@@ -100,7 +100,7 @@ def test_aliases_in_yaml_cannot_grow(recipe):
 
 
 @pytest.mark.parametrize(
-    "text", ["max_length: many", "tuner: lorra", "save_steps: true", "save_steps: null", "epochs: -1"]
+    "text", ["max_length: many", "tuner: lorra", "save_steps: true", "save_steps: null", "epochs: -1", "epochs: 1e308"]
 )
 def test_a_bad_value_names_the_line(recipe, text):
     read = recipe(BASE + text + "\n")
@@ -305,13 +305,21 @@ def test_json_schema_takes_what_recipes_take():
         "learning_rate: 1e-5", "cutoff_len: 512", "max-length: 512", "sharding_strategy: FULL_SHARD", "max_steps: -1",
         "train_type: LoRA", "torch_dtype: bfloat16", "mixed_precision: no", "gradient_checkpointing: true",
         "cpu_offload: off", "load_in_4bit: true", "quantization_bit: 4", "optim: adamw_torch", "packing: yes",
-        "packing: 'yes'", "mixed_precision: 'no'", "revision: 0123", "run_name: 2024", "method: pt",
+        "packing: 'yes'", "packing: 0", "mixed_precision: 'no'", "revision: 0123", "run_name: 2024", "method: pt",
         "report_to: [TensorBoard]", "report_to: null", "resume: true",
         "truncation_strategy: Right", "pipeline_schedule: 1F1B", "columns: instruction=q output=a", "dataset: a, b",
         "warmup_steps: none", "overlong: null", "stop_after: 3600", "async_save: on",
     ):  # fmt: skip
         assert fits_the_schema(line, schema), line
-    for line in ("max_length: 0", "max_length: 1.5", "lr: fast", "precision: bf17", "packing: maybe", "seed: [1]"):
+    for line in (
+        "max_length: 0",
+        "max_length: 1.5",
+        "lr: fast",
+        "precision: bf17",
+        "packing: maybe",
+        "packing: 2",
+        "seed: [1]",
+    ):
         assert not fits_the_schema(line, schema), line
     assert any(re.search(pattern, "max-length") for pattern in schema["patternProperties"])
 

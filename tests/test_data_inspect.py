@@ -40,6 +40,12 @@ def test_trained_tokens_are_bracketed_where_there_is_no_terminal(tokenizer, sequ
     assert f"{len(sequence.input_ids)} tokens, {sequence.trained.sum()} trained" in page
 
 
+def test_what_a_terminal_would_obey_is_shown(tokenizer):
+    ids = tokenizer("a\x1b[2J \x9b2J \u202eb\n")["input_ids"]
+    row = Sequence(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_), "a.jsonl:1")
+    assert bracketed(tokenizer, row).plain == "⟦a␛[2J \\x9b2J \\u202eb\n⟧"
+
+
 def test_trained_tokens_are_coloured_in_a_terminal(tokenizer, sequence):
     text = coloured(tokenizer, sequence)
     green = "".join(text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style))

@@ -338,7 +338,12 @@ def test_an_adapter_names_its_base_for_any_folder(base, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("setting", "names"), [("target_modules", ["q_proj", "nope"]), ("modules_to_save", ["nope", "lm_head"])]
+    ("setting", "names"),
+    [
+        ("target_modules", ["q_proj", "nope"]),
+        ("target_modules", ["nope"]),
+        ("modules_to_save", ["nope", "lm_head"]),
+    ],
 )
 def test_modules_that_are_not_there_are_told(base, setting, names):
     with pytest.raises(UserError, match="no module 'nope'") as caught:

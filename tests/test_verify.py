@@ -3,20 +3,22 @@
 import json
 import math
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from test_launch import ENV, SWIFTLITE
 
+from swiftlite.cli import verify as command
+from swiftlite.cli.app import main
 from swiftlite.cli.errors import show_error
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.stages import SPLITS_CORRECTLY
 from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.verification.cases import FULL, LORA, Case, Subject, cases
-from swiftlite.verification.compare import compare
-from swiftlite.verification.run import read_verdicts, verify_in_process, write_rows
+from swiftlite.verification.compare import Difference, compare
+from swiftlite.verification.run import VERDICTS, Verdict, read_verdicts, verify_in_process, write_rows
 
 ZERO_BUBBLE = ["pp 2 zero-bubble"] if SPLITS_CORRECTLY else []  # else it is refused
 
@@ -288,6 +290,17 @@ def test_numbers_that_are_none_and_other_files_differ(tmp_path):
 def test_bad_words(words, said):
     done = subprocess.run([*SWIFTLITE, "verify", *words], capture_output=True, text=True, timeout=60, env=ENV)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("compared", "code"), [(False, 1), (True, 0)])
+def test_refusals_alone_prove_nothing(monkeypatch, compared, code):
+    refused = Verdict("llama", "tp 2", 0.0, None, "it has an odd number of heads")
+    equal = Verdict("llama", "ddp 2", 1.0, Difference(0.0, 0.0, 0.0, same_files=True, same_rest=True))
+    rows = "".join(json.dumps(asdict(verdict)) + "\n" for verdict in [refused, equal][: 1 + compared])
+    monkeypatch.setattr(command, "_run", lambda folder, *_: (folder / VERDICTS).write_text(rows))
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "-a", "llama"])
+    assert ended.value.code == code
 
 
 def test_a_verification_that_is_ended_keeps_what_it_found(tmp_path):

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 
-from swiftlite.errors import DISK_FULL, RunError, SwiftliteError
+from swiftlite.errors import DISK_FULL, RunError, SwiftliteError, is_out_of_memory
 from swiftlite.untrusted import printable, without_secrets
 
 
@@ -27,7 +27,7 @@ def show_error(error: BaseException, *, debug: bool = False) -> int:
 
 def unforeseen(error: BaseException) -> RunError:
     """What was not turned into a message where it happened."""
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return RunError("out of memory", fix="use a smaller --model, --micro-batch-size or --max-length")
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return RunError(

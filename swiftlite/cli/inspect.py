@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 TRAINED, CONTEXT = ("bold green", "bold bright_green"), ("dim", "")  # two shades each, so that tokens can be told apart
 OPEN, CLOSE = "⟦", "⟧"
 SHOWN_TOKENS = 600  # of a row
+OBEYED = (0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # those without a picture
 VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}  # a terminal would obey them
+VISIBLE |= {code: printable(chr(code)) for code in OBEYED}
 REFUSED = ("bold red", "bold bright_red")
 BINS = 10
 BAR = 40

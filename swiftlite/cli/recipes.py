@@ -56,13 +56,13 @@ def show(name: Annotated[str, typer.Argument(help="Name or path.", metavar="NAME
 
 def copy(
     name: Annotated[str, typer.Argument(help="Name or path.", metavar="NAME")],
-    destination: Annotated[Path | None, typer.Argument(help="File or folder; here by default.", metavar="DEST")] = None,
+    destination: Annotated[str | None, typer.Argument(help="File or folder; here by default.", metavar="DEST")] = None,
 ) -> None:
     from swiftlite.config.recipe import find_recipe, recipe_text
 
     source = find_recipe(name)
-    target = destination or Path(source.name)
-    if target.is_dir():
+    target = Path(destination or source.name)
+    if target.is_dir() or (destination or "").endswith("/"):
         target = target / source.name
     if target.exists():
         raise UserError("the file exists", where=str(target), fix="name another file")

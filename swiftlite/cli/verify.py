@@ -48,7 +48,9 @@ def verify(
     ] = False,
     report: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE")] = None,
 ) -> None:
-    """Print the table. Exit code 1 where a layout differs. Raises UserError for names that do not exist."""
+    """Print the table. Exit code 1 where a layout differs, or where all were refused, which proves nothing.
+    Raises UserError for names that do not exist.
+    """
     from swiftlite.models.toys import shallow_config, toy_architectures, toy_config, write_toy
     from swiftlite.verification.cases import DEFAULT_ARCHITECTURES, subjects
 
@@ -81,7 +83,7 @@ def verify(
             if report is not None:
                 _write_report(verdicts, report)
     _show(verdicts)
-    if not all(verdict.passed for verdict in verdicts):
+    if not all(verdict.passed for verdict in verdicts) or all(verdict.refused for verdict in verdicts):
         raise typer.Exit(1)
 
 

@@ -67,7 +67,7 @@ def _forms(flag: Flag, plain: dict[str, Any]) -> list[dict[str, Any]]:
     if flag.kind == "map":
         return [{"type": "object", "additionalProperties": {"type": TEXT}}, {"type": "array"}, {"type": "string"}]
     if flag.kind == "bool":
-        return [{"type": "boolean"}, _pattern(TRUTH)]
+        return [{"type": "boolean"}, _pattern(TRUTH), {"enum": [0, 1]}]
     nothing = [word for word in NULL_WORDS if _takes(flag, word)]
     if flag.kind in ("int", "float"):
         own = next(form for form in plain.get("anyOf", [plain]) if form["type"] != "null")

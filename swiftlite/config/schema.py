@@ -39,6 +39,7 @@ from swiftlite.config.types import (
     OptionalPositive,
     OptionalText,
     OptionalWhole,
+    Passes,
     Positive,
     Size,
     Spelling,
@@ -235,7 +236,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         metavar="NAME ...",
     )
 
-    epochs: Positive = flag(1.0, OPTIMIZATION, "Passes over the rows.", "num_train_epochs", "num_epochs")
+    epochs: Passes = flag(1.0, OPTIMIZATION, "Passes over the rows.", "num_train_epochs", "num_epochs")
     max_steps: Limit = flag(
         None,
         OPTIMIZATION,

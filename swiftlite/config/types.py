@@ -225,6 +225,7 @@ OptionalPort = Annotated[Annotated[int, Field(ge=1, le=65535), Number] | None, N
 OptionalWhole = Annotated[Whole | None, NullWord]
 Integer = Annotated[int, Number]
 Positive = Annotated[float, Field(gt=0), Number]
+Passes = Annotated[float, Field(gt=0, le=1e6), Number]
 OptionalPositive = Annotated[Positive | None, NullWord]
 NotNegative = Annotated[float, Field(ge=0), Number]
 Fraction = Annotated[float, Field(ge=0, le=1), Number]

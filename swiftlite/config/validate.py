@@ -59,7 +59,8 @@ def _explain(flag: Flag, detail: ErrorDetails, given: Any) -> tuple[str, str]:
     kind, context = detail["type"], detail.get("ctx", {})
     value = detail["input"] if flag.kind in ("list", "map") and len(detail["loc"]) > 1 else given
     if value is None:
-        return f"{flag.name} cannot be null", f"leave it out for the default ({flag.default_in_words})"
+        fix = f"leave it out for the default ({flag.default_in_words})"
+        return f"{flag.name} cannot be null", f"give a {flag.name}" if flag.name in ("model", "method") else fix
     subject = f"{flag.name} is {_short(value)}"
     if kind == "literal_error":
         return f"{subject}, which it does not know", f"{_hint(str(value), flag)}it takes {', '.join(flag.choices)}"

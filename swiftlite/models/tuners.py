@@ -21,6 +21,7 @@ from swiftlite.models.anatomy import SCORE_HEAD, head_of
 from swiftlite.quick_imports import quick_imports
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
     from swiftlite.config.schema import RunConfig
@@ -121,6 +122,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
         try:
             wrapped = wrap(model, settings)
         except ValueError as error:
+            _refuse_unknown_names(model, settings, config)
             raise UserError(
                 f"LoRA cannot be added: {first_line(error)}",
                 where="--target-modules",
@@ -128,16 +130,15 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
                 + ("leave --dora out, " if config.dora else "")
                 + "or use --tuner full",
             ) from error
-    _refuse_unknown_names(wrapped, config)
+    _refuse_unknown_names(model, settings, config)
     refuse_adapted_head(wrapped)
     return wrapped
 
 
-def _refuse_unknown_names(wrapped: nn.Module, config: RunConfig) -> None:
+def _refuse_unknown_names(model: PreTrainedModel, settings: LoraConfig, config: RunConfig) -> None:
     """peft passes over a name that no module has, as long as another one has a module. A name that is gone from its
     settings was understood: `all-linear`, and those of experts' matrices that lie in one parameter.
     """
-    model, settings = wrapped.get_base_model(), wrapped.peft_config["default"]
     known = [name for name, _ in model.named_modules()]
     given = {
         "--target-modules": [name for name in config.target_modules if name in (settings.target_modules or ())],
