@@ -149,6 +149,15 @@ def test_a_damaged_run_state_is_no_obstacle(tmp_path):
     assert read_run_state(tmp_path)["messages"] == [{"step": 1}]
 
 
+def test_lines_that_are_no_rows_are_told_when_a_run_goes_on(tmp_path):
+    good = json.dumps(row(1)) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(good + "{}\n" + good[:9])
+    with RunReporter(config(), tmp_path, stream := io.StringIO()) as reporter:
+        reporter.start(8, FACTS, start_step=2)
+    assert steps(tmp_path) == [1]
+    assert "left out of metrics.jsonl: 2 lines that hold no step" in stream.getvalue()
+
+
 def test_no_reader_no_unicode_and_odd_names_do_not_end_a_run(tmp_path):
     class Gone(io.StringIO):
         encoding = "ascii"

@@ -17,14 +17,13 @@ def register(app: typer.Typer) -> None:
 
 def report(run: Annotated[Path, typer.Argument(help="Output folder of a run.", metavar="RUN")]) -> None:
     """Write loss.png and report.html into the run's folder. Raises UserError where it holds no metrics."""
-    from swiftlite.reporting.metrics import count_damaged
+    from swiftlite.reporting.metrics import damage_in_words
     from swiftlite.reporting.page import write_report_page
     from swiftlite.reporting.plots import write_loss_plot
 
     if not (run / "metrics.jsonl").is_file():
         raise UserError("the folder holds no metrics.jsonl", where=str(run), fix="name the --output-dir of a run")
-    if damaged := count_damaged(run):
-        lines = "a line that holds" if damaged == 1 else f"{damaged:,} lines that hold"
-        typer.echo(f"left out of metrics.jsonl: {lines} no step", err=True)
+    if damage := damage_in_words(run):
+        typer.echo(damage, err=True)
     for path in (write_loss_plot(run), write_report_page(run)):
         typer.echo(f"wrote {path}" if path is not None else "no step is logged yet, so there is no curve to draw")

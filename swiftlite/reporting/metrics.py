@@ -18,9 +18,12 @@ class MetricsFile:
     """Appends rows. On resume the rows of steps that are trained again are dropped first."""
 
     def __init__(self, output: Path, start_step: int = 0) -> None:
-        """kept: the rows up to `start_step`, for `take_kept`. Raises RunError where the file cannot be written."""
+        """kept: the rows up to `start_step`, for `take_kept`; damage: which lines were left out, in words, if any.
+        Raises RunError where the file cannot be written."""
         self._path = output / FILE
-        self._kept = [row for row in read_metrics(output) if row["step"] <= start_step]
+        rows = _read(output)
+        self.damage = _in_words(rows)
+        self._kept = [row for row in rows if row is not None and row["step"] <= start_step]
         text = "".join(map(_line, self._kept))
         write_whole(self._path, lambda path: path.write_text(text, encoding="utf-8"))
         self._file = self._path.open("a", encoding="utf-8")
@@ -65,9 +68,15 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
     return [row for row in _read(output) if row is not None]
 
 
-def count_damaged(output: Path) -> int:
-    """How many lines of a run's metrics are no row of a step."""
-    return sum(row is None for row in _read(output))
+def damage_in_words(output: Path) -> str | None:
+    """How many lines of a run's metrics are no row of a step; None where every line is one."""
+    return _in_words(_read(output))
+
+
+def _in_words(rows: list[dict[str, Any] | None]) -> str | None:
+    damaged = sum(row is None for row in rows)
+    lines = "a line that holds" if damaged == 1 else f"{damaged:,} lines that hold"
+    return f"left out of {FILE}: {lines} no step" if damaged else None
 
 
 def _read(output: Path) -> list[dict[str, Any] | None]:

@@ -97,6 +97,8 @@ class RunReporter:
         facts = {key: printable(value) for key, value in facts.items()}
         self._running = _Running(self._config, self._output, total_steps, facts, start_step)
         self._display.start(self._running.board)
+        if damage := self._running.damage:
+            self.message(damage)
 
     def log(self, row: dict[str, Any]) -> None:
         """One row of metrics.jsonl: ints, floats and None, with `step`. Raises RunError where the disk is full."""
@@ -168,6 +170,7 @@ class _Running:
         }
         self._seconds_before = before.get("seconds", 0.0)
         self._metrics = MetricsFile(output, start_step)
+        self.damage = self._metrics.damage
         kept = self._metrics.take_kept()
         self.board = Board(total_steps, facts, start_step, kept)
         self.first_loss = next((row["loss"] for row in kept if row.get("loss") is not None), None)
