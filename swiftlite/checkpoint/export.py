@@ -75,12 +75,9 @@ def _save_adapter_config(folder: Path, model: nn.Module) -> None:
 
 
 def _save_configs(folder: Path, base: PreTrainedModel, dtype: torch.dtype) -> None:
-    trained_as = base.config.dtype
-    try:
-        base.config.dtype = dtype
-        base.config.architectures = [type(base).__name__]
-        base.config.save_pretrained(folder)
-    finally:
-        base.config.dtype = trained_as
+    written = copy.deepcopy(base.config)  # the model may be training meanwhile
+    written.dtype = dtype
+    written.architectures = [type(base).__name__]
+    written.save_pretrained(folder)
     if base.can_generate():
         base.generation_config.save_pretrained(folder)
