@@ -415,6 +415,16 @@ def test_a_mapped_column_may_be_missing_in_some_rows_but_not_in_all(prepare, wri
         prepare(write_rows("c.jsonl", rows[:1]), columns={"query": "question", "response": "reply"})
 
 
+def test_a_mapping_may_be_meant_for_one_file_of_a_mixture(prepare, write_rows, chat_rows):
+    chats = write_rows("a.jsonl", chat_rows)
+    mapped = write_rows("b.jsonl", [{"ask": "a", "reply": "b"}] * 4)
+    columns = {"instruction": "ask", "output": "reply"}
+    assert prepare(chats, mapped, columns=columns).audit["rows"]["used"] == len(chat_rows) + 4
+    with pytest.raises(UserError, match="no column ask, reply; it has messages") as failure:
+        prepare(chats, columns=columns)
+    assert failure.value.where == f"{chats}:1"
+
+
 def test_what_the_config_gets_wrong(prepare, write_rows, chat_rows):
     path = write_rows("a.jsonl", chat_rows)
     with pytest.raises(UserError, match="no column dialog"):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swiftlite.data.forms import BadRow, Chat, Completion, Text
-from swiftlite.data.rows import check_columns, detect_format, hint_for, read_row, rename_columns
+from swiftlite.data.rows import check_columns, detect_format, read_row, rename_columns, unknown_format
 from swiftlite.errors import UserError
 
 CALL = {"name": "add", "arguments": {"a": 1}}
@@ -175,12 +175,22 @@ def test_openais_older_spelling_of_a_call():
     ],
 )  # fmt: skip
 def test_what_would_make_rows_of_unknown_keys_known(row, hint):
-    found = hint_for(row)
-    assert hint in found and bool(found) == bool(hint)
+    found = unknown_format(row, {}).detail
+    assert hint in found and (";" in found.replace("a;b;c", "")) == bool(hint)
     if "--columns" in found:
         words = found.split("--columns ")[1].split(" would")[0].split()
         named = rename_columns(row, dict(word.split("=") for word in words))
         assert detect_format(named, "sft").name in ("Alpaca", "messages")
+
+
+def test_mapped_columns_of_which_no_format_comes_are_named_with_their_keys():
+    row = {"q": "a", "rules": "b", "reply": "c"}
+    columns = {"prompt": "q", "system": "rules", "response": "reply"}
+    found = unknown_format(row, columns).detail
+    assert "these keys: prompt (column q), system (column rules), response (column reply)" in found
+    words = dict(word.split("=") for word in found.split("--columns ")[1].split(" would")[0].split())
+    assert words == {"instruction": "q", "output": "reply", "system": "rules"}
+    assert detect_format(rename_columns(row, words), "sft").name == "Alpaca"
 
 
 def test_calls_at_once_in_turns_of_their_own_are_one_message():

@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 CHUNK = 128  # rows a task: large enough that the batched call of the tokenizer pays, small enough for a lively bar
 CHUNK_BYTES = 2 << 20  # of their text: what a tokenizer returns takes a hundred times as much
 POOL_FROM_ROWS = 500  # below it, starting processes costs more than it gains
+FIRST_ROWS = 100  # of each file, where mapped columns are looked for first
 IN_FLIGHT = 3  # tasks a process, so that memory stays flat when the writer is slow
 
 
@@ -138,36 +139,54 @@ def _choice(source: Source, sample_by: str, seed: int) -> np.ndarray | None:
 
 
 def format_of(file: DataFile, options: TokenOptions, sample_by: str) -> str | None:
-    """The name of the format of the first row whose keys are known, None where no row's are."""
-    known, first, seen = None, None, not options.columns
-    for line, payload in read_rows(file, sample_by):
-        try:
-            row = parse_payload(payload)
-        except BadRow:
-            continue
+    """The name of the format of the first row whose keys are known, None where no row's are.
+
+    Raises UserError for a format of another method, and where none is known and a mapped column is missing.
+    """
+    first = None
+    for line, row in _sound_rows(file, sample_by):
         first = first or (line, row)
-        seen = seen or any(column in row for column in options.columns.values())
         try:
-            known = known or detect_format(rename_columns(row, options.columns), options.method)
+            known = detect_format(rename_columns(row, options.columns), options.method)
         except UserError as error:
             raise UserError(error.what, where=file.where(line), fix=error.fix) from error
-        if known is not None and seen:
+        if known is not None:
             return known.name
     if first is not None:
-        _check_columns(file, *first, options.columns, needed=len(options.columns) if known is None else 1)
+        line, row = first
+        missing = [column for column in options.columns.values() if column not in row]
+        if missing:
+            raise _no_column(missing, row, file.where(line))
     return None
 
 
-def _check_columns(file: DataFile, line: int, row: dict[str, Any], columns: dict[str, str], *, needed: int) -> None:
-    """A mapping of which the file has no column at all is a slip, not a property of the row; where no format is known,
-    already one that is missing."""
-    missing = [column for column in columns.values() if column not in row]
-    if len(columns) - len(missing) < needed:
-        raise UserError(
-            f"the file has no column {', '.join(missing)}; it has {names_of(row)}",
-            where=file.where(line),
-            fix="correct --columns KEY=COLUMN",
-        )
+def check_mapped(files: Sequence[DataFile], columns: Mapping[str, str], sample_by: str) -> None:
+    """Raises UserError for a mapping of which no file of a run has a column: that is a slip. Of a mixture it may be
+    meant for one file alone. columns: format key -> column; the first rows of each file are looked at before the
+    others."""
+    first = None
+    for most in (FIRST_ROWS, None) if columns else ():
+        for file in files:
+            for line, row in itertools.islice(_sound_rows(file, sample_by), most):
+                first = first or (row, file.where(line))
+                if any(column in row for column in columns.values()):
+                    return
+    if first is not None:
+        raise _no_column(list(columns.values()), *first)
+
+
+def _sound_rows(file: DataFile, sample_by: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, payload in read_rows(file, sample_by):
+        with suppress(BadRow):
+            yield line, parse_payload(payload)
+
+
+def _no_column(missing: list[str], row: dict[str, Any], where: str) -> UserError:
+    return UserError(
+        f"the file has no column {', '.join(missing)}; it has {names_of(row)}",
+        where=where,
+        fix="correct --columns KEY=COLUMN",
+    )
 
 
 def _processes(workers: int | None) -> int:

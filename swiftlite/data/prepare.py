@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.data.audit import build_audit, check_anything_left, eval_section, unread_files
-from swiftlite.data.build import bad_row_error, build_entry, check_vocabulary
+from swiftlite.data.build import bad_row_error, build_entry, check_mapped, check_vocabulary
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
 from swiftlite.data.rows import check_columns
 from swiftlite.data.sources import Source, check_unchanged, content_hash, file_states, parse_spec, resolve
@@ -98,10 +98,15 @@ def prepare_data(
     """
     _check(config)
     identity = tokenizer_key(config, load_tokenizer)
+    sources = [resolve(parse_spec(text), config.method) for text in config.dataset]
+    eval_sources = [resolve(parse_spec(text), config.method) for text in config.eval_dataset]
+    files = [file for source in (*sources, *eval_sources) for file in source.files]
+    check_mapped(files, config.columns, config.sample_by)
+    held_out = [_prepare_one(config, source, identity, load_tokenizer, progress) for source in eval_sources]
     if config.streaming:
-        return _prepare_stream(config, identity, load_tokenizer, progress, vocabulary)
-    train = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.dataset]
-    held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
+        _check_rows(held_out, vocabulary)
+        return _prepare_stream(config, sources, held_out, identity, load_tokenizer, vocabulary)
+    train = [_prepare_one(config, source, identity, load_tokenizer, progress) for source in sources]
     _check_rows(train, vocabulary)
     _check_rows(held_out, vocabulary)
     parts, eval_parts = _split(config, train, held_out)
@@ -142,15 +147,13 @@ def _eval_plan(config: RunConfig, parts: list[Part]) -> BatchPlan | None:
 
 def _prepare_stream(
     config: RunConfig,
+    sources: list[Source],
+    held_out: list[Entry],
     identity: str,
     load_tokenizer: LoadTokenizer,
-    progress: Progress | None,
     vocabulary: int | None,
 ) -> PreparedData:
-    """The same for `--streaming`: only evaluation rows and the first window of text are read before training."""
-    held_out = [_prepare_one(config, text, identity, load_tokenizer, progress) for text in config.eval_dataset]
-    _check_rows(held_out, vocabulary)
-    sources = [resolve(parse_spec(text), config.method) for text in config.dataset]
+    """The same for `--streaming`: of the text only the first window is read before training."""
     for source in sources:
         if source.spec.count is not None:
             raise UserError(
@@ -209,9 +212,8 @@ def _check(config: RunConfig) -> None:
 
 
 def _prepare_one(
-    config: RunConfig, text: str, identity: str, load_tokenizer: LoadTokenizer, progress: Progress | None
+    config: RunConfig, source: Source, identity: str, load_tokenizer: LoadTokenizer, progress: Progress | None
 ) -> Entry:
-    source = resolve(parse_spec(text), config.method)
     options = token_options(config)
     before = file_states(source.files)
     content, lines = content_hash(source.files)

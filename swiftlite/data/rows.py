@@ -70,30 +70,45 @@ ANSWERING = ("output", "response", "answer", "completion", "solution", "target")
 BESIDE = {"input": "context", "system": "system_prompt"}  # what Alpaca rows may have, under names it often has
 
 
-def hint_for(row: Mapping[str, Any]) -> str:
-    """What to do with a row whose keys no format has, empty where nothing suggests itself."""
+def unknown_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> BadRow:
+    """The error for a row whose keys no format has, and what to do where something suggests itself.
+
+    columns: format key -> column of the file, as `--columns` says.
+    """
+    named = rename_columns(row, columns)
+    keys = {f"{key} (column {columns[key]})" if key in columns else key: None for key in named}
+    return BadRow("unknown_format", f"no row format has these keys: {names_of(keys)}{_hint_for(named, columns)}")
+
+
+def _hint_for(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+    """What to do with such a row, as it is after `rename_columns`; empty where nothing suggests itself."""
     if len(row) == 1:
         ((key, value),) = row.items()
         if ";" in key:
             return "; columns are divided by commas in .csv, by tabs in .tsv"
         if isinstance(value, list) and value and isinstance(value[0], dict) and not {"role", "from"} & value[0].keys():
             return f"; the list under {key} alone, as a file, would be rows"
-    columns = _columns_for(row)
-    return f"; --columns {columns} would name them as a format does" if columns else ""
+    suggested = _columns_for(row)
+    if not suggested:
+        return ""
+    kept = {key: column for key, column in columns.items() if key in row and key not in suggested.values()}
+    named = kept | {key: columns.get(column, column) for key, column in suggested.items()}
+    words = " ".join(f"{key}={column}" for key, column in named.items())
+    return f"; --columns {words} would name them as a format does"
 
 
-def _columns_for(row: Mapping[str, Any]) -> str | None:
-    """`--columns` that would make this a row of conversation."""
+def _columns_for(row: Mapping[str, Any]) -> dict[str, str]:
+    """Format key -> key of the row that would make this a row of conversation, empty where nothing would."""
     for key, value in row.items():
         if isinstance(value, list) and value and isinstance(value[0], dict) and {"role", "from"} & value[0].keys():
-            return f"messages={key}"
+            return {"messages": key}
     texts = {key for key, value in row.items() if isinstance(value, str)}
     asks = next((key for key in ASKING if key in texts), None)
     answers = next((key for key in ANSWERING if key in texts), None)
     if asks is None or answers is None:
-        return None
+        return {}
     named = {"instruction": asks, "output": answers} | {key: name for key, name in BESIDE.items() if name in texts}
-    return " ".join(f"{key}={column}" for key, column in named.items() if key != column)
+    return {key: column for key, column in named.items() if key != column}
 
 
 def _check_method(found: Format, method: str) -> None:

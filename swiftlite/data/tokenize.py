@@ -21,11 +21,11 @@ from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools, unwri
 from swiftlite.data.messages import string
 from swiftlite.data.preference_tokens import Preference, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
-from swiftlite.data.rows import FORMATS, TrackedRow, count_columns, hint_for, read_row, rename_columns
+from swiftlite.data.rows import FORMATS, TrackedRow, count_columns, read_row, rename_columns, unknown_format
 from swiftlite.data.sources import DataFile
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
-from swiftlite.untrusted import names_of, printable
+from swiftlite.untrusted import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,7 +137,7 @@ class RowTokenizer:
     def _read(self, raw: RawRow, unused: Counter[str]) -> Row:
         given, columns = parse_payload(raw.payload), self._options.columns
         if raw.format is None:
-            raise BadRow("unknown_format", f"no row format has these keys: {names_of(given)}{hint_for(given)}")
+            raise unknown_format(given, columns)
         known = next(known for known in FORMATS if known.name == raw.format)
         tracked = TrackedRow(rename_columns(given, columns))
         row = read_row(tracked, known)
