@@ -15,8 +15,9 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.models import attention
-from swiftlite.models.anatomy import check_trainable_architecture, expert_share, why_alone
+from swiftlite.models.anatomy import check_trainable_architecture, dissect, expert_share, why_alone
 from swiftlite.models.load import build_model, load_config, own_attention
+from swiftlite.models.logits import LogitTransform
 from swiftlite.models.norms import fuse_norms
 from swiftlite.models.products import use_fast_products
 from swiftlite.models.rotary import document_lengths, scale_by_document
@@ -97,6 +98,18 @@ ALONE = {
         "Llama4TextConfig", EXPERTS | {"head_dim": 8, "attention_chunk_size": 8, "intermediate_size_mlp": 48},
         "kind chunked_attention",
     ),
+}  # fmt: skip
+
+LOGITS = {
+    "as they are": ("LlamaConfig", {}, 1.0, None),
+    "multiplied": ("CohereConfig", {"logit_scale": 0.25}, 0.25, None),
+    "divided": ("GraniteConfig", {"logits_scaling": 8.0}, 0.125, None),
+    "multiplied by what is divided by elsewhere": ("HyperCLOVAXConfig", {"logits_scaling": 8.0}, 8.0, None),
+    "of divided hidden states": ("MiniCPM3Config", LATENT | {"dim_model_base": 8}, 0.25, None),
+    "capped": ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 30.0}, 1.0, 30.0),
+    "capped under another name": ("RecurrentGemmaConfig", {"logits_soft_cap": 20.0}, 1.0, 20.0),
+    "capped under a third name": ("xLSTMConfig", {"output_logit_soft_cap": 15.0}, 1.0, 15.0),
+    "and nothing of what a config says": ("MptConfig", {"d_model": 32, "logit_scale": 3.0}, 1.0, None),
 }  # fmt: skip
 
 
@@ -285,6 +298,36 @@ def test_what_would_be_trained_wrongly_is_refused_by_name(what):
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         TokenScorer(model, model).check()
+
+
+@pytest.mark.parametrize("what", LOGITS)
+def test_what_becomes_of_logits_is_found_by_running_the_model(what):
+    name, changes, scale, softcap = LOGITS[what]
+    if not hasattr(hf, name):
+        pytest.skip(f"this release of transformers has no {name}")
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config_of(name, changes))
+    assert dissect(model).transform == LogitTransform(pytest.approx(scale, rel=1e-6), softcap)
+    assert "forward" not in vars(model.get_decoder()) and "forward" not in vars(model.get_output_embeddings())
+
+
+def test_anything_else_that_becomes_of_logits_is_refused(monkeypatch):
+    for change in (lambda logits: logits**3, lambda logits: logits + 1, lambda logits: logits.clamp(-5, 5)):
+        monkeypatch.setattr(hf.LlamaForCausalLM, "forward", changed(hf.LlamaForCausalLM.forward, change))
+        with torch.device("meta"):
+            model = hf.AutoModelForCausalLM.from_config(config_of("LlamaConfig", {}))
+        with pytest.raises(UserError, match="LlamaForCausalLM turns hidden states into logits in a way"):
+            dissect(model)
+        monkeypatch.undo()
+
+
+def changed(forward, change):
+    def other(self, **given):
+        output = forward(self, **given)
+        output.logits = change(output.logits)
+        return output
+
+    return other
 
 
 def test_a_window_longer_than_any_document_changes_nothing():

@@ -364,19 +364,22 @@ def test_the_last_mlp_runs_where_something_is_learnt():
     assert rows == [13, 1 + 6]
 
 
-def test_an_unknown_output_head_is_refused():
+def test_logits_are_compared_where_what_becomes_of_them_could_not_be_found():
     model = build("llama", attention.register())
     forward = type(model).forward
 
-    class Scaled(type(model)):
-        def forward(self, *args, **kwargs):
-            outputs = forward(self, *args, **kwargs)
-            outputs.logits = outputs.logits * 7.0
+    class Bent(type(model)):
+        def forward(self, input_ids, position_ids=None, **kwargs):
+            outputs = forward(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
+            outputs.logits = outputs.logits + outputs.logits.sin()
+            if not input_ids.any():
+                raise RuntimeError("these tokens cannot be run")
             return outputs
 
-    model.__class__ = Scaled
-    with pytest.raises(UserError, match="logits"):
-        TokenScorer(model, model).check()
+    model.__class__ = Bent
+    scorer = TokenScorer(model, model)
+    with pytest.raises(UserError, match="Bent turns hidden states into logits in a way"):
+        scorer.check()
 
 
 def test_a_head_with_more_weights_is_refused_where_they_do_not_show_yet():

@@ -475,7 +475,7 @@ def test_what_a_decoder_does_beside_its_layers_is_found(monkeypatch):
 
 
 def test_unknown_heads_and_leaking_documents_are_found(monkeypatch):
-    from swiftlite.models.anatomy import LogitTransform
+    from swiftlite.models.logits import LogitTransform
     from swiftlite.objectives import scorer as scoring
 
     scorer = in_one_process(random_model(toy_config("llama")), 2)[1]

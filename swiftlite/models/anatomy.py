@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from swiftlite.errors import UserError
+from swiftlite.models.logits import LogitTransform, find_transform
 
 # Kinds of layers, as configs name them, in which documents of one row stay apart. A state that runs on from token to
 # token would run on into the next document; chunks, compressed keys and the like would be counted from the row's start.
@@ -23,14 +24,6 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 SCORE_HEAD = "score"  # what transformers calls the head of a sequence classifier
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """What a model does to `hidden @ head.T` before the softmax: `softcap * tanh(scale * logits / softcap)`."""
-
-    scale: float = 1.0
-    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +68,7 @@ def dissect(model: PreTrainedModel) -> Anatomy:
 
     Raises UserError naming the architecture where one is missing.
     """
-    config = model.config.get_text_config()
-    decoder, head = decoder_of(model), head_of(model)
+    decoder, head, gives_scores = decoder_of(model), head_of(model), SCORE_HEAD in model._modules
     if decoder is model or head is None or not isinstance(head, nn.Module):
         raise UserError(
             f"{type(model).__name__} has no separate decoder and output head",
@@ -90,11 +82,11 @@ def dissect(model: PreTrainedModel) -> Anatomy:
         )
     return Anatomy(
         decoder=decoder,
-        layers=_find_layers(decoder, config.num_hidden_layers),
+        layers=_find_layers(decoder, model.config.get_text_config().num_hidden_layers),
         embedding=model.get_input_embeddings(),
         head=head,
-        transform=logit_transform(config),
-        gives_scores=SCORE_HEAD in model._modules,
+        transform=LogitTransform() if gives_scores else find_transform(model, decoder, head),
+        gives_scores=gives_scores,
     )
 
 
@@ -115,19 +107,6 @@ def keep_layers(config: PretrainedConfig, layers: range) -> None:
         if isinstance(value, list) and len(value) == depth:
             setattr(config, name, value[layers.start : layers.stop])
     config.num_hidden_layers = len(layers)
-
-
-def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """Read the logit transform off a config: Gemma's soft cap, Cohere's, Granite's and Falcon-H1's scale."""
-    values = config.to_dict()
-    scale = 1.0
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if values.get(name) is not None:
-            scale *= float(values[name])
-    if values.get("logits_scaling") is not None:
-        scale /= float(values["logits_scaling"])
-    softcap = values.get("final_logit_softcapping")
-    return LogitTransform(scale=scale, softcap=None if softcap is None else float(softcap))
 
 
 def has_dropout(model: PreTrainedModel) -> bool:

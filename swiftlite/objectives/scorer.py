@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swiftlite.data.batches import MicroBatch
 
 # Of the largest number, for what the numbers' type rounds: 2^-13 of fp32, so that little of another document shows; at
-# most 0.02, of 16-bit types. A forgotten scale or soft cap is off by far more.
+# most 0.02, of 16-bit types.
 ROUNDINGS, MOST = 1024, 2e-2
 
 # What a device or another process may raise on the way, which says nothing about an architecture.
@@ -260,7 +260,8 @@ class TokenScorer(nn.Module):
                 f"{type(self.base).__name__} makes numbers that are not finite of its weights",
                 fix="check the weights: they hold NaN or infinity, or overflow in --precision fp16",
             )
-        if not torch.allclose(ours, theirs, rtol=MOST, atol=MOST):
+        near = max(_tolerance(hidden), ROUNDINGS * torch.finfo(ours.dtype).eps)
+        if not torch.allclose(ours, theirs, rtol=near, atol=near):
             raise UserError(
                 f"{type(self.base).__name__} turns hidden states into logits in a way swiftlite does not know",
                 fix="use another model, or report the architecture",

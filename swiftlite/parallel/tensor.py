@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import decoder_of
+from swiftlite.models.anatomy import dissect
 from swiftlite.parallel.tensor_borders import Borders, View, change_input, change_output, run_on_tokens, see_locally
 from swiftlite.parallel.tensor_plan import KEY_VALUE, Part, TensorPlan, check_tensor_parallel, kv_heads_fit, tensor_plan
 
@@ -56,6 +56,7 @@ class _Division:
 
     def __init__(self, model: nn.Module, base: PreTrainedModel, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         self.model, self.base, self.mesh = model, base, mesh
+        self.decoder = dissect(base).decoder  # also finds what becomes of logits, while the head is whole
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.plan: TensorPlan = tensor_plan(base.config)
         self.borders = Borders(mesh)
@@ -67,7 +68,7 @@ class _Division:
     def apply(self) -> None:
         if self.adapted:
             _refuse_adapters(self.model)
-        decoder = decoder_of(self.base)
+        decoder = self.decoder
         parts = {name: part for name, _ in decoder.named_modules() if (part := self.plan.part(name)) is not None}
         for name, _ in decoder.named_parameters():
             if self.plan.part(name) is not None:  # such as attention sinks, one entry a head
