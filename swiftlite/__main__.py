@@ -1,11 +1,12 @@
 """`python -m swiftlite` and the `swiftlite` command."""
 
-import atexit
 import os
 import signal
 import sys
 
-INTERRUPTED = 128 + signal.SIGINT
+from swiftlite.ending import end_without_finalizing
+
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 def main() -> None:
@@ -13,7 +14,7 @@ def main() -> None:
         _main()
     except KeyboardInterrupt:  # Ctrl-C while the program itself is imported, before anything can be told of it
         print("interrupted", file=sys.stderr)
-        atexit.register(os._exit, INTERRUPTED)
+        end_without_finalizing(INTERRUPTED)
 
 
 def _main() -> None:
@@ -23,12 +24,9 @@ def _main() -> None:
     try:
         run()
     except SystemExit as stop:
-        if under_torchrun(os.environ):
-            from swiftlite.parallel.start import end_without_finalizing
-
+        # Where Ctrl-C came in an `exec` and was caught, Python ends by the signal all the same.
+        if stop.code in (INTERRUPTED, TERMINATED) or under_torchrun(os.environ):
             end_without_finalizing(stop.code)
-        if stop.code == INTERRUPTED:  # caught, but where it came in an `exec`, Python ends by the signal all the same
-            atexit.register(os._exit, INTERRUPTED)
         raise
 
 

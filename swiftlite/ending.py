@@ -1,14 +1,19 @@
-"""Ctrl-C and SIGTERM before training answers them itself: they end the program, also where a library swallows them.
+"""How processes end: by Ctrl-C and SIGTERM before training answers them itself, with their parent, and at once.
 
-They come as exceptions, and some libraries catch all of those around an import that they try, so that the program went
-on as if nothing had been. What was seen is kept, and asked for where the next part begins.
+Signals come as exceptions, and some libraries catch all of those around an import that they try, so that the program
+went on as if nothing had been. What was seen is kept, and asked for where the next part begins.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
+from contextlib import suppress
 from types import FrameType
+
+PR_SET_PDEATHSIG = 1
 
 _seen: list[int] = []
 
@@ -42,3 +47,35 @@ def _end(number: int, _frame: FrameType | None) -> None:
 def raise_signal(number: int) -> None:
     """End the program as a signal of this number does."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def end_with_parent(parent: int) -> None:
+    """First thing in a new process: see to it that it does not outlive the one that started it, also where that one is
+    killed by SIGKILL. Nothing where the system is not Linux.
+
+    parent: the id of the process that started this one.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def end_without_finalizing(code: int) -> None:
+    """Let this process end with `code` when Python starts to take itself apart, which may go wrong in two ways.
+
+    A signal that comes then has Python's own handler no more, and kills. And in a process that has been in a process
+    group, DTensor's caches keep gloo's threads alive after the group was destroyed: one that drops the tensors of the
+    last collective asks for the interpreter and aborts the process (SIGABRT, "terminate called without an active
+    exception"; https://github.com/pytorch/pytorch/pull/179291).
+    """
+    atexit.register(_end_at_once, code)
+
+
+def _end_at_once(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # none, a closed pipe, closed
+            stream.flush()
+    os._exit(code)

@@ -4,11 +4,13 @@ import gc
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from test_launch import wait_gone
 from test_parity import settings
 
 from swiftlite.config.resolve import resolve_config
@@ -92,6 +94,18 @@ def test_leaving_early_ends_the_other_process(config):
     with prepared_in_background(config, lambda: time.sleep(600)):
         pass
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_the_other_process_does_not_outlive_a_killed_one(tmp_path, config):
+    killed = os.fork()
+    if not killed:
+        with prepared_in_background(config, lambda: (tmp_path / "id").write_text(str(os.getpid())) and time.sleep(60)):
+            while not (tmp_path / "id").is_file():
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
+    wait_gone([int((tmp_path / "id").read_text())])
 
 
 def test_bad_data_is_reported_by_this_process_only(config, capfd):

@@ -227,6 +227,16 @@ def test_ctrl_c_before_anything_is_imported_ends_quietly():
     assert ended.returncode == 130 and ended.stderr == b"interrupted\n"
 
 
+def test_a_second_signal_while_python_ends_changes_nothing():
+    code = "import os, signal\nfrom swiftlite import __main__\nfrom swiftlite.cli import app\n"
+    code += "class Last:\n    def __del__(self, kill=os.kill, me=os.getpid()):\n        kill(me, signal.SIGTERM)\n"
+    code += "def run():\n    print('told', end='')\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    code += "from swiftlite.ending import end_on_signals\nend_on_signals()\napp.main = run\n"
+    code += "signal.last = Last()\n__main__.main()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, b"told", b"terminated\n")
+
+
 @pytest.mark.parametrize(
     ("number", "code", "told"), [(signal.SIGTERM, 143, b"terminated\n"), (signal.SIGINT, 130, b"interrupted\n")]
 )

@@ -382,7 +382,7 @@ def test_a_signal_that_an_import_swallowed_starts_no_process():
 
 def test_a_process_of_a_group_ends_before_python_takes_itself_apart():
     script = (
-        "from swiftlite.parallel.start import end_without_finalizing\n"
+        "from swiftlite.ending import end_without_finalizing\n"
         "class Held:\n    def __del__(self): print('finalized', flush=True)\n"
         "held = Held()\n"
     )

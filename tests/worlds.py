@@ -60,7 +60,7 @@ def _rank(rank: int, size: int, folder: str, body: Callable[..., Any], arguments
     import torch
     import torch.distributed as dist
 
-    from swiftlite.parallel.start import end_without_finalizing
+    from swiftlite.ending import end_without_finalizing
     from swiftlite.training import divide
 
     divide.CHEAP_BYTES = divide.BESIDE_PROGRAMS = 0  # cheap results are made again, as those of a large model are

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from swiftlite.ending import end_with_parent
 from swiftlite.quick_imports import import_numpy
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
     if sys.platform != "linux" or config.streaming or not when:
         yield
         return
-    process = multiprocessing.get_context("fork").Process(target=_fill_cache, args=(config, load_tokenizer))
+    given = config, load_tokenizer, os.getpid()
+    process = multiprocessing.get_context("fork").Process(target=_fill_cache, args=given)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     process.start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -53,7 +55,8 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
         process.join()
 
 
-def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer) -> None:
+def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer, parent: int) -> None:
+    end_with_parent(parent)
     gc.freeze()  # garbage of the process that forked holds threads that are not here: collecting it may abort
     os.nice(NICENESS)
     os.setpgrp()  # its worker processes belong to it, so that one signal ends them all

@@ -5,8 +5,6 @@ Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -22,10 +20,9 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
-from swiftlite.ending import raise_seen_signal
+from swiftlite.ending import end_with_parent, end_without_finalizing, raise_seen_signal
 from swiftlite.errors import RunError, UserError
 
-PR_SET_PDEATHSIG = 1
 DEFAULT_PORT = 29500
 SECONDS_TO_ANSWER = 2  # that a handler of signals has, where the main thread is not waiting outside Python
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -191,10 +188,7 @@ def _begin(parent: int, asked: Any, body: Callable[..., int], *arguments: Any) -
     asked: holds the signal that came before the parent knew of this process, or 0. Returns the exit code of a run that
     ended or was asked to, exits with that of an error.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    end_with_parent(parent)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         code = 128 + asked.value if asked.value else body(*arguments)
@@ -206,16 +200,6 @@ def _begin(parent: int, asked: Any, body: Callable[..., int], *arguments: Any) -
         code = stop.code or 0
     end_without_finalizing(0)
     return code
-
-
-def end_without_finalizing(code: int) -> None:
-    """Let this process, which has been in a process group, end with `code` when Python starts to take itself apart.
-
-    DTensor's caches keep gloo's threads alive after the group was destroyed. One that drops the tensors of the last
-    collective while Python is being finalized asks for the interpreter and aborts the process (SIGABRT, "terminate
-    called without an active exception"; https://github.com/pytorch/pytorch/pull/179291).
-    """
-    atexit.register(os._exit, code)
 
 
 def _verdict(failure: Any, asked: int) -> BaseException:
