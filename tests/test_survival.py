@@ -58,6 +58,30 @@ def test_time_is_up_after_a_step_and_the_run_goes_on_later(base, tmp_path, monke
     assert steps_of(tmp_path / "out") == steps_of(tmp_path / "whole")
 
 
+def test_an_evaluation_is_given_up_where_the_run_is_asked_to_stop(base, tmp_path, monkeypatch, capsys):
+    real, evaluated = DirectStep.evaluate, []
+
+    def evaluate(self, *given):
+        evaluated.append(given)
+        if len(evaluated) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, *given)
+
+    monkeypatch.setattr(DirectStep, "evaluate", evaluate)
+    values = base | {"eval_fraction": 0.3, "eval_steps": 2, "save_steps": 100}
+    with pytest.raises(SystemExit) as stopped:
+        train(values)
+    assert stopped.value.code == 143 and len(evaluated) == 1
+    assert "step 2 is not evaluated: the run was asked to stop" in capsys.readouterr().out
+    assert [folder.name for folder in list_checkpoints(tmp_path / "out")] == ["step-00000002"]
+    monkeypatch.undo()
+    train(values, resume="auto")
+    train(values, output_dir=str(tmp_path / "whole"))
+    assert same_weights(*(tmp_path / name / "model" / "model.safetensors" for name in ("out", "whole")))
+    losses = [{row["step"]: row.get("eval_loss") for row in metrics(tmp_path / name)} for name in ("out", "whole")]
+    assert losses[0] == losses[1] | {2: None} and losses[1][2] is not None
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_the_run_at_once_with_the_code_of_the_first(monkeypatch, number, code):
     clock = iter([10.0, 12.0, 12.0])

@@ -137,7 +137,7 @@ class Loop:
             reason, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
             row |= self._speed(row, share, time.perf_counter() - clock, data_seconds, peak)
             if self._parts.eval_plan is not None and self._due(config.eval_steps, batch.step, last):
-                row |= self._evaluate()
+                reason = self._evaluate(row) or reason
                 self._alive()
             if last or batch.step % config.log_steps == 0 or "eval_loss" in row:
                 self._listener.log(row)
@@ -302,11 +302,17 @@ class Loop:
         self.progress.skipped_steps.append(step)
         self._listener.message(f"step {step} skipped: {why} ({len(self.progress.skipped_steps)} so far)")
 
-    def _evaluate(self) -> dict[str, float | None]:
+    def _evaluate(self, row: dict[str, Any]) -> int | None:
+        """Add an evaluation to the row of a step, or return the reason to stop that came before its end: what is left
+        of the time a scheduler gives is for the checkpoint."""
         parts, method = self._parts, self._parts.method
         total, count, sums = 0.0, 0, Counter()
         with evaluating(parts.modules):
             for batch in parts.eval_plan.steps():
+                reason, _ = self._agree(self._stop_requested(), 0.0)
+                if reason:
+                    self._listener.message(f"step {row['step']} is not evaluated: the run was asked to stop")
+                    return reason
                 share, make_loss = method.prepare(batch, parts.share(batch.packs), "eval")
                 with self._memory_errors("the evaluation", share.micro_batches):
                     loss, found = parts.runner.evaluate(share.micro_batches, make_loss(1))
@@ -318,7 +324,9 @@ class Loop:
             progress.best_loss, progress.evaluations_without_gain = loss, 0
         else:
             progress.evaluations_without_gain += 1
-        return {"eval_loss": loss} | {f"eval_{name}": value for name, value in method.metrics(sums, count).items()}
+        row["eval_loss"] = loss
+        row |= {f"eval_{name}": value for name, value in method.metrics(sums, count).items()}
+        return None
 
     def _note_best(self, eval_loss: float | None) -> None:
         """Before a checkpoint of this step is saved."""
