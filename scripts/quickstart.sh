@@ -2,10 +2,12 @@
 # From a fresh clone to a fine-tuned model: environment, demo model, training, and its answers before and after.
 # Needs Python >= 3.11, pip and 5 GB of disk; no GPU and no hub account. usage: scripts/quickstart.sh [OUTPUT_FOLDER]
 set -euo pipefail
+given=${1:-}
+[[ -z $given || $given == /* ]] || given=$PWD/$given
 cd "$(dirname "$0")/.."
 source scripts/common.sh
 
-output=${1:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}
+output=${given:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}
 venv=.venv
 free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
 [ "$free" -ge 5 ] || fail "only $free GB of disk are free here; 5 are needed"

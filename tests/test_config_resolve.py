@@ -33,6 +33,15 @@ def test_a_folder_at_home_is_meant_by_a_tilde(monkeypatch, tmp_path):
     """A shell leaves it alone behind `--output-dir=`, and in a recipe."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert made(output_dir="~/out").output_dir == str(tmp_path / "out")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    named = made(model="~/m", tokenizer="~/m", dataset=["~/rows.jsonl#5*0.5", "~/rows.jsonl"], eval_dataset="~/m")
+    assert (named.model, named.tokenizer, named.eval_dataset) == (
+        str(tmp_path / "m"),
+        str(tmp_path / "m"),
+        [named.model],
+    )
+    assert named.dataset == [f"{tmp_path}/rows.jsonl#5*0.5", f"{tmp_path}/rows.jsonl"]
     assert made(resume="~/out/checkpoints/step-00000001").output_dir == str(tmp_path / "out")
 
 

@@ -141,9 +141,10 @@ def _absolute_spec(spec: str) -> str:
 
 
 def placed(name: str, base: Path | None) -> str | None:
-    """The path of an existing file or folder: against the working folder first, then against base. Else None."""
+    """The path of an existing file or folder, with `~` resolved: against the working folder first, then against base.
+    Else None."""
     places = (name, *((str(base / name),) if base is not None else ()))
-    return next((str(Path(place)) for place in places if existing(place) is not None), None)
+    return next((str(path) for place in places if (path := existing(place)) is not None), None)
 
 
 def _plain(name: str) -> str:
