@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from swiftlite.config.resolve import resolve_config
+from swiftlite.config.save import dump_config
 from swiftlite.data.audit import losses_in_words, unread_files
 from swiftlite.data.forms import BadRow
 from swiftlite.data.readers import MAX_LINE, parse_payload, read_rows
@@ -173,6 +175,19 @@ def test_folders_are_read_in_order_and_by_split(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no data file"):
         resolve(parse_spec(str(tmp_path / "empty")))
+
+
+def test_what_runs_have_written_below_a_folder_is_no_data(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl")
+    for name, config in (("run", dump_config(resolve_config("sft", model="a/b", dataset="c/d"))), ("data", "x: 1\n")):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(config)
+        write_jsonl(tmp_path / name / "metrics.jsonl")
+        write_jsonl(tmp_path / name / "model" / "config.json")
+    source = resolve(parse_spec(str(tmp_path)))
+    assert [file.path.parent.name for file in source.files] == [tmp_path.name, "data", "model"]
+    assert not any("run" in file.path.parts for file in source.files)
+    assert source.unread == (str(tmp_path / "run"),)
 
 
 def test_files_of_a_folder_that_are_not_read_are_told(tmp_path):

@@ -11,6 +11,7 @@ from swiftlite.config.names import with_absolute_names
 from swiftlite.config.schema import RunConfig
 
 NOT_SAVED = ("dry_run", "debug")
+WRITTEN_BY = "# Written by swiftlite"
 DERIVED = ("gradient_accumulation_steps", "num_microbatches")  # they change with the layout, the global batch does not
 
 
@@ -25,12 +26,20 @@ def save_config(config: RunConfig, path: Path) -> None:
     os.replace(partial, path)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is the output folder of a run."""
+    try:
+        return (folder / "config.yaml").read_bytes().startswith(WRITTEN_BY.encode())
+    except OSError:  # none, or none that may be read
+        return False
+
+
 def dump_config(config: RunConfig) -> str:
     """The recipe's text: every setting, a comment over each group."""
     import yaml
 
     lines = [
-        f"# Written by swiftlite {__version__}: every setting of this run.",
+        f"{WRITTEN_BY} {__version__}: every setting of this run.",
         "# `swiftlite train --recipe THIS_FILE` runs it again, in a folder beside this; --resume auto goes on.",
     ]
     panel = None

@@ -35,7 +35,8 @@ def build_audit(
     `tools_left_out`, `messages_left_out`: the template does not write the tools, or a question or result, of so many
     rows, or messages follow the last answer to learn; `unused_columns`: rows by column of which nothing is made,
     `messages.KEY` for a key of messages.
-    `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read.
+    `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read, or
+    folders of runs.
     """
     parts = plan.describe_parts()
     datasets = {

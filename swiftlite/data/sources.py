@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from swiftlite.config.save import is_run
 from swiftlite.errors import UserError
 from swiftlite.untrusted import existing, leaves_folder
 
@@ -190,6 +191,7 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
 
     The split of a file is told by its folders and its name, as on the hub (`train-00000.parquet`, `test/a.jsonl`).
     Without `@SPLIT` a folder that has a `train` split and another gives that one, any other folder gives everything.
+    What runs have written into folders of their own there is no data.
     """
     if spec.subset == "..":
         raise UserError("the subset leaves the folder", where=f"--dataset {spec.text}", fix=f"give {GRAMMAR}")
@@ -201,6 +203,8 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
         and path.name not in SIDE_FILES
         and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )
+    runs = {path.parent for path in found if path.name == "config.yaml" and path.parent != root and is_run(path.parent)}
+    found = [path for path in found if runs.isdisjoint(path.parents)]
     aside = {path for path in found if any(part.startswith("_") for part in path.relative_to(root).parts)}
     files = [(path.relative_to(root), file) for path in found if path not in aside and (file := as_data_file(path))]
     unread = [path for path in found if _may_hold_rows(path) and (path in aside or not as_data_file(path))]
@@ -217,7 +221,7 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
         )
     if spec.split in (None, "train"):  # whoever names another split does not ask for what has none
         unread += [file.path for path, file in others if not any(_in_split(path, name) for name in SPLITS)]
-    unread += [file.path for _, file in notes]
+    unread += [*runs, *(file.path for _, file in notes)]
     for _, file in [*files, *notes]:
         if leaves_folder(spec.path, file.path):
             raise UserError(
