@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from swiftlite.imports import default_cache
+from swiftlite.imports import default_cache, hide_broken
 
 COMPILER = "torch._dynamo"
 META_KERNELS = "torch._meta_registrations"
@@ -38,6 +38,9 @@ POSTPONED = (COMPILER, "torch.distributed.tensor", META_KERNELS)
 ALONE = (f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op")  # import nothing of it
 MARKS = ("allow_in_graph", "assume_constant_result", "disallow_in_graph")
 NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
+# What transformers and peft find and import, but text and the layers that swiftlite trains have no use for.
+UNUSED = ("torch_distributed", "accelerate", "torchvision", "torchao", "scipy")
+OTHER_LAYERS = ("torchao", "gptqmodel", "aqlm", "eetq", "hqq", "inc", "te_pytorch")
 SCAN = "create_import_structure_from_path"
 
 
@@ -130,12 +133,28 @@ class _Finder(MetaPathFinder):
 
 
 def _change_utilities(execute: Callable[[ModuleType], None], utilities: ModuleType) -> None:
-    """transformers' module that tells what there is. accelerate spreads models over devices, which swiftlite does."""
+    """transformers' module that tells what there is. accelerate spreads models over devices, which swiftlite does; the
+    rest is for images and for weights of other kinds. Where it fails to be imported, as torchvision does beside
+    another torch, no text needs to know."""
+    hide_broken("PIL")  # which some tokenizers use, and the next
+    hide_broken("sentencepiece")
     execute(utilities)
     if hasattr(utilities, SCAN):
         setattr(utilities, SCAN, _remembered(getattr(utilities, SCAN), Path(utilities.__file__)))
-    utilities.is_torch_distributed_available = lambda: False
-    utilities.is_accelerate_available = lambda *_: False
+    for name in UNUSED:
+        setattr(utilities, f"is_{name}_available", _never)
+
+
+def _change_adapters(execute: Callable[[ModuleType], None], utilities: ModuleType) -> None:
+    """peft's module that tells what there is: it adapts layers of many packages, and imports them to know them."""
+    hide_broken("bitsandbytes")
+    execute(utilities)
+    for name in OTHER_LAYERS:
+        setattr(utilities, f"is_{name}_available", _never)
+
+
+def _never(*_: Any, **__: Any) -> bool:
+    return False
 
 
 def _change_tuners(execute: Callable[[ModuleType], None], tuners: ModuleType) -> None:
@@ -169,6 +188,7 @@ CHANGED = {
     META_KERNELS: _change_meta_kernels,
     "torch._subclasses.fake_tensor": _change_fake_tensors,
     "transformers.utils.import_utils": _change_utilities,
+    "peft.import_utils": _change_adapters,
     "peft.tuners.tuners_utils": _change_tuners,
 }
 

@@ -9,6 +9,8 @@ import traceback
 from swiftlite.errors import DISK_FULL, RunError, SwiftliteError, is_out_of_memory
 from swiftlite.untrusted import printable, without_secrets
 
+OURS = ("__main__", "swiftlite", "transformers_modules")  # the last is code that comes with a model
+
 
 def show_error(error: BaseException, *, debug: bool = False) -> int:
     """Print one block on stderr, the traceback too where `debug` asks for it. Returns the exit code."""
@@ -35,8 +37,33 @@ def unforeseen(error: BaseException) -> RunError:
             where=error.filename and str(error.filename),
             fix="free some space, or name another disk with --output-dir or --cache-dir; --resume auto goes on",
         )
-    text = next(iter(str(error).strip().splitlines()), "")
+    if package := _failed_import(root := _root(error)):
+        return RunError(
+            f"the package {package} cannot be imported: {_words(root)}",
+            fix="install it again, in a version that fits the other packages; --debug shows the traceback",
+        )
     return RunError(
-        f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        _words(error),
         fix="run again with --debug for the traceback; if it is not your data or model, please report it",
     )
+
+
+def _words(error: BaseException) -> str:
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _root(error: BaseException) -> BaseException:
+    while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        error = cause
+    return error
+
+
+def _failed_import(error: BaseException) -> str | None:
+    """The package whose code was being executed for the first time, None where it is no other's."""
+    modules = [
+        frame.f_globals["__name__"].partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "<module>"
+    ]
+    return modules[-1] if modules and modules[-1] not in OURS else None

@@ -25,7 +25,7 @@ from swiftlite.config.methods import PAIRED
 from swiftlite.config.names import most_positions
 from swiftlite.data.special_tokens import padding_token
 from swiftlite.errors import UserError
-from swiftlite.imports import require_package
+from swiftlite.imports import import_package
 from swiftlite.models import attention, fp8
 from swiftlite.models.anatomy import check_trainable_architecture, expert_share, why_alone
 from swiftlite.models.dtypes import DTYPES, source_dtype
@@ -142,13 +142,13 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 def check_model(config: RunConfig, layout: Layout, device: torch.device, resume: Path | None) -> PretrainedConfig:
     """Everything that can be known of the model without its weights. Raises UserError where it cannot be trained."""
     if config.optimizer == "adamw_8bit":
-        require_package("bitsandbytes", "--optimizer adamw_8bit")
+        import_package("bitsandbytes", "--optimizer adamw_8bit")
     if config.quantization != "none":
-        require_package("bitsandbytes", f"--quantization {config.quantization}")
+        import_package("bitsandbytes", f"--quantization {config.quantization}")
     if config.kernels == "liger":
-        require_package(PACKAGE, "--kernels liger", "liger")
+        import_package(PACKAGE, "--kernels liger", "liger")
     if config.fp8 != "none":
-        require_package(fp8.PACKAGE, "--fp8", "fp8")
+        import_package(fp8.PACKAGE, "--fp8", "fp8")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_trainable_architecture(model_config)
     if config.fp8 != "none":
