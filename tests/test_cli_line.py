@@ -227,6 +227,22 @@ def test_ctrl_c_before_anything_is_imported_ends_quietly():
     assert ended.returncode == 130 and ended.stderr == b"interrupted\n"
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_lead_nowhere(tmp_path, closed):
+    file = tmp_path / "copy.yaml"
+    code = f"from swiftlite.cli import app; app.main(['recipes', 'copy', 'smollm2/135m-quickstart', {str(file)!r}])"
+    assert subprocess.run(["bash", "-c", f'"{sys.executable}" -c "{code}" {closed}']).returncode == 0
+    assert "learning_rate" in file.read_text() and "copied" not in file.read_text()
+
+
+def test_letters_that_a_terminal_does_not_have_are_written_otherwise():
+    code = "from swiftlite.cli import app, plan\nplan.show_plan = lambda r: print('\u27e6a\u27e7')\n"
+    code += f"app.main({['sft', *DRY]!r})"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert shown.returncode == 0 and shown.stdout.strip() == b"\\u27e6a\\u27e7", shown.stderr
+
+
 def test_a_second_signal_while_python_ends_changes_nothing():
     code = "import os, signal\nfrom swiftlite import __main__\nfrom swiftlite.cli import app\n"
     code += "class Last:\n    def __del__(self, kill=os.kill, me=os.getpid()):\n        kill(me, signal.SIGTERM)\n"

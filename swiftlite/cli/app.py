@@ -17,6 +17,7 @@ from swiftlite.cli.line import RECIPE
 from swiftlite.cli.options import RunCommand, Session
 from swiftlite.ending import end_on_signals, seen_signal
 from swiftlite.errors import UserError
+from swiftlite.streams import settle_streams
 
 ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  Â·  every command has [bold]--help[/bold]"
@@ -24,6 +25,7 @@ EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  Â
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the program and exit with its code."""
+    settle_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     session = Session(debug="--debug" in words)
     end_on_signals()

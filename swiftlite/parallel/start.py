@@ -22,6 +22,7 @@ from typing import Any
 
 from swiftlite.ending import end_with_parent, end_without_finalizing, raise_seen_signal
 from swiftlite.errors import RunError, UserError
+from swiftlite.streams import settle_streams
 
 DEFAULT_PORT = 29500
 SECONDS_TO_ANSWER = 2  # that a handler of signals has, where the main thread is not waiting outside Python
@@ -189,6 +190,7 @@ def _begin(parent: int, asked: Any, body: Callable[..., int], *arguments: Any) -
     ended or was asked to, exits with that of an error.
     """
     end_with_parent(parent)
+    settle_streams()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         code = 128 + asked.value if asked.value else body(*arguments)
