@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from metric_rows import FACTS, row, steps
@@ -80,7 +81,7 @@ def test_a_full_disk_while_logging_is_a_clear_error(tmp_path):
     assert steps(tmp_path)
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "page.html"
     path.write_text("old")
 
@@ -91,6 +92,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(RunError, match="page.html cannot be written: the disk is full"):
         write_whole(path, fail)
     assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: fail(path))
+    with pytest.raises(RunError, match="page.html cannot be written"):  # also where nothing can be removed either
+        write_whole(path, fail)
 
 
 # --- curves and words

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -152,6 +153,12 @@ def test_the_plot_is_a_picture(run, extra):
     assert not list(path.parent.glob(".*"))
 
 
+def test_a_folder_s_name_may_be_of_any_script(run, recwarn):
+    output = run()
+    write_loss_plot(output.rename(output.with_name("实验")))
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
 def test_no_plot_without_rows_and_one_for_a_single_row(tmp_path, run):
     assert write_loss_plot(tmp_path) is None
     assert write_loss_plot(run(steps=1)) is not None
@@ -224,6 +231,14 @@ def test_the_command_names_what_is_missing(tmp_path):
     assert isinstance(result.exception, UserError) and "metrics.jsonl" in result.exception.what
     (tmp_path / "metrics.jsonl").write_text("")
     assert "no step is logged yet" in command(tmp_path).output
+
+
+def test_the_command_does_not_write_where_nothing_can_be_written(run, monkeypatch):
+    output = run()
+    monkeypatch.setattr("os.access", lambda _path, mode: mode != os.W_OK)  # the tests may run as root
+    result = command(output)
+    assert isinstance(result.exception, UserError) and result.exception.where == str(output)
+    assert not (output / "loss.png").exists()
 
 
 def test_the_command_counts_the_lines_it_leaves_out(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,13 +17,17 @@ def register(app: typer.Typer) -> None:
 
 
 def report(run: Annotated[Path, typer.Argument(help="Output folder of a run.", metavar="RUN")]) -> None:
-    """Write loss.png and report.html into the run's folder. Raises UserError where it holds no metrics."""
+    """Write loss.png and report.html into the run's folder. Raises UserError where it holds no metrics or is
+    read-only."""
     from swiftlite.reporting.metrics import damage_in_words
     from swiftlite.reporting.page import write_report_page
     from swiftlite.reporting.plots import write_loss_plot
 
     if not (run / "metrics.jsonl").is_file():
         raise UserError("the folder holds no metrics.jsonl", where=str(run), fix="name the --output-dir of a run")
+    if not os.access(run, os.W_OK):
+        fix = "copy the run to a folder that can be written, and name that one"
+        raise UserError("the folder cannot be written", where=str(run), fix=fix)
     if damage := damage_in_words(run):
         typer.echo(damage, err=True)
     for path in (write_loss_plot(run), write_report_page(run)):

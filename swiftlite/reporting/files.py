@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
             write(partial)
             os.replace(partial, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # on a read-only disk it was never there, and cannot be looked for either
+            partial.unlink()
         raise
     return path
 

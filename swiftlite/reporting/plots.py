@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,9 @@ def write_loss_plot(output: Path) -> Path | None:
         axes.set_title(title, fontsize=10, loc="left")
         axes.legend(frameon=False, fontsize=8)
         _plain(axes)
-    return write_whole(output / "loss.png", lambda path: figure.savefig(path, dpi=130, format="png"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of the folder's name, in any script
+        return write_whole(output / "loss.png", lambda path: figure.savefig(path, dpi=130, format="png"))
 
 
 def _loss(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
