@@ -11,8 +11,8 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
 from swiftlite.config.resolve import resolve_config
+from swiftlite.models.compiled import compile_layers
 from swiftlite.parallel.tensor_borders import DELETES_HIDDEN
-from swiftlite.training.divide import compile_layers
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
@@ -64,4 +64,40 @@ def test_a_first_row_as_long_as_the_model_is_wide_is_no_rule():
     for length in (64, 63, 80):
         layer(torch.ones(1, length, 64))
     assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_what_holds_a_convolution_over_tokens_stays_as_it_is_written(
+    tmp_path, tiny_model, write_rows, chat_rows, checkpointing, capsys
+):
+    data, curves = write_rows("rows.jsonl", chat_rows), []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        more = {
+            "activation_checkpointing": checkpointing,
+            "compile": compiled,
+            "output_dir": str(tmp_path / f"{compiled}"),
+        }
+        train_alone(resolve_config("sft", **settings(tmp_path, tiny_model("mamba2"), data, max_steps=2) | more))
+        curves.append([(row["loss"], row["grad_norm"]) for row in metrics(tmp_path / f"{compiled}")])
+    said = capsys.readouterr().out
+    assert curves[1] == [pytest.approx(pair, rel=1e-5) for pair in curves[0]]
+    assert counters["stats"]["unique_graphs"] == 2  # a norm's, forward and backward
+    assert said.count("--compile leaves out Mamba2Mixer") == 1 and "compiled nothing" not in said
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_run_that_compiles_nothing_says_so(tmp_path, tiny_model, write_rows, chat_rows, capsys):
+    """Which calls the compiler can follow, and so whether it is one, depends on the release."""
+    torch._dynamo.reset()
+    counters.clear()
+    more = {"activation_checkpointing": "full", "compile": True, "max_steps": 1}
+    train_alone(
+        resolve_config("sft", **settings(tmp_path, tiny_model("llama"), write_rows("r.jsonl", chat_rows), **more))
+    )
+    assert ("compiled nothing" in capsys.readouterr().out) is not bool(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()

@@ -8,7 +8,7 @@ would never meet.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
 from swiftlite.models.checkpointing import set_activation_checkpointing
+from swiftlite.models.compiled import compile_layers
 from swiftlite.models.embedding import use_direct_embeddings
 from swiftlite.models.experts import use_autocast_experts
 from swiftlite.models.half_products import HALF, use_half_products
@@ -242,14 +243,6 @@ def _divide_part(
     shard_over_data(part.scorer, anatomy.layers, mesh, options)
     if is_fsdp_module(part.scorer):
         torch.distributed.fsdp.register_fsdp_forward_method(part.scorer, "check")
-
-
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Layers are compiled when they first run: once, since rows differ in length and number. That a first row is as
-    long as the model is wide must not be taken for a rule, or the next row would have them compiled again."""
-    torch.fx.experimental._config.use_duck_shape = False
-    for layer in layers:
-        layer.compile(dynamic=True)
 
 
 def _divides_tokens(mesh: Mesh, config: RunConfig) -> bool:

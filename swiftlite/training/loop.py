@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from swiftlite.data.batches import MicroBatch
+from swiftlite.models.compiled import nothing_compiled
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors, unfit_rows
 from swiftlite.training.flops import peak_flops
@@ -230,6 +231,8 @@ class Loop:
             outcome = parts.runner.train(
                 batch.step, share.micro_batches, make_loss(count), self._scale.value, share.count
             )
+        if self.progress.step == 0 and parts.config.compile and (warning := nothing_compiled()):
+            self._listener.message(f"warning: {warning}")
         if self.progress.step == 0 and parts.checks_start:
             check_start(method, share, outcome.loss, parts.precision.dtype)
         norm = self._updates.norm(config.max_grad_norm, self._scale.value)

@@ -95,6 +95,8 @@ def run_training(
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout)
             trainee.check(config.max_length, compiled=config.compile)
+        for note in trainee.notes:
+            reporter.message(f"note: {note}")
 
         def build_start() -> Trainee:
             return build_trainee(config, model_config, None, load, world.within("start"), layout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,8 @@ from swiftlite.data.special_tokens import padding_token
 from swiftlite.errors import UserError
 from swiftlite.imports import import_package
 from swiftlite.models import attention, fp8
-from swiftlite.models.anatomy import check_trainable_architecture, expert_share, why_alone
+from swiftlite.models.anatomy import check_trainable_architecture, decoder_of, expert_share, why_alone
+from swiftlite.models.compiled import left_out_of
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder, own_attention
@@ -82,7 +83,8 @@ class Trainee:
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
     ample_memory: an estimate is far from what is free; bears_copy: so it would be with a second copy of the weights;
-    kernels: `liger` or `none`; alone: why documents have rows of their own, if they have.
+    kernels: `liger` or `none`; alone: why documents have rows of their own, if they have. notes: what the user should
+    know of how the model is trained.
     """
 
     model: nn.Module
@@ -99,6 +101,7 @@ class Trainee:
     has_new_head: bool = False
     kernels: str = "none"
     alone: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def layout_words(self) -> str:
@@ -224,6 +227,7 @@ def build_trainee(
     )
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
     trainee.kernels, trainee.alone = kernels, alone
+    trainee.notes = [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device, world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
