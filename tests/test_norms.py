@@ -30,6 +30,48 @@ class CentredRMSNorm(nn.Module):
         return self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + self.eps)
 
 
+class BiasedRMSNorm(LlamaRMSNorm):
+    def __init__(self, width):
+        super().__init__(width)
+        self.bias = nn.Parameter(torch.zeros(width))  # as it begins: only later it makes a difference
+
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
+class WeightlessRMSNorm(LlamaRMSNorm):
+    """Its weight may be of another width than what it is given, as in Falcon Mamba."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        del self.weight
+        self.weight = nn.Buffer(torch.ones(width // 2))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class UnusedWeightRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class OutsideRMSNorm(LlamaRMSNorm):
+    """Adds to the root instead of the mean square."""
+
+    def forward(self, x):
+        return self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class FlaggedRMSNorm(LlamaRMSNorm):
+    """What it computes is not known by its class."""
+
+    centred = False
+
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True) if self.centred else x)
+
+
 def pair(kind, seed=0):
     torch.manual_seed(seed)
     plain = kind(WIDTH)
@@ -61,6 +103,29 @@ def test_a_class_with_another_formula_keeps_its_own_forward(kind):
     plain, fused = pair(kind)
     x = torch.randn(4, WIDTH, requires_grad=True)
     assert torch.equal(fused(x), plain(x)) and fused(x).grad_fn.name() != "_RmsNormBackward"
+
+
+@pytest.mark.parametrize("kind", [BiasedRMSNorm, WeightlessRMSNorm, UnusedWeightRMSNorm, OutsideRMSNorm])
+def test_a_norm_that_holds_or_adds_something_else_keeps_its_own_forward(kind):
+    """Also where that makes no difference yet: a new weight is all ones, a new bias zero."""
+    plain = kind(WIDTH)
+    fused = copy.deepcopy(plain)
+    fuse_norms(nn.Sequential(fused))
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    for _ in range(2):
+        assert torch.equal(fused(x), plain(x)) and fused(x).grad_fn.name() != "_RmsNormBackward"
+        for parameter in (*plain.parameters(), *fused.parameters()):
+            parameter.data += 0.5
+
+
+def test_each_norm_of_a_class_is_asked_for_itself():
+    norms = nn.ModuleList([FlaggedRMSNorm(WIDTH), FlaggedRMSNorm(WIDTH)])
+    norms[1].centred = True
+    fuse_norms(norms)
+    x = torch.randn(4, WIDTH) + 1
+    for norm in norms:
+        own = FlaggedRMSNorm.forward(norm, x)
+        torch.testing.assert_close(norm(x), own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -1,12 +1,13 @@
 """Root mean square norms as one node of autograd's graph instead of six, and layer norms of fp32.
 
 The norms of nearly all architectures compute `weight * x / rms(x)`, each in code of its own (arXiv 1910.07467). Nothing
-is assumed of a class but its name and what its modules hold: the first time one runs, its own result for some numbers
-is compared with that formula, and a class that computes anything else keeps its own forward.
+is assumed of a module but the name of its class and that it holds one vector: the first time it runs, its own result
+for some numbers is compared with that formula, and a module that computes anything else keeps its own forward.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -25,8 +26,7 @@ def fuse_norms(model: nn.Module) -> None:
     """Give each norm of a model a forward pass of one node, in place, used where weight and input are plain tensors: of
     fp32 on a CPU, of one type on a GPU."""
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if type(module).__name__.endswith(NAME) and _epsilon(module) and weight is not None and weight.ndim == 1:
+        if type(module).__name__.endswith(NAME) and _epsilon(module) and _holds_one_vector(module):
             module.__class__ = _fused_class(type(module))
 
 
@@ -52,6 +52,12 @@ def _epsilon(module: nn.Module) -> float | None:
     return next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
 
 
+def _holds_one_vector(module: nn.Module) -> bool:
+    """And nothing that the formula has no place for: a bias, a weight that is no parameter and that nobody reads."""
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    return names == ["weight"] and isinstance(module.weight, nn.Parameter) and module.weight.ndim == 1
+
+
 @functools.cache
 def _fused_class(plain: type[nn.Module]) -> type[nn.Module]:
     @known_as(plain)
@@ -62,10 +68,9 @@ def _fused_class(plain: type[nn.Module]) -> type[nn.Module]:
             norm = None if args or kwargs else _norm_of(x, self.weight)
             if norm is None:
                 return super().forward(x, *args, **kwargs)
-            epsilon = _epsilon(self)
-            if Fused.computes_formula is None:
-                Fused.computes_formula = _computes_formula(super().forward, self.weight, epsilon)
-            return norm(x, self.weight, epsilon) if Fused.computes_formula else super().forward(x)
+            if self.computes_formula is None:
+                self.computes_formula = _computes_formula(self, plain)
+            return norm(x, self.weight, _epsilon(self)) if self.computes_formula else super().forward(x)
 
     return Fused
 
@@ -84,10 +89,18 @@ def _by_pytorch(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 
 
 @torch.no_grad()
-def _computes_formula(forward, weight: torch.Tensor, epsilon: float) -> bool:  # noqa: ANN001
-    numbers = torch.linspace(-2, 3, 2 * len(weight), device=weight.device).view(2, -1)  # whose mean is not zero
-    ours = normalize(numbers, weight, _inverse_rms(numbers, epsilon))
-    return torch.allclose(forward(numbers), ours, rtol=1e-5, atol=1e-6)
+def _computes_formula(norm: nn.Module, plain: type[nn.Module]) -> bool:
+    """Asked with another weight than its own, which may be all ones and then tells nothing; and with numbers whose mean
+    is not zero, in a second row about as small as what is added to their mean square."""
+    epsilon, device = _epsilon(norm), norm.weight.device
+    numbers = torch.linspace(-2, 3, 2 * len(norm.weight), device=device).view(2, -1)
+    numbers[1] *= epsilon**0.5
+    weight = torch.linspace(0.5, 2, len(norm.weight), device=device)
+    asked = copy.copy(norm)
+    asked._parameters = {"weight": weight}
+    return torch.allclose(
+        plain.forward(asked, numbers), normalize(numbers, weight, _inverse_rms(numbers, epsilon)), rtol=1e-5, atol=1e-6
+    )
 
 
 def _inverse_rms(x: torch.Tensor, epsilon: float) -> torch.Tensor:
