@@ -6,7 +6,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,36 +140,87 @@ def _kept() -> Contexts:
     return _Keep(operations, results), _GiveBack(operations, results)
 
 
-class _Keep(TorchDispatchMode):
-    """Keeps the results of some operations in their order."""
+@dataclass
+class _Kept:
+    """The result of an operation, and how often each of its tensors had been changed in place by then."""
 
-    def __init__(self, operations: set[object], results: deque) -> None:
+    op: Any
+    result: Any
+    versions: list[int]
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of some operations in their order.
+
+    What changes one of them in place has it copied first. PyTorch itself does not know of all such changes: a linear
+    layer's output is the memory of a product, but no view of it.
+    """
+
+    def __init__(self, operations: set[object], results: deque[_Kept]) -> None:
         super().__init__()
         self._operations, self._results = operations, results
+        self._by_memory: dict[int, list[_Kept]] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _changed_by(op, args, kwargs or {}):
+            for kept in self._by_memory.pop(_memory_of(tensor), ()):
+                kept.result = tree_map_only(torch.Tensor, torch.Tensor.clone, kept.result)
+                kept.versions = _versions(kept.result)
         result = op(*args, **(kwargs or {}))
         if op in self._operations:
             own = tree_map_only(torch.Tensor, torch.Tensor.detach, result)  # the result itself becomes part of a graph
-            self._results.append((op, own, _versions(own)))
+            self._results.append(_Kept(op, own, _versions(own)))
+            for part in _tensors_in(own):
+                self._by_memory.setdefault(_memory_of(part), []).append(self._results[-1])
         return result
 
+    def __exit__(self, *failure: object) -> None:
+        self._by_memory.clear()  # results are let go as they are given back
+        super().__exit__(*failure)
 
-class _GiveBack(_Keep):
+
+class _GiveBack(TorchDispatchMode):
     """Gives them back instead of computing them again, each once.
 
     Raises RuntimeError where another operation is asked for, or a result has been changed in place since.
     """
 
+    def __init__(self, operations: set[object], results: deque[_Kept]) -> None:
+        super().__init__()
+        self._operations, self._results = operations, results
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op not in self._operations:
             return op(*args, **(kwargs or {}))
-        kept, result, versions = self._results.popleft()
-        if kept is not op or versions != _versions(result):
-            raise RuntimeError(f"{op} is recomputed, but what was kept is of {kept}, or was changed in place since")
-        return result
+        kept = self._results.popleft()
+        if kept.op is not op or kept.versions != _versions(kept.result):
+            raise RuntimeError(f"{op} is recomputed, but what was kept is of {kept.op}, or was changed in place since")
+        return kept.result
+
+
+@cache
+def _changed_arguments(op: Any) -> list[tuple[int, str]]:
+    """(place, name) of each argument that an operation changes in place."""
+    arguments = op._schema.arguments if isinstance(op, torch._ops.OpOverload) else []
+    changes = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    return [(place, arguments[place].name) for place, changed in enumerate(changes) if changed]
+
+
+def _changed_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of an operation changes in place."""
+    given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _changed_arguments(op)]
+    return _tensors_in(given)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """The same for all tensors in one piece of memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors_in(result: Any) -> list[torch.Tensor]:
+    return [part for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
 
 
 def _versions(result: Any) -> list[int]:
     """How often each tensor of a result has been changed in place."""
-    return [part._version for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
+    return [part._version for part in _tensors_in(result)]
