@@ -80,6 +80,17 @@ def test_gradients_of_several_passes_are_added_in_fp32():
         torch.testing.assert_close(parameter.grad, 3 * once, rtol=1e-5, atol=1e-5)
 
 
+def test_an_output_may_be_changed_in_place(calls):
+    plain, x = network(), torch.randn(2, 5, 48)
+    for model in (plain, half_of(plain)):
+        for layer in (model[0], model[2]):
+            layer.register_forward_hook(lambda _layer, _given, output: output.mul_(2))
+    theirs, ours = results(plain, x), results(model, x)
+    assert calls
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found - expected).norm() <= 5e-3 * expected.norm()
+
+
 def test_a_copy_is_of_the_weight_as_it_is():
     plain = network()
     ours, x = half_of(plain), torch.randn(5, 48)

@@ -77,6 +77,25 @@ def test_a_frozen_base_layer_shares_one_pass_with_its_adapter(onednn_everywhere,
         assert found is expected is None or (found - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("kind", [FastLinear, nn.Linear])
+@pytest.mark.parametrize("tokens", [5, 32])  # oneDNN is given 32
+def test_an_output_may_be_changed_in_place(onednn_everywhere, kind, tokens):
+    """As Gemma 3n does."""
+    theirs = adapted()
+    ours = copy.deepcopy(theirs)
+    for module in (ours.base_model.model.first, ours.base_model.model.second):
+        module.base_layer.__class__ = kind
+    fuse_adapters(ours)
+    x, found = torch.randn(2, tokens, 12), []
+    for model in (ours, theirs):
+        y = model(x)
+        y *= 2
+        y += 1
+        found.append([y, *torch.autograd.grad(y.square().sum(), [p for p in model.parameters() if p.requires_grad])])
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_base_layer_that_is_trained_has_its_own_gradient():
     theirs = adapted()
     theirs.base_model.model.first.base_layer.weight.requires_grad_()

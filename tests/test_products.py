@@ -75,6 +75,19 @@ def test_a_frozen_layer_does_not_keep_its_input(calls, trained):
     torch.testing.assert_close(x.grad, weight.detach().sum(0).expand(32, 16))
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 16), (32, 16)])
+def test_an_output_may_be_changed_in_place(calls, shape):
+    x, weight, bias, found = torch.randn(shape), torch.randn(8, 16), torch.randn(8), []
+    for function in (linear, F.linear):
+        given = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+        y = function(*given)
+        y *= 2
+        found.append(torch.autograd.grad(y.square().sum(), given))
+    assert calls
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_products(calls, dtype):
     parts = [(torch.randn(t, 50).to(dtype), torch.randn(t, 20).to(dtype)) for t in (32, 5, 40)]

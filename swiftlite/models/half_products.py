@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from swiftlite.models.embedding import gradient_of, takes_gradient
-from swiftlite.models.products import PLAIN, ProductSum
+from swiftlite.models.products import PLAIN, ProductSum, no_view
 
 HALF = torch.bfloat16
 
@@ -118,7 +118,7 @@ class _Product(torch.autograd.Function):
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if wants_weight else None, half if wants_x else None)
         ctx.weight = weight
-        return F.linear(x, half, None if bias is None else bias.to(HALF))
+        return no_view(F.linear(x, half, None if bias is None else bias.to(HALF)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from swiftlite.models.half_products import as_half, half_weight
-from swiftlite.models.products import FastLinear, are_plain_fp32, linear, product
+from swiftlite.models.products import FastLinear, are_plain_fp32, linear, no_view, product
 
 LINEAR = (nn.Linear, FastLinear)
 
@@ -87,7 +87,7 @@ class _Adapted(torch.autograd.Function):
         ctx.scaling = scaling
         base = linear(rows, weight, bias)
         add = torch.addmm if is_in_torch_dispatch_mode() else torch.Tensor.addmm_  # selective checkpointing keeps base
-        return add(base, inner, out_of.T, alpha=scaling).view(*x.shape[:-1], weight.shape[0])
+        return no_view(add(base, inner, out_of.T, alpha=scaling).view(*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -136,6 +136,12 @@ def are_plain_fp32(*tensors: torch.Tensor, also_under_autocast: bool = False) ->
     return all(type(tensor) in PLAIN and tensor.dtype == torch.float32 for tensor in tensors)
 
 
+def no_view(result: torch.Tensor) -> torch.Tensor:
+    """The same numbers, for an autograd function to give. What it gives may be changed in place then, as Gemma 3n does
+    with a linear layer's output; autograd refuses that of a view which was made inside of a function."""
+    return result.data
+
+
 def _gains(a: torch.Tensor, b: torch.Tensor) -> bool:
     large = a.ndim > 1 and a.numel() * b.shape[0] >= SMALLEST
     return large and onednn_serves(a.device, a.dtype) and are_plain_fp32(a, b)
@@ -159,7 +165,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):  # noqa: ANN001, ANN205
         wants_x, wants_weight, _ = ctx.needs_input_grad  # of a frozen layer the input is not kept
         ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
-        return _by_onednn(x, weight, bias)
+        return no_view(_by_onednn(x, weight, bias))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
