@@ -22,6 +22,7 @@ def values(words):
     ("words", "expected"),
     [
         ("--max-length 5", {"max_length": ["5"]}),
+        ("-m a/b -d c -o e", {"model": ["a/b"], "dataset": ["c"], "output_dir": ["e"]}),
         ("--max_length=5", {"max_length": ["5"]}),
         ("--cutoff-len 5", {"max_length": ["5"]}),
         ("--dataset a b c --seed 1", {"dataset": ["a", "b", "c"], "seed": ["1"]}),

@@ -74,6 +74,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         "model_id_or_path",
         shown="needed",
         metavar="NAME|PATH",
+        short="m",
     )
     tokenizer: OptionalText = flag(
         None,
@@ -94,13 +95,9 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         metavar="NAME|FILE",
     )
     revision: OptionalText = flag(
-        None,
-        MODEL,
-        "Branch, tag or commit of the model on the hub.",
-        "model_revision",
-        shown="main",
+        None, MODEL, "Branch, tag or commit of the model on the hub.", "model_revision", shown="main",
         metavar="REVISION",
-    )
+    )  # fmt: skip
     trust_remote_code: bool = flag(
         False, MODEL, "Run Python code that comes with the model. Only for sources you trust."
     )
@@ -117,6 +114,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         "dataset_name",
         shown="needed",
         metavar="SPEC ...",
+        short="d",
     )
     eval_dataset: Names = flag(
         [],
