@@ -30,6 +30,11 @@ OF_THE_ROWS = (
     "columns", "streaming", "sample_by", "max_length", "overlong", "share_prompt", "packing", "shuffle",
     "global_batch_size", "seed",
 )  # fmt: skip
+# Evaluations under others of these are no measure for each other.
+OF_THE_LOSS = (
+    "loss", "beta", "label_smoothing", "rpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight",
+    "center_rewards",
+)  # fmt: skip
 
 
 def changed_settings(before: Path, now: RunConfig) -> dict[str, str]:

@@ -31,7 +31,7 @@ from swiftlite.checkpoint.state import (
     write_trainer_state,
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
-from swiftlite.config.changes import OF_THE_ROWS, changed_settings
+from swiftlite.config.changes import OF_THE_LOSS, OF_THE_ROWS, changed_settings
 from swiftlite.config.checks import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
@@ -185,10 +185,20 @@ class Session:
         self._saved = checkpoint
         self._method.state = self._progress.method
         progress = self._progress
+        self._forget_other_losses(checkpoint)
         kept = progress.best_step is not None and step_folder(self._output, progress.best_step).is_dir()
         if not self._mesh.any(kept):  # it lies in the folder that the run was started in
             progress.best_step, progress.best_step_loss = None, None
         self._best = progress.best_step, progress.best_step_loss
+
+    def _forget_other_losses(self, checkpoint: Path) -> None:
+        """Evaluations of a loss that is made otherwise now say nothing about those to come."""
+        settings = changed_settings(run_settings(checkpoint), self._config)
+        progress, changed = self._progress, [words for name, words in settings.items() if name in OF_THE_LOSS]
+        if changed and progress.best_loss is not None:
+            progress.best_loss = progress.best_step = progress.best_step_loss = None
+            progress.evaluations_without_gain = 0
+            self._reporter.message(f"the best evaluation so far is none any more: it had {', '.join(changed)}")
 
     def train(self, began: float) -> None:
         """Run the loop, then write model/, audit, plots and page. began: of the run, by time.monotonic."""
