@@ -143,7 +143,7 @@ def check_layout(config, layout, folder, *, count=True) -> None:
     check_context_parallel(whole, layout, config.max_length)
     layers = 2 * layout.pp
     base = build_model(str(folder), real_config(config.model, layers), dtype=torch.bfloat16, attention="sdpa")
-    model = apply_tuner(base, config, None)
+    model = apply_tuner(base, config, None, print)
     if config.tuner == "lora" and count:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert trained == sizes(config.model).adapters(config.lora_rank, layers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,15 +40,18 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> None:
         weight[old:] = weight[:old].mean(0, keepdim=True)
 
 
-def apply_tuner(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -> nn.Module:
+def apply_tuner(
+    model: PreTrainedModel, config: RunConfig, adapter: Path | None, say: Callable[[str], None]
+) -> nn.Module:
     """Freeze and unfreeze as `--tuner` says; under LoRA wrap the model by peft.
 
     model: with or without memory behind its weights; adapter: an adapter folder to go on from, whose weights are read
-    later. Returns the module that holds the result: the model, or a peft model around it.
+    later; say: is told what the user should know of it. Returns the module that holds the result: the model, or a peft
+    model around it.
     Raises UserError.
     """
     if config.tuner == "lora":
-        return _add_lora(model, config, adapter)
+        return _add_lora(model, config, adapter, say)
     if config.tuner == "freeze":
         _freeze(model, config)
     return model
@@ -93,9 +96,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         ) from error
 
 
-def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -> nn.Module:
+def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, say: Callable[[str], None]) -> nn.Module:
     with quick_imports():
         import peft
+
+        from swiftlite.models.lora_targets import check_named, left_out
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns of choices that are made for it below
@@ -108,12 +113,14 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None) -
         if classifies and SCORE_HEAD not in kept:
             kept.append(SCORE_HEAD)
         targets = list(config.target_modules)
+        all_linear = targets == ["all-linear"]
         settings = peft.LoraConfig(
             task_type="SEQ_CLS" if classifies else "CAUSAL_LM",
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,
             lora_dropout=config.lora_dropout,
-            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            target_modules="all-linear" if all_linear else check_named(model, targets),
+            exclude_modules=(left_out(model, say) or None) if all_linear else None,
             modules_to_save=kept or None,
             use_dora=config.dora,
             use_rslora=config.rslora,

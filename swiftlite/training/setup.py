@@ -211,7 +211,8 @@ def build_trainee(
     on_disk, new_head = match_files(weights, base)
     _grow(base, config, load_tokenizer)
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
-    model = apply_tuner(base, config, adapter)
+    notes = [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
+    model = apply_tuner(base, config, adapter, notes.append)
     sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
     sources += read_on_top(model, base, weights, adapter, None if source == str(resume) else resume)
     fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, new_head))
@@ -226,8 +227,7 @@ def build_trainee(
         config, model_config, model, base, choice, mesh, precision, need, room_left(choice, need, mesh, free), of_files
     )
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
-    trainee.kernels, trainee.alone = kernels, alone
-    trainee.notes = [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
+    trainee.kernels, trainee.alone, trainee.notes = kernels, alone, notes
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device, world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
