@@ -93,6 +93,8 @@ ALONE = {
     ),
     "convolutions": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48}, "kind conv"),
     "its own table of attention functions": ("FalconConfig", {}, "interface"),
+    "attention that layers tell nothing": ("NemotronConfig", {}, "no keyword arguments"),
+    "attention that makes its mask": ("DogeConfig", {"head_dim": 8, "keep_window_size": 4}, "a mask of its own making"),
     "positions that attention adds": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "interface"),
     "chunks, and a decoder of another name": (
         "Llama4TextConfig", EXPERTS | {"head_dim": 8, "attention_chunk_size": 8, "intermediate_size_mlp": 48},

@@ -17,6 +17,12 @@ from swiftlite.models.logits import LogitTransform, find_transform
 # token would run on into the next document; chunks, compressed keys and the like would be counted from the row's start.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
 
+# Architectures, as configs name them, whose layers do not tell attention where documents begin, and why.
+NOT_TOLD_OF_BORDERS = {
+    "doge": "attention with a mask of its own making",
+    "nemotron": "layers that hand no keyword arguments on to their attention",
+}
+
 DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "jitter_noise", "jitter_eps")  # how configs name them
 
 # What configs call the number of experts of a mixture, and of those that a token meets.
@@ -190,6 +196,8 @@ def why_alone(model: PreTrainedModel) -> str | None:
     for name, module in decoder_of(model).named_modules():
         if isinstance(module, nn.Conv1d):  # of a state space, which configs need not tell of
             return f"a convolution over tokens ({name})"
+    if why := NOT_TOLD_OF_BORDERS.get(model.config.get_text_config().model_type):
+        return why
     if not model._supports_attention_backend:
         return "attention that does not go through transformers' interface"
     return None
