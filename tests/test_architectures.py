@@ -82,6 +82,7 @@ REFUSED = {
     "attention to what comes later": (
         "Gemma3TextConfig", SLIDING | {"head_dim": 8, "use_bidirectional_attention": True}, "Gemma3Attention",
     ),
+    "a head that says it is the decoder": ("ModernBertDecoderConfig", SLIDING, "no separate decoder and output head"),
     "a router loss that is not there": ("DeepseekV2Config", LATENT | {"output_router_logits": True}, "DeepseekV2"),
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def dissect(model: PreTrainedModel) -> Anatomy:
     Raises UserError naming the architecture where one is missing.
     """
     decoder, head, gives_scores = decoder_of(model), head_of(model), SCORE_HEAD in model._modules
-    if decoder is model or head is None or not isinstance(head, nn.Module):
+    if decoder is model or decoder is head or head is None or not isinstance(head, nn.Module):
         raise UserError(
             f"{type(model).__name__} has no separate decoder and output head",
             fix="use a decoder-only model for causal language modelling",
