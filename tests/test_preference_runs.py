@@ -125,7 +125,8 @@ def test_evaluations_of_another_loss_are_no_measure(start, tmp_path, capsys):
     more = {"eval_fraction": 0.25, "eval_steps": 1, "save_steps": 1, "keep_checkpoints": 9, "lr_scheduler": "constant"}
     start(max_steps=2, loss=["sigmoid:1"], **more)
     rows = start(max_steps=4, loss=["sigmoid:9"], resume="auto", **more)
-    assert "the best evaluation so far is none any more: it had --loss sigmoid:1 -> sigmoid:9" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the best evaluation so far is none any more: it had --loss sigmoid:1 -> sigmoid:9" in said
     best = min(rows[2:], key=lambda row: row["eval_loss"])
     assert best["eval_loss"] > 2 * rows[1]["eval_loss"]
     assert (tmp_path / "out" / "checkpoints" / "best").resolve().name == f"step-{best['step']:08d}"
