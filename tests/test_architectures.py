@@ -363,6 +363,11 @@ def test_a_tensor_parallel_plan_may_speak_of_experts_that_a_model_lacks():
         )
 
 
+def test_a_tensor_parallel_plan_that_lacks_a_part_is_refused():
+    with pytest.raises(UserError, match="the tensor-parallel plan of gemma3n_text is not all that its layers do"):
+        check_tensor_parallel(config_of(*EQUAL["gemma3n"]), 2)
+
+
 @pytest.mark.parametrize(
     ("config", "share"),
     [

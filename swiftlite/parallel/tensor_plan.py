@@ -42,6 +42,8 @@ _PARTS = {
     "mla_kv_a_proj": Part.LATENT,
 }
 _SILENT = ("local_params", "replicate")  # say nothing about placement: every module here runs on local tensors
+# Architectures whose layers also do what their plan does not speak of, by the types that configs name.
+_PLAN_LACKS = {"gemma3n_text": "hidden states are mixed by weights of its alternating updates"}
 KEY_VALUE = ("k_proj", "v_proj")  # columns that may have fewer heads than there are ranks
 
 
@@ -71,6 +73,12 @@ def tensor_plan(config: PretrainedConfig) -> TensorPlan:
     if not styles:
         raise UserError(
             f"{text.model_type} has no tensor-parallel plan in transformers",
+            where="--tensor-parallel-size",
+            fix="use --tensor-parallel-size 1; data parallelism needs no plan",
+        )
+    if lacking := _PLAN_LACKS.get(text.model_type):
+        raise UserError(
+            f"the tensor-parallel plan of {text.model_type} is not all that its layers do: {lacking}",
             where="--tensor-parallel-size",
             fix="use --tensor-parallel-size 1; data parallelism needs no plan",
         )
