@@ -1,11 +1,14 @@
 """Selective activation checkpointing gives back what was computed, whatever became of it since."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from swiftlite.models.checkpointing import _kept
+from swiftlite.models.checkpointing import _kept, _tagged_where_compiled
 
 
 class ChangesOutput(nn.Module):
@@ -28,12 +31,32 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("contexts", [_kept, _tagged_where_compiled])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_kept_result_that_is_changed_in_place(change):
+def test_a_kept_result_that_is_changed_in_place(change, contexts):
+    """Also where a layer was to be compiled, and the compiler gave up."""
     torch.manual_seed(0)
     layer, x, found = ChangesOutput(CHANGES[change]), torch.randn(2, 5, 8, requires_grad=True), []
-    for run in (layer, lambda given: checkpoint(layer, given, use_reentrant=False, context_fn=_kept)):
+    for run in (layer, lambda given: checkpoint(layer, given, use_reentrant=False, context_fn=contexts)):
         output = run(x)
         found.append([output, *torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])])
     for plain, recomputed in zip(*found, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_layer_is_recomputed_as_the_compiler_decides():
+    class Layer(ChangesOutput):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False, context_fn=_tagged_where_compiled)
+
+    torch._dynamo.reset()
+    counters.clear()
+    layer, x, found = Layer(CHANGES["added to"]), torch.randn(2, 5, 8, requires_grad=True), []
+    for _ in range(2):
+        found.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+        layer.compile(dynamic=True)
+    assert counters["stats"]["unique_graphs"] == 1
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()

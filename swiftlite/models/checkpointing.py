@@ -43,7 +43,7 @@ def set_activation_checkpointing(
     """
     if mode == "none":
         return
-    own = (_tagged if compiled else _kept) if mode == "selective" else _nothing_kept
+    own = (_tagged_where_compiled if compiled else _kept) if mode == "selective" else _nothing_kept
     options: dict[str, object] = {"use_reentrant": False}
     if mode == "selective" or again is not nullcontext:
         options["context_fn"] = own if again is nullcontext else partial(_with_again, own, again)
@@ -116,6 +116,12 @@ def kept_operations() -> set[object]:
     kept |= {ops._scaled_dot_product_flash_attention_for_cpu.default, ops._scaled_dot_product_flash_attention.default}
     kept |= {ops._scaled_dot_product_efficient_attention.default, ops._scaled_dot_product_cudnn_attention.default}
     return kept | {torch.ops.torch_attn._varlen_attn.default, torch.ops.mkldnn._linear_pointwise.default}
+
+
+def _tagged_where_compiled() -> Contexts:
+    """A layer that the compiler cannot follow runs as it is written. PyTorch's contexts would then give back results
+    that the layer has changed in place since."""
+    return _kept() if torch._guards.TracingContext.try_get() is None else _tagged()
 
 
 def _tagged() -> Contexts:

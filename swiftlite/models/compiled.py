@@ -22,7 +22,10 @@ def left_out_of(decoder: nn.Module) -> str | None:
     kinds = dict.fromkeys(type(mixer).__name__ for mixer in _split(decoder)[1])
     if not kinds:
         return None
-    return f"--compile leaves out {', '.join(kinds)}, whose convolution over tokens takes rows of one length only"
+    return (
+        f"--compile leaves out {', '.join(kinds)}, whose convolution over tokens takes rows of one length only, and "
+        "under --activation-checkpointing selective all of the layers around it"
+    )
 
 
 def nothing_compiled() -> str | None:
@@ -33,7 +36,7 @@ def nothing_compiled() -> str | None:
         return None
     return (
         "--compile has compiled nothing: layers make a call that the compiler cannot follow; leave it out, or try "
-        "--activation-checkpointing none"
+        "another --activation-checkpointing"
     )
 
 
