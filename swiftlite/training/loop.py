@@ -27,6 +27,7 @@ from swiftlite.training.schedule import rate_at, schedule_note, warmup_steps
 from swiftlite.training.share import Sharing, StepShare
 from swiftlite.training.step import StepOutcome, StepRunner
 from swiftlite.training.stopping import Stopped
+from swiftlite.training.untouched import without_gradient
 from swiftlite.training.warm_check import longest_share, tokens_of_longest
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Parts:
     checks_start: bool
     ample_memory: bool
     modules: list[torch.nn.Module]
-    trained: list[torch.nn.Parameter]
+    trained: list[tuple[str, torch.nn.Parameter]]
     uncounted: set[int]
     optimizer: torch.optim.Optimizer
     precision: Precision
@@ -114,7 +115,8 @@ class Loop:
         self._peak = peak_flops(parts.mesh.device, parts.precision.dtype)
         config = parts.config
         kind = UpdatesInBackward if config.optimizer_in_backward else Updates
-        self._updates = kind(parts.optimizer, parts.trained, parts.uncounted, parts.mesh)
+        trained = [parameter for _, parameter in parts.trained]
+        self._updates = kind(parts.optimizer, trained, parts.uncounted, parts.mesh)
         self._warmup = warmup_steps(parts.plan.total_steps, config.warmup_steps, config.warmup_ratio)
 
     def run(self) -> None:
@@ -262,10 +264,8 @@ class Loop:
         if share.trained_tokens == 0:
             self._skip(step, "no trained token in the whole step")
             return False
-        if norm == 0.0 and self.progress.step == 0:
-            self._listener.message(
-                f"warning: the gradient of step {step} is zero: what is trained learns nothing there"
-            )
+        if self.progress.step == 0:
+            self._look_for_gradients(step, norm)
         if math.isfinite(outcome.loss) and math.isfinite(norm):
             return True
         if math.isfinite(outcome.loss) and self._scale.can_shrink:
@@ -281,6 +281,20 @@ class Loop:
             fix="look at these rows, lower --learning-rate or use --precision fp32; "
             "--on-nonfinite skip leaves such steps out and counts them",
             sound=self._updates.at_once,
+        )
+
+    def _look_for_gradients(self, step: int, norm: float) -> None:
+        """Say what of the trained tensors learns nothing in the first step, and most likely in none."""
+        if norm == 0.0:
+            where = ""
+        elif self._parts.config.optimizer_in_backward:  # they are gone
+            return
+        elif places := without_gradient(self._parts.trained, self._parts.mesh):
+            where = f" for {', '.join(places[:3])}{' and others' if len(places) > 3 else ''}"
+        else:
+            return
+        self._listener.message(
+            f"warning: the gradient of step {step} is zero{where}: what is trained there learns nothing"
         )
 
     def _watch_loss(self, step: int, share: StepShare, outcome: StepOutcome) -> None:

@@ -219,7 +219,7 @@ class Session:
             checks_start=not has_dropout(trainee.base),
             ample_memory=trainee.ample_memory,
             modules=[part.scorer for part in trainee.divided.parts],
-            trained=[parameter for _, parameter in trainee.trained()],
+            trained=trainee.trained(),
             uncounted=trainee.uncounted(),
             optimizer=self._optimizer,
             precision=trainee.precision,
