@@ -7,10 +7,15 @@ import importlib.util
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
 from swiftlite.errors import UserError, first_line
+
+OURS = ("__main__", "swiftlite", "transformers_modules")  # the last is code that comes with a model
+
+_broken: dict[str, Exception] = {}  # what the import of each hidden package raised
 
 
 def default_cache() -> Path:
@@ -32,8 +37,18 @@ def hide_broken(name: str) -> None:
         return
     try:
         importlib.import_module(name)
-    except Exception:  # each has its own reasons to fail
-        sys.modules[name] = None
+    except Exception as error:  # each has its own reasons to fail
+        sys.modules[name], _broken[name] = None, error
+
+
+def failed_import(error: BaseException) -> str | None:
+    """The package whose code was being executed for the first time, None where it is no other's."""
+    modules = [
+        frame.f_globals["__name__"].partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "<module>"
+    ]
+    return modules[-1] if modules and modules[-1] not in OURS else None
 
 
 def quiet_bitsandbytes() -> None:
@@ -41,25 +56,26 @@ def quiet_bitsandbytes() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def require_package(name: str, flag: str, extra: str | None = None) -> None:
-    """Raises UserError where a package is not installed. flag: that needs it; extra: that brings it, of the package's
-    name by default. Imports nothing."""
-    if not is_installed(name):
-        raise UserError(
-            f"{flag} needs the package {name}",
-            where=flag,
-            fix=f"pip install 'swiftlite[{extra or name}]', or leave {flag} out",
-        )
-
-
 def import_package(name: str, flag: str, extra: str | None = None) -> ModuleType:
-    """Import it. Raises UserError where it is not installed, or fails. Arguments as of `require_package`."""
-    require_package(name, flag, extra)
+    """Import it, or a module in it. Raises UserError where it is not installed, or fails.
+
+    flag: or what else needs it; extra: that brings it, of the package's name by default.
+    """
+    package = name.partition(".")[0]
+    if package not in _broken and not is_installed(package):
+        raise UserError(
+            f"{flag} needs the package {package}",
+            where=flag,
+            fix=f"pip install 'swiftlite[{extra or package}]', or leave {flag} out",
+        )
     try:
         return importlib.import_module(name)
-    except Exception as error:  # each has its own reasons to fail
+    except Exception as failed:  # each has its own reasons to fail
+        error = _broken.get(getattr(failed, "name", None), failed)  # of a package that is None for Python
         raise UserError(
-            f"{flag} needs the package {name}, whose import fails: {type(error).__name__}: {first_line(error)[:200]}",
+            f"{flag} needs the package {package}, whose import fails: "
+            f"{type(error).__name__}: {first_line(error)[:200]}",
             where=flag,
-            fix=f"install {name} again in a version that fits the other packages, or leave {flag} out",
+            fix=f"install {failed_import(error) or package} again in a version that fits the other packages"
+            + (f", or leave {flag} out" if flag.startswith("--") else ""),
         ) from error

@@ -39,7 +39,13 @@ ALONE = (f"{COMPILER}.config", f"{COMPILER}._trace_wrapped_higher_order_op")  # 
 MARKS = ("allow_in_graph", "assume_constant_result", "disallow_in_graph")
 NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 # What transformers and peft find and import, but text and the layers that swiftlite trains have no use for.
-UNUSED = ("torch_distributed", "accelerate", "torchvision", "torchao", "scipy")
+UNUSED = (
+    "torch_distributed",
+    "accelerate",
+    *("torchvision", "cv2", "torchaudio", "torchcodec", "soundfile", "soxr", "librosa"),
+    *("torchao", "hqq"),
+    *("scipy", "sklearn"),
+)
 OTHER_LAYERS = ("torchao", "gptqmodel", "aqlm", "eetq", "hqq", "inc", "te_pytorch")
 SCAN = "create_import_structure_from_path"
 
@@ -138,6 +144,7 @@ def _change_utilities(execute: Callable[[ModuleType], None], utilities: ModuleTy
     another torch, no text needs to know."""
     hide_broken("PIL")  # which some tokenizers use, and the next
     hide_broken("sentencepiece")
+    hide_broken("kernels")  # from the hub, which transformers would use where they fit
     execute(utilities)
     if hasattr(utilities, SCAN):
         setattr(utilities, SCAN, _remembered(getattr(utilities, SCAN), Path(utilities.__file__)))

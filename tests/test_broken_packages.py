@@ -7,14 +7,19 @@ import sys
 import pytest
 from test_parity import settings
 
+from swiftlite import imports
 from swiftlite.cli.errors import show_error
 from swiftlite.config.resolve import resolve_config
 from swiftlite.config.save import dump_config
 from swiftlite.errors import UserError
-from swiftlite.imports import import_package
-from swiftlite.reporting.trackers import open_trackers
+from swiftlite.imports import hide_broken, import_package
+from swiftlite.reporting.trackers import check_trackers
 
-NOT_NEEDED = ("PIL", "bitsandbytes", "sentencepiece", "scipy", "torchao", "torchvision", "wandb")
+NOT_NEEDED = (
+    *("PIL", "torchvision", "cv2", "torchaudio", "torchcodec", "soundfile", "soxr", "librosa"),
+    *("bitsandbytes", "torchao", "hqq", "kernels", "gptqmodel", "optimum", "flash_attn", "tensorflow"),
+    *("sentencepiece", "tiktoken", "scipy", "sklearn", "wandb", "deepspeed"),
+)
 
 
 @pytest.fixture
@@ -36,25 +41,61 @@ def broken(tmp_path):
 
 def test_what_a_run_does_not_use_may_be_broken(tmp_path, tiny_model, write_rows, chat_rows, broken):
     values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), tuner="lora", max_steps=1)
-    recipe = tmp_path / "recipe.yaml"
+    recipe, run, packages = tmp_path / "recipe.yaml", tmp_path / "out", broken(*NOT_NEEDED)
     recipe.write_text(dump_config(resolve_config("sft", **values)))
-    done = subprocess.run(
-        [sys.executable, "-m", "swiftlite", "sft", "--recipe", str(recipe)],
-        env=os.environ | {"PYTHONPATH": f"{broken(*NOT_NEEDED)}:{os.environ.get('PYTHONPATH', '')}"},
+    done = swiftlite(packages, "sft", "--recipe", recipe, "--report-to", "tensorboard")
+    assert done.returncode == 0 and "another torch" not in done.stderr, done.stderr
+    assert "warning: loss.png needs the package matplotlib, whose import fails: RuntimeError: PIL was" in done.stdout
+    assert (run / "model" / "adapter_config.json").is_file() and (run / "report.html").is_file()
+    assert list((run / "tensorboard").iterdir())
+
+    for command in (["infer", "--prompt", "Hi"], ["export", "--output-dir", tmp_path / "whole"]):
+        done = swiftlite(packages, *command, "--model", run / "model")
+        assert done.returncode == 0 and "another torch" not in done.stderr, done.stderr
+    done = swiftlite(packages, "report", run)
+    assert done.returncode == 2 and "install PIL again" in done.stderr and "report.html" in done.stdout
+
+
+def test_an_import_that_fails_in_a_started_process_is_told(broken):
+    script = (
+        "from swiftlite.cli.errors import show_error\n"
+        "from swiftlite.parallel.start import Machines, start_processes, told_before_joining\n"
+        "def body():\n"
+        "    with told_before_joining(show_error): import needed_broken\n"
+        "if __name__ == '__main__': start_processes(Machines(2), body)\n"
+    )
+    path = broken("needed_broken").parent / "start.py"
+    path.write_text(script)
+    done = python(path.parent / "packages", path)
+    assert done.returncode == 1
+    assert done.stderr.count("error: the package needed_broken cannot be imported: RuntimeError") == 1, done.stderr
+
+
+def swiftlite(packages, *words):
+    return python(packages, "-m", "swiftlite", *words)
+
+
+def python(packages, *words):
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=os.environ | {"PYTHONPATH": f"{packages}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0 and "another torch" not in done.stderr, done.stderr
-    assert (tmp_path / "out" / "model" / "adapter_config.json").is_file()
 
 
-def test_what_a_setting_needs_is_named_with_its_own_error(monkeypatch, broken, tmp_path):
+def test_what_a_setting_needs_is_named_with_its_own_error(monkeypatch, broken):
     monkeypatch.delitem(sys.modules, "swanlab", raising=False)
-    monkeypatch.syspath_prepend(broken("torchao_broken", "swanlab"))
+    monkeypatch.setattr(imports, "_broken", {})
+    monkeypatch.setitem(sys.modules, "hidden_broken", None)
+    del sys.modules["hidden_broken"]
+    monkeypatch.syspath_prepend(broken("torchao_broken", "swanlab", "hidden_broken"))
+    hide_broken("hidden_broken")
     for use in (
         lambda flag: import_package("torchao_broken", flag),
-        lambda flag: open_trackers(["swanlab"], tmp_path, "run", "1", 0, {}),
+        lambda flag: import_package("hidden_broken", flag),
+        lambda flag: check_trackers(["swanlab"]),
     ):
         with pytest.raises(UserError, match="whose import fails: RuntimeError: [a-z_]* was made for") as error:
             use("--fp8")

@@ -45,6 +45,13 @@ def test_auto_does_without_the_package(monkeypatch):
     assert choose_kernels("auto", "llama", GPU, divided=False) == "none"
 
 
+def test_auto_does_without_a_package_that_cannot_be_imported(installed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
+    assert choose_kernels("auto", "llama", GPU, divided=False) == "none"
+    with pytest.raises(UserError, match="its import fails: ModuleNotFoundError"):
+        choose_kernels("liger", "llama", GPU, divided=False)
+
+
 @pytest.mark.parametrize(("model_type", "device", "words"), [("llama", CPU, "need a GPU"), ("gpt2", GPU, "none for")])
 def test_what_was_asked_for_by_name_and_cannot_be_is_refused(installed, model_type, device, words):
     with pytest.raises(UserError, match=words):

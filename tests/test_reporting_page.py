@@ -222,7 +222,7 @@ def test_the_command_draws_both_again(run):
     output = run()
     result = command(output)
     assert result.exit_code == 0
-    assert result.output.splitlines() == [f"wrote {output / 'loss.png'}", f"wrote {output / 'report.html'}"]
+    assert result.output.splitlines() == [f"wrote {output / 'report.html'}", f"wrote {output / 'loss.png'}"]
     assert (output / "loss.png").is_file() and (output / "report.html").is_file()
 
 

@@ -7,9 +7,8 @@ import sys
 import traceback
 
 from swiftlite.errors import DISK_FULL, RunError, SwiftliteError, is_out_of_memory
+from swiftlite.imports import failed_import
 from swiftlite.untrusted import printable, without_secrets
-
-OURS = ("__main__", "swiftlite", "transformers_modules")  # the last is code that comes with a model
 
 
 def show_error(error: BaseException, *, debug: bool = False) -> int:
@@ -37,7 +36,7 @@ def unforeseen(error: BaseException) -> RunError:
             where=error.filename and str(error.filename),
             fix="free some space, or name another disk with --output-dir or --cache-dir; --resume auto goes on",
         )
-    if package := _failed_import(root := _root(error)):
+    if package := failed_import(root := _root(error)):
         return RunError(
             f"the package {package} cannot be imported: {_words(root)}",
             fix="install it again, in a version that fits the other packages; --debug shows the traceback",
@@ -57,13 +56,3 @@ def _root(error: BaseException) -> BaseException:
     while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = cause
     return error
-
-
-def _failed_import(error: BaseException) -> str | None:
-    """The package whose code was being executed for the first time, None where it is no other's."""
-    modules = [
-        frame.f_globals["__name__"].partition(".")[0]
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_name == "<module>"
-    ]
-    return modules[-1] if modules and modules[-1] not in OURS else None

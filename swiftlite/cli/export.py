@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, at_home, model_option
+from swiftlite.quick_imports import quick_imports
 from swiftlite.sizes import in_words
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Hands the flags over to `swiftlite.serving.export`."""
-    from swiftlite.serving.export import ExportOptions, run_export
+    with quick_imports():
+        from swiftlite.serving.export import ExportOptions, run_export
 
     done = run_export(
         ExportOptions(

@@ -17,8 +17,8 @@ def register(app: typer.Typer) -> None:
 
 
 def report(run: Annotated[Path, typer.Argument(help="Output folder of a run.", metavar="RUN")]) -> None:
-    """Write loss.png and report.html into the run's folder. Raises UserError where it holds no metrics or is
-    read-only."""
+    """Write report.html and loss.png into the run's folder. Raises UserError where it holds no metrics or is read-only,
+    and where curves cannot be drawn."""
     from swiftlite.reporting.metrics import damage_in_words
     from swiftlite.reporting.page import write_report_page
     from swiftlite.reporting.plots import write_loss_plot
@@ -30,5 +30,6 @@ def report(run: Annotated[Path, typer.Argument(help="Output folder of a run.", m
         raise UserError("the folder cannot be written", where=str(run), fix=fix)
     if damage := damage_in_words(run):
         typer.echo(damage, err=True)
-    for path in (write_loss_plot(run), write_report_page(run)):
+    for write in (write_report_page, write_loss_plot):
+        path = write(run)
         typer.echo(f"wrote {path}" if path is not None else "no step is logged yet, so there is no curve to draw")

@@ -6,12 +6,13 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swiftlite.cli.errors import show_error
 from swiftlite.errors import UserError
+from swiftlite.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,7 +70,8 @@ def verify(
     if report is not None and not report.absolute().parent.is_dir():
         raise UserError("there is no such folder", where=f"--json {report}", fix="make it first, or name another")
 
-    from swiftlite.verification.run import read_verdicts  # behind the checks: it imports all of training
+    with quick_imports():
+        from swiftlite.verification.run import read_verdicts  # behind the checks: it imports all of training
 
     layers = 2 * nproc_per_node  # two stages a rank
     with tempfile.TemporaryDirectory(prefix="swiftlite-verify-") as folder:
@@ -100,17 +102,28 @@ def _pick(processes: int, texts: list[str] | None) -> list[Case]:
     return picked
 
 
+def _verify_here(*arguments: Any) -> int:
+    """The body of a started process. It is found here, where nothing heavy has been imported yet."""
+    from swiftlite.parallel.start import told_before_joining
+
+    with told_before_joining(show_error):
+        with quick_imports():
+            from swiftlite.verification.run import verify_in_process
+
+        return verify_in_process(*arguments)
+
+
 def _write_report(verdicts: list[Verdict], path: Path) -> None:
     path.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")
 
 
 def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases: list, resumed: bool) -> None:
     from swiftlite.parallel.start import Machines, start_processes
-    from swiftlite.verification.run import verify_in_process, write_rows
+    from swiftlite.verification.run import write_rows
 
     write_rows(folder)
     try:
-        start_processes(Machines(count), verify_in_process, str(folder), models, subjects, cases, show_error, resumed)
+        start_processes(Machines(count), _verify_here, str(folder), models, subjects, cases, show_error, resumed)
     except SystemExit as stop:
         if stop.code:
             raise

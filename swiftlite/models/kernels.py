@@ -5,10 +5,12 @@ The output head stays swiftlite's own, which already makes no logits as a whole.
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from transformers import PreTrainedModel
 
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, first_line
 from swiftlite.imports import is_installed
 
 PACKAGE = "liger_kernel"
@@ -23,9 +25,13 @@ def choose_kernels(wanted: str, model_type: str, device: torch.device, *, divide
         return "none"
     if device.type != "cuda":
         raise _cannot("its kernels need a GPU")
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
-
-    if model_type in known:
+    try:
+        patches = importlib.import_module(f"{PACKAGE}.transformers.monkey_patch")
+    except Exception as error:  # each package has its own reasons to fail
+        if wanted == "auto":
+            return "none"
+        raise _cannot(f"its import fails: {type(error).__name__}: {first_line(error)[:200]}") from error
+    if model_type in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
         return "liger"
     if wanted == "auto":
         return "none"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.models.tokenizer import CHATML
+from swiftlite.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -43,7 +44,8 @@ def _hybrid(layers: int) -> list[str]:
 
 
 def _builders(layers: int) -> dict[str, Callable[[], PretrainedConfig]]:
-    import transformers as hf
+    with quick_imports():
+        import transformers as hf
 
     common, heads = _llama_like(layers), {"head_dim": 16}
     window = {"sliding_window": WINDOW}

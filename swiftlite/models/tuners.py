@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from swiftlite.errors import UserError, first_line
+from swiftlite.imports import import_package
 from swiftlite.models.adapters import continue_adapter, refuse_adapted_head, wrap
 from swiftlite.models.anatomy import SCORE_HEAD, head_of
 from swiftlite.quick_imports import quick_imports
@@ -98,8 +99,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, say: Callable[[str], None]) -> nn.Module:
     with quick_imports():
-        import peft
-
+        peft = import_package("peft", "--tuner lora")
         from swiftlite.models.lora_targets import check_named, left_out
 
     with warnings.catch_warnings():

@@ -25,6 +25,7 @@ from swiftlite.errors import RunError, UserError
 from swiftlite.streams import settle_streams
 
 DEFAULT_PORT = 29500
+SECONDS_FOR_THE_FIRST = 5
 SECONDS_TO_ANSWER = 2  # that a handler of signals has, where the main thread is not waiting outside Python
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 ENDED_WELL = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -170,6 +171,19 @@ def _rendezvous(machines: Machines) -> dict[str, Any]:
         "run_id": "swiftlite",
         "rdzv_configs": {"rank": machines.node},
     }
+
+
+@contextmanager
+def told_before_joining(report: Callable[[BaseException], int]) -> Iterator[None]:
+    """In a started process, around everything: an error that comes before the processes know of each other, as one of
+    an import does, is told by the first of this machine, or by another where that one is well. Those behind it are
+    told by `World.told_once`."""
+    try:
+        yield
+    except Exception as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(SECONDS_FOR_THE_FIRST)  # in which this process is ended, where the first one ends too
+        raise SystemExit(report(error)) from error
 
 
 def _check_devices(count: int) -> None:

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swiftlite.imports import import_package
 from swiftlite.reporting.curves import loss_words, preference_groups, series, smoothed
 from swiftlite.reporting.files import write_whole
 from swiftlite.reporting.metrics import read_metrics
@@ -19,15 +20,14 @@ BLUE, PALE, ORANGE, GREEN, GREY = "#1f5fbf", "#a9c6ee", "#d9730d", "#2e8b57", "#
 def write_loss_plot(output: Path) -> Path | None:
     """Draw loss, evaluation, learning rate and gradient norm, and preference curves where there are any.
 
-    None where no step is logged. Raises RunError where the file cannot be written.
+    None where no step is logged. Raises RunError where the file cannot be written, UserError where matplotlib fails.
     """
     rows = read_metrics(output)
     if not rows:
         return None
-    from matplotlib.figure import Figure  # without pyplot: no window system, nothing global
-
+    figures = import_package("matplotlib.figure", "loss.png")  # without pyplot: no window system, nothing global
     groups = preference_groups(rows)
-    figure = Figure(figsize=(10, 5.6 + 2.6 * len(groups)), layout="constrained")
+    figure = figures.Figure(figsize=(10, 5.6 + 2.6 * len(groups)), layout="constrained")
     grid = figure.add_gridspec(2 + len(groups), 2, height_ratios=[3.2, 1.4, *[1.8] * len(groups)])
     _loss(figure.add_subplot(grid[0, :]), rows, output.resolve().name)
     _small(figure.add_subplot(grid[1, 0]), rows, "learning_rate", "learning rate", GREEN)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from swiftlite import __version__
-from swiftlite.errors import RunError, first_line
+from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
@@ -132,8 +132,8 @@ class RunReporter:
         except RunError:  # the disk
             raise
         except Exception as error:  # the model is saved: curves that cannot be drawn do not make it a failure
-            said = first_line(error)
-            self.message(f"warning: the curves and report.html cannot be drawn: {type(error).__name__}: {said[:200]}")
+            said = f"the curves and report.html cannot be drawn: {type(error).__name__}: {first_line(error)[:200]}"
+            self.message(f"warning: {error.what if isinstance(error, UserError) else said}")
             running.write_state("finished")  # with the message
         self._display.summary(lines)
 
@@ -143,8 +143,8 @@ def _draw(output: Path) -> None:
     from swiftlite.reporting.page import write_report_page
     from swiftlite.reporting.plots import write_loss_plot
 
-    write_loss_plot(output)
     write_report_page(output)
+    write_loss_plot(output)
 
 
 class _Running:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from swiftlite.errors import UserError
-from swiftlite.imports import import_package, require_package
+from swiftlite.imports import import_package
 from swiftlite.untrusted import without_secrets
 
 PROJECT = "swiftlite"
@@ -21,9 +24,9 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raises UserError where a tracker's package is not installed."""
+    """Raises UserError where a tracker's package is not installed, or cannot be imported."""
     for name in names:
-        require_package(name, f"--report-to {name}")
+        import_package(name, f"--report-to {name}")
 
 
 def open_trackers(
@@ -41,8 +44,6 @@ def open_trackers(
         except Exception as error:  # every package has errors of its own, and none of them is ours
             for tracker in opened.values():
                 tracker.close()
-            if isinstance(error, UserError):
-                raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"{name} does not start: {without_secrets(reason)[:200]}",
@@ -62,7 +63,8 @@ class TensorBoard:
     """Event files in OUT/tensorboard; rows of steps that are trained again replace the old ones."""
 
     def __init__(self, output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> None:
-        import_package("tensorboard", "--report-to tensorboard")
+        # By this name it asks whether to leave TensorFlow out, which takes seconds to import, where that works at all.
+        sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(output / "tensorboard"), purge_step=start_step + 1 if start_step else None)
@@ -80,7 +82,7 @@ class RunTracker:
     """wandb, swanlab and trackio share one small interface: init, log, finish."""
 
     def __init__(self, package: str, **settings: Any) -> None:
-        self._package = import_package(package, f"--report-to {package}")
+        self._package = importlib.import_module(package)
         self._package.init(project=PROJECT, **settings)
 
     def log(self, row: dict[str, float], step: int) -> None:

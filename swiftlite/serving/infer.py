@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
+from swiftlite.quick_imports import quick_imports
 from swiftlite.serving.prompts import Question, check_utf8, read_questions
 from swiftlite.serving.source import find_source
 
@@ -62,12 +63,13 @@ def run_infer(options: InferOptions) -> None:
     questions = None
     if options.input is not None:
         questions = read_questions(options.input, options.system)
-    import torch
-    from transformers.utils import logging as hf_logging
+    with quick_imports():
+        import torch
+        from transformers.utils import logging as hf_logging
 
-    from swiftlite.serving.chat import chat, say
-    from swiftlite.serving.generate import Answerer, Sampling
-    from swiftlite.serving.load import load_for_answers
+        from swiftlite.serving.chat import chat, say
+        from swiftlite.serving.generate import Answerer, Sampling
+        from swiftlite.serving.load import load_for_answers
 
     hf_logging.set_verbosity(logging.ERROR)
     model, tokenizer = load_for_answers(

@@ -76,8 +76,10 @@ def _start(config: RunConfig, layout: Layout, report: Report) -> None:
 def train_in_process(values: dict[str, object], layout: Layout, report: Report, began: float) -> int:
     """The whole life of a started process. Returns the exit code of a run that ended."""
     from swiftlite.config.schema import RunConfig
+    from swiftlite.parallel.start import told_before_joining
 
-    train_here(RunConfig.model_validate(values), layout, report, began)
+    with told_before_joining(report):
+        train_here(RunConfig.model_validate(values), layout, report, began)
     return 0
 
 
