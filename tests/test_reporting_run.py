@@ -92,10 +92,10 @@ def test_curves_that_cannot_be_drawn_do_not_make_a_finished_run_a_failure(tmp_pa
     with RunReporter(config(), tmp_path, stream) as reporter:
         reporter.start(1, FACTS)
         reporter.log(row(1))
-        reporter.finish(tmp_path / "model")
+        reporter.finish(tmp_path / "my model")
     said = "warning: the curves and report.html cannot be drawn: ZeroDivisionError: float division by zero"
     assert said in stream.getvalue().splitlines()
-    assert "swiftlite infer --model" in stream.getvalue()
+    assert f"swiftlite infer --model '{tmp_path / 'my model'}'" in stream.getvalue()
     state = read_run_state(tmp_path)
     assert state["state"] == "finished" and state["messages"] == [{"step": 1, "text": said}]
 

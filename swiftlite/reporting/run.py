@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 import uuid
 from collections.abc import Callable
@@ -125,7 +126,7 @@ class RunReporter:
         lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
         if self._config.method != "rm":  # which gives scores, not answers
-            lines["try it"] = f"swiftlite infer --model {model}"
+            lines["try it"] = f"swiftlite infer --model {shlex.quote(str(model))}"
         running.write_state("finished")
         try:
             _draw(self._output)
