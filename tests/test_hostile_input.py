@@ -235,6 +235,12 @@ def test_names_that_no_file_can_have(tmp_path, name):
         raise missing_file(parse_spec(f"./{name}.jsonl"))
 
 
+@pytest.mark.parametrize("name", ["modèles/llama", "my models/llama", "models\\llama/8b", "models/", "models/-a b"])
+def test_a_folder_that_is_not_there_is_no_name_of_the_hub(name):
+    with pytest.raises(UserError, match="neither a folder nor a hub id"):
+        check_model_path(name)
+
+
 def test_what_is_no_name_is_not_held_to_be_one():
     given = {"new_tokens": ["~nobody-here"], "run_name": "~x", "target_modules": ["x|" * 300]}
     assert resolve_config("sft", model="m", dataset=["d.jsonl"], **given).new_tokens == ["~nobody-here"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 FILES = ["*.safetensors", "*.json"]
 NOT_OURS = ["*/*", "consolidated*"]  # the same weights once more, in their maker's own format
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # OWNER/NAME
 
 
 def check_model_path(model: str) -> None:
@@ -32,7 +34,7 @@ def check_model_path(model: str) -> None:
             raise UserError("the model folder has no config.json", where=str(path), fix=fix)
         _check_config(path / "config.json")
         return
-    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+    if path.exists() or not HUB_ID.fullmatch(model):
         raise UserError(
             "the model is neither a folder nor a hub id",
             where=f"--model {model}",

@@ -14,7 +14,7 @@ from swiftlite.checkpoint.folder import MANIFEST, check_folder
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
 from swiftlite.config.names import ADAPTER_CONFIG, check_name, model_name
 from swiftlite.errors import UserError
-from swiftlite.models.load import check_model_path
+from swiftlite.models.load import HUB_ID, check_model_path
 from swiftlite.models.tokenizer import TOKENIZER_FILES
 from swiftlite.untrusted import read_json_file
 
@@ -131,7 +131,7 @@ def _base_of(folder: Path) -> str:
 
 
 def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    return HUB_ID.fullmatch(name) is not None
 
 
 def _checked(source: ModelSource) -> ModelSource:
