@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -121,6 +122,10 @@ def test_what_goes_wrong_leaves_nothing(trained, tmp_path, monkeypatch, tiny_mod
         export(run, tmp_path / "new", dtype="fp12")
     with pytest.raises(UserError, match="neither a model"):
         export(tmp_path / "there", tmp_path / "new")
+    monkeypatch.setattr(space.os, "access", lambda _path, mode: not mode & os.W_OK)  # the tests may run as root
+    with pytest.raises(UserError, match="cannot be written"):
+        export(run, tmp_path / "new")
+    monkeypatch.undo()
     monkeypatch.setattr(space.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(UserError, match="MiB are free"):
         export(run, tmp_path / "new")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 from dataclasses import asdict, replace
 
@@ -301,6 +302,15 @@ def test_refusals_alone_prove_nothing(monkeypatch, compared, code):
     with pytest.raises(SystemExit) as ended:
         main(["verify", "-a", "llama"])
     assert ended.value.code == code
+
+
+def test_where_verdicts_cannot_be_written_none_are_looked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("began"))
+    for report in (tmp_path, tmp_path / "v.json"):
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", "-a", "llama", "--json", str(report)])
+        assert ended.value.code == 2 and "the file cannot be written" in capsys.readouterr().err
+        monkeypatch.setattr("os.access", lambda _path, mode: mode != os.W_OK)  # the tests may run as root
 
 
 def test_a_verification_that_is_ended_keeps_what_it_found(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -67,8 +68,8 @@ def verify(
     if unknown:
         raise UserError(f"{unknown[0]} is not verified", where="--method", fix=f"there are: {', '.join(methods)}")
     picked = _pick(nproc_per_node, layout)
-    if report is not None and not report.absolute().parent.is_dir():
-        raise UserError("there is no such folder", where=f"--json {report}", fix="make it first, or name another")
+    if report is not None:
+        _check_report(report)
 
     with quick_imports():
         from swiftlite.verification.run import read_verdicts  # behind the checks: it imports all of training
@@ -87,6 +88,15 @@ def verify(
     _show(verdicts)
     if not all(verdict.passed for verdict in verdicts) or all(verdict.refused for verdict in verdicts):
         raise typer.Exit(1)
+
+
+def _check_report(path: Path) -> None:
+    """Raises UserError where the verdicts could not be written: they are hours of work."""
+    where = f"--json {path}"
+    if not path.absolute().parent.is_dir():
+        raise UserError("there is no such folder", where=where, fix="make it first, or name another")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError("the file cannot be written", where=where, fix="name another")
 
 
 def _pick(processes: int, texts: list[str] | None) -> list[Case]:

@@ -19,7 +19,7 @@ from swiftlite.checkpoint.boxes import Holding, holdings, whole
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, create_model_files, plan_files
 from swiftlite.checkpoint.folder import atomic_folder
-from swiftlite.checkpoint.space import check_space
+from swiftlite.checkpoint.space import check_place, check_space
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.config.types import Size
 from swiftlite.errors import RunError, UserError, first_line
@@ -79,9 +79,7 @@ def run_export(options: ExportOptions) -> Exported:
         raise UserError(
             f"{options.output} is already there", where="--output-dir", fix="name a folder that does not exist yet"
         )
-    above = next(folder for folder in options.output.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise UserError(f"{above} is a file", where="--output-dir", fix="name a folder that can be made")
+    check_place(options.output)
     largest = _shard_size(options.max_shard_size)
     source = find_source(options.model, options.adapter)
     dtype = _dtype(options, source)
