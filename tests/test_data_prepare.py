@@ -151,7 +151,15 @@ def test_a_cache_that_cannot_be_written(prepare, write_rows, chat_rows, tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="token cache") as failure:
         prepare(write_rows("a.jsonl", chat_rows), cache_dir=str(tmp_path / "file"))
-    assert "--cache-dir" in failure.value.fix
+    assert failure.value.fix == "name another folder with --cache-dir"
+
+
+def test_what_is_no_error_of_the_disk_is_not_put_down_to_the_cache(tmp_path):
+    def build(_folder):
+        raise OSError("a library was made for another torch")
+
+    with pytest.raises(OSError, match="another torch"):
+        store.load_or_build(tmp_path, "key", build)
 
 
 def test_worker_processes_change_nothing(prepare, write_rows, chat_rows, monkeypatch, tmp_path):

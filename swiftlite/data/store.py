@@ -24,7 +24,7 @@ import pyarrow.ipc
 from swiftlite.data.packing import number_type
 from swiftlite.data.preference_tokens import Preference
 from swiftlite.data.tokenize import TokenBatch, flags_of
-from swiftlite.errors import UserError
+from swiftlite.errors import DISK_FULL, UserError
 
 try:
     import fcntl
@@ -214,10 +214,13 @@ def load_or_build(root: Path, key: str, build: Callable[[Path], dict[str, Any]])
             if meta is None:
                 meta = _build_aside(final, build, locked=locked)
     except OSError as error:
+        if error.errno is None:  # none of a disk, but of a package or a tokenizer that fails
+            raise
+        full = error.errno in DISK_FULL
         raise UserError(
             f"cannot write the token cache: {error.strerror or error}",
             where=str(root),
-            fix="free some space, or name another folder with --cache-dir",
+            fix=f"{'free some space, or name' if full else 'name'} another folder with --cache-dir",
         ) from error
     return final, meta
 
