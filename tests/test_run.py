@@ -421,6 +421,9 @@ def test_the_folder_of_a_run_in_place_of_its_result_is_told_so(base, tmp_path):
     inside = re.escape(str(tmp_path / "out" / "model"))
     with pytest.raises(UserError, match=f"no adapter_config.json[^:]*\n.*\n.*: {inside}"):
         train(base, tuner="lora", adapter=str(tmp_path / "out"), output_dir=str(tmp_path / "next"))
+    for folder in (tmp_path / "out", tmp_path / "out" / "model"):
+        with pytest.raises(UserError, match=f"this is an adapter: .*--adapter {inside}"):
+            train(base, model=str(folder), output_dir=str(tmp_path / "next"))
     train(base, tuner="full", max_steps=1, output_dir=str(tmp_path / "whole"))
     inside = re.escape(str(tmp_path / "whole" / "model"))
     with pytest.raises(UserError, match=f"no config.json\n.*\n.*: {inside}"):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.config.names import check_name
+from swiftlite.config.names import ADAPTER_CONFIG, check_name
 from swiftlite.errors import SwiftliteError, UserError
 from swiftlite.hub import stay_offline_without_network
 from swiftlite.quick_imports import quick_imports, register_meta_kernels
@@ -31,6 +31,8 @@ def check_model_path(model: str) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             fix = "name a folder that save_pretrained wrote" + result_inside(path, "config.json")
+            if adapter := next((each for each in (path, path / "model") if (each / ADAPTER_CONFIG).is_file()), None):
+                fix = f"this is an adapter: merge it by `swiftlite export`, or name its base and --adapter {adapter}"
             raise UserError("the model folder has no config.json", where=str(path), fix=fix)
         _check_config(path / "config.json")
         return
