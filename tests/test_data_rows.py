@@ -298,6 +298,7 @@ def test_bad_rows_have_a_reason_and_a_sentence(row, reason):
     ("row", "said"),
     [
         (message_row(ASK, ("assistant", 5)), "messages[1].content must be a string or a list of text parts"),
+        ({"prompt": 1, "completion": 2}, "prompt must be a string or an array of messages, it is a number"),
         ({"conversations": [{"from": "human", "value": 5}]}, "conversations[0].value must be a string"),
         ({"conversations": [{"from": "human", "value": [{"type": "image"}]}]}, "conversations[0].value has a part"),
     ],

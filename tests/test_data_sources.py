@@ -368,6 +368,20 @@ def test_utf16_is_told_as_such(tmp_path, encoding):
         read(tmp_path / "a.txt", "document")
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (gzip.compress(b'{"text": "a"}'), "like a .gz file"),
+        (b"PAR1\x15\x04\x15\x00", "like a .parquet file"),
+        (b"[{}]", "must be named .json"),
+        (b"{", "has to stand in one line"),
+    ],
+)
+def test_a_file_of_another_type_is_told_as_such(line, hint):
+    with pytest.raises(BadRow, match=hint):
+        parse_payload(line)
+
+
 def test_a_csv_row_with_another_number_of_cells(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("instruction,output\na,b\nonly\nc,d\n")

@@ -151,7 +151,9 @@ def turns_of(value: object, name: str, role: str) -> Turns:
     """Messages from a list of them, a single one, or the text of one by `role`. Raises BadRow."""
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
-    return messages_of([value] if isinstance(value, dict) else array(value, name), name)
+    if not isinstance(value, dict | list):
+        raise BadRow("wrong_type", f"{name} must be a string or an array of messages, it is {json_type(value)}")
+    return messages_of([value] if isinstance(value, dict) else value, name)
 
 
 def chat_of(context: Turns, answer: Turns, name: str, tools: list[dict[str, Any]] | None) -> Chat:

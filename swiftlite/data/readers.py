@@ -33,6 +33,10 @@ LARGEST_BATCH = 2 << 30  # bytes of one Arrow record batch, unpacked
 UTF8_BOM = b"\xef\xbb\xbf"
 SAVE_AS_UTF8 = "save the file as UTF-8 (for example with iconv)"
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+MAGIC = {
+    b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"PAR1": ".parquet",
+    b"ARROW1": ".arrow",
+}  # fmt: skip
 LIKE_UTF16 = "; like UTF-16: convert the file, for example with iconv -f UTF-16 -t UTF-8"
 
 
@@ -76,9 +80,17 @@ def parse_payload(payload: Payload) -> dict[str, Any]:
     try:
         row = parse_json(_decoded(payload))
     except ValueError as error:
-        hint = "; a file that is one JSON array must be named .json" if payload.lstrip()[:1] == b"[" else ""
-        raise BadRow("invalid_json", f"not valid JSON: {error}{hint}") from error
+        raise BadRow("invalid_json", f"not valid JSON: {error}{_why_no_row(payload)}") from error
+    if isinstance(row, list):
+        raise BadRow("wrong_type", f"a row must be a JSON object, this is an array{_why_no_row(payload)}")
     return _as_object(row)
+
+
+def _why_no_row(line: bytes) -> str:
+    """What a file has been taken for JSON lines with such a line, if that can be seen."""
+    if line.lstrip()[:1] == b"[":
+        return "; a file that is one JSON array must be named .json"
+    return "; a row has to stand in one line" if line.strip() == b"{" else ""
 
 
 def _as_object(row: object) -> dict[str, Any]:
@@ -109,11 +121,17 @@ def _decoded(line: bytes) -> str:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        hint = LIKE_UTF16 if line.startswith(UTF16_BOMS) else ""
+        hint = _like_binary(line) or (LIKE_UTF16 if line.startswith(UTF16_BOMS) else "")
         raise BadRow("not_utf8", f"byte {error.start + 1} of the line is not UTF-8{hint}") from error
     if "\0" in text:
-        raise BadRow("not_utf8", f"byte {line.index(0) + 1} of the line is a NUL{LIKE_UTF16}")
+        raise BadRow("not_utf8", f"byte {line.index(0) + 1} of the line is a NUL{_like_binary(line) or LIKE_UTF16}")
     return text
+
+
+def _like_binary(line: bytes) -> str:
+    """Words for the first line of a file whose name tells another type than it has."""
+    suffix = next((suffix for magic, suffix in MAGIC.items() if line.startswith(magic)), None)
+    return f"; like a {suffix} file: name it as one" if suffix else ""
 
 
 def _lines(file: DataFile) -> Iterator[tuple[int, bytes]]:
