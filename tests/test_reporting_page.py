@@ -229,7 +229,9 @@ def test_the_command_draws_both_again(run):
 def test_the_command_names_what_is_missing(tmp_path):
     result = command(tmp_path)
     assert isinstance(result.exception, UserError) and "metrics.jsonl" in result.exception.what
+    assert command(tmp_path / "absent").exception.what == "there is no such folder"
     (tmp_path / "metrics.jsonl").write_text("")
+    assert command(tmp_path / "metrics.jsonl").exception.what == "this is a file"
     assert "no step is logged yet" in command(tmp_path).output
 
 

@@ -23,6 +23,9 @@ def report(run: Annotated[Path, typer.Argument(help="Output folder of a run.", m
     from swiftlite.reporting.page import write_report_page
     from swiftlite.reporting.plots import write_loss_plot
 
+    if not run.is_dir():
+        problem = "this is a file" if run.exists() else "there is no such folder"
+        raise UserError(problem, where=str(run), fix="name the --output-dir of a run")
     if not (run / "metrics.jsonl").is_file():
         raise UserError("the folder holds no metrics.jsonl", where=str(run), fix="name the --output-dir of a run")
     if not os.access(run, os.W_OK):
