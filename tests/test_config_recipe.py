@@ -64,6 +64,7 @@ def test_scalars_keep_their_meaning(recipe):
         ("\tseed: 1", 4, "YAML"),
         ("? [a, b]\n: 1", 4, "unknown key"),
         ("<<: {seed: 1}", 4, "unknown key"),
+        ("training:\n  seed: 1", 4, "a recipe has no sections"),
         ("---\nseed: 1", 4, "YAML"),
     ],
 )

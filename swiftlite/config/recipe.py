@@ -156,7 +156,7 @@ def _entries(path: Path, root: Node, wrong: list[UserError]) -> Iterator[tuple[s
         key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
         where = f"{path}:{line}: {key}"
         try:
-            name, kind = _known(key, where)
+            name, kind = _known(key, where, heads_others=isinstance(value_node, yaml.MappingNode))
             if name in seen:
                 raise UserError(
                     f"`{name}` is given twice, first in line {seen[name]}", where=where, fix="keep one of them"
@@ -169,14 +169,17 @@ def _entries(path: Path, root: Node, wrong: list[UserError]) -> Iterator[tuple[s
                 return
 
 
-def _known(key: str, where: str) -> tuple[str, str]:
-    """(name, kind) of the flag that a key stands for. Raises UserError where there is none."""
+def _known(key: str, where: str, *, heads_others: bool) -> tuple[str, str]:
+    """(name, kind) of the flag that a key stands for. heads_others: keys stand below it. Raises UserError where there
+    is none."""
     item = find_flag(key)
     if item is not None:
         return item.name, item.kind
     near = nearest(key.replace("-", "_"), known_names())
     fix = f"did you mean `{near}`?" if near else "`swiftlite recipes schema` lists the keys"
     fix = elsewhere(key, in_recipe=True) or fix
+    if heads_others:
+        fix = "a recipe has no sections: write the keys below it at the margin, without it"
     raise UserError(f"unknown key `{key}` in the recipe", where=where, fix=fix)
 
 
