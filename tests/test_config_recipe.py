@@ -212,6 +212,20 @@ def test_a_saved_config_runs_again_beside_its_run(tmp_path, monkeypatch):
     assert resolve(None, named, saved, env={}).config.output_dir == "out"
 
 
+def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path):
+    before, after = tmp_path / "out", tmp_path / "moved"
+    (before / "checkpoints").mkdir(parents=True)
+    save_config(resolve_config("sft", model="m/x", dataset="d/x", output_dir=str(before)), before / "config.yaml")
+    before.rename(after)
+    goes_on = {"resume": Given("auto", "--resume", "flag")}
+    moved = resolve(None, goes_on, load_recipe(str(after / "config.yaml")), env={})
+    assert moved.config.output_dir == str(after) and str(before) in moved.notes[0]
+    named = goes_on | {"output_dir": Given(str(before), "-o", "flag")}
+    assert resolve(None, named, load_recipe(str(after / "config.yaml")), env={}).config.output_dir == str(before)
+    before.mkdir()
+    assert resolve(None, goes_on, load_recipe(str(after / "config.yaml")), env={}).config.output_dir == str(before)
+
+
 def test_a_saved_config_of_a_run_that_went_on_begins_anew(tmp_path):
     path = tmp_path / "out" / "config.yaml"
     path.parent.mkdir()

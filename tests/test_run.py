@@ -110,6 +110,12 @@ def test_resume_continues_bit_for_bit(base, tmp_path, tuner, more):
     assert same_weights(out / "model" / file, again / "model" / file)
 
 
+def test_a_run_that_finds_nothing_to_go_on_from_says_so(base, tmp_path, capsys):
+    train(base, max_steps=1, resume="auto")
+    said = f"--resume auto: there is no checkpoint in {tmp_path / 'out'} yet, the run starts from the beginning"
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_resume_passes_over_a_damaged_checkpoint_and_says_so(base, tmp_path, capsys):
     train(base)
     newest = list_checkpoints(tmp_path / "out")[0]

@@ -161,12 +161,16 @@ def _require(config: RunConfig) -> None:
 
 
 def _another_folder(config: RunConfig, given: Mapping[str, Given], base: Path | None) -> tuple[RunConfig, list[str]]:
-    """A saved config.yaml runs again beside the run that it lies in, not over it, unless it goes on. With a note."""
+    """A saved config.yaml runs again beside the run that it lies in, not over it, unless it goes on: in the run's
+    folder, also where that has been moved. With a note."""
     said = given.get("output_dir")
-    if config.resume != "never" or config.output_dir is None or said is None or said.by != "recipe":
+    if config.output_dir is None or said is None or said.by != "recipe":
         return config, []
     folder = Path(config.output_dir).expanduser()
-    if folder.resolve() != base:
+    if config.resume == "auto" and base is not None and not folder.exists() and (base / "checkpoints").is_dir():
+        note = f"--output-dir is {base}: the run of the recipe is there, and no longer in {folder}"
+        return config.model_copy(update={"output_dir": str(base)}), [note]
+    if config.resume != "never" or folder.resolve() != base:
         return config, []
     number = next(number for number in itertools.count(2) if not Path(f"{folder}-{number}").exists())
     note = f"--output-dir is {folder}-{number}: {folder} holds the run of the recipe"

@@ -66,6 +66,8 @@ def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) ->
             where=str(output),
             fix="choose another --output-dir, or move model/ away to train from the start",
         )
+    if newest is None:
+        say(f"--resume auto: there is no checkpoint in {output} yet, the run starts from the beginning")
     return newest
 
 
