@@ -267,7 +267,7 @@ def test_torchrun_starts_the_processes_again(tmp_path, how):
         "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and world.rank == 1:\n"
         f"        {how}\n"
         "    world.meet('end')\n"
-        "    print('ended', world.rank, flush=True)\n"
+        "    print(f'ended {world.rank}', flush=True)\n"  # at once: torchrun starts Python without buffers
     )
     done = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", script)
     assert done.returncode == 0, done.stderr
