@@ -246,6 +246,9 @@ def test_a_missing_file_names_the_nearest(tmp_path):
     assert "train.jsonl" in failure.value.fix
     with pytest.raises(UserError, match="no such folder"):
         resolve(parse_spec(str(tmp_path / "nowhere" / "a.jsonl")))
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(UserError, match="the link leads nowhere\n.*\n.*gone.jsonl"):
+        resolve(parse_spec(str(tmp_path / "link.jsonl")))
     (tmp_path / "a.docx").touch()
     with pytest.raises(UserError, match="docx are not read"):
         resolve(parse_spec(str(tmp_path / "a.docx")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +181,8 @@ def missing_file(spec: DatasetSpec) -> UserError:
         where = str(Path(spec.name).parent)
         return UserError("no such folder", where=where, fix=f"check the path of --dataset {spec.text}")
     path = folder / Path(spec.name).name
+    if path.is_symlink():
+        return UserError("the link leads nowhere", where=str(path), fix=f"it names {os.readlink(path)}")
     names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     fix = f"did you mean {' or '.join(str(folder / name) for name in close)}?" if close else "check the path"
