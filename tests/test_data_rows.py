@@ -167,6 +167,9 @@ def test_openais_older_spelling_of_a_call():
         ({"system_prompt": "s", "question": "a", "response": "c"},
          "--columns instruction=question output=response system=system_prompt "),
         ({"input": "a", "output": "c"}, "--columns instruction=input "),
+        ({"Instruction": "a", "Input": "b", "Output": "c"},
+         "--columns instruction=Instruction output=Output input=Input "),
+        ({"Text": "a"}, "--columns text=Text "),
         ({"dialogue": [{"role": "user", "content": "a"}]}, "--columns messages=dialogue "),
         ({"data": [{"instruction": "a", "output": "b"}]}, "the list under data alone"),
         ({"a;b;c": "1;2;3"}, "divided by commas"),
@@ -180,7 +183,13 @@ def test_what_would_make_rows_of_unknown_keys_known(row, hint):
     if "--columns" in found:
         words = found.split("--columns ")[1].split(" would")[0].split()
         named = rename_columns(row, dict(word.split("=") for word in words))
-        assert detect_format(named, "sft").name in ("Alpaca", "messages")
+        assert detect_format(named, "sft").name in ("Alpaca", "messages", "text")
+
+
+def test_a_suggested_column_can_be_pasted_whatever_its_name():
+    turns = [{"role": "user", "content": "a"}]
+    assert "--columns 'messages=my chat' would" in unknown_format({"my chat": turns}, {}).detail
+    assert "' output' has blanks around it" in unknown_format({"prompt": "a", " output": "b"}, {}).detail
 
 
 def test_mapped_columns_of_which_no_format_comes_are_named_with_their_keys():

@@ -6,6 +6,7 @@ Whatever is wrong with a row raises BadRow with a short, stable reason that the 
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ def unknown_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> BadRow
 
 def _hint_for(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     """What to do with such a row, as it is after `rename_columns`; empty where nothing suggests itself."""
+    if padded := [key for key in row if key != key.strip()]:
+        return f"; {padded[0]!r} has blanks around it: take them out"
     if len(row) == 1:
         ((key, value),) = row.items()
         if ";" in key:
@@ -93,7 +96,7 @@ def _hint_for(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
         return ""
     kept = {key: column for key, column in columns.items() if key in row and key not in suggested.values()}
     named = kept | {key: columns.get(column, column) for key, column in suggested.items()}
-    words = " ".join(f"{key}={column}" for key, column in named.items())
+    words = shlex.join(f"{key}={column}" for key, column in named.items())
     return f"; --columns {words} would name them as a format does"
 
 
@@ -102,12 +105,17 @@ def _columns_for(row: Mapping[str, Any]) -> dict[str, str]:
     for key, value in row.items():
         if isinstance(value, list) and value and isinstance(value[0], dict) and {"role", "from"} & value[0].keys():
             return {"messages": key}
-    texts = {key for key, value in row.items() if isinstance(value, str)}
-    asks = next((key for key in ASKING if key in texts), None)
-    answers = next((key for key in ANSWERING if key in texts), None)
+    exact = {key: key for key, value in row.items() if isinstance(value, str)}
+    texts = {key.lower(): key for key in exact} | exact
+    asks = next((texts[key] for key in ASKING if key in texts), None)
+    answers = next((texts[key] for key in ANSWERING if key in texts), None)
     if asks is None or answers is None:
-        return {}
-    named = {"instruction": asks, "output": answers} | {key: name for key, name in BESIDE.items() if name in texts}
+        return {"text": texts["text"]} if "text" in texts else {}
+    named = {"instruction": asks, "output": answers}
+    for key, name in BESIDE.items():
+        column = texts.get(name, texts.get(key))
+        if column not in (None, asks):
+            named[key] = column
     return {key: column for key, column in named.items() if key != column}
 
 
