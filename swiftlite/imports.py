@@ -19,8 +19,13 @@ _broken: dict[str, Exception] = {}  # what the import of each hidden package rai
 
 
 def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/swiftlite`, else `~/.cache/swiftlite`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftlite"
+    """`$XDG_CACHE_HOME/swiftlite`, else `~/.cache/swiftlite`. Raises UserError where the user has no home, as in some
+    containers."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftlite"
+    except RuntimeError as error:
+        fix = "name a folder with --cache-dir, or set HOME"
+        raise UserError("this user has no home folder to keep tokenized rows in", fix=fix) from error
 
 
 def is_installed(name: str) -> bool:

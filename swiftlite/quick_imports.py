@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from swiftlite.errors import UserError
 from swiftlite.imports import default_cache, hide_broken
 
 COMPILER = "torch._dynamo"
@@ -355,9 +356,13 @@ def _remembered(scan: Callable[[Any], Any], code: Path) -> Callable[[Any], Any]:
 
 
 def _load_or_make(folder: Path, scan: Callable[[Any], Any], code: Path) -> Any:
+    try:
+        cache = default_cache()
+    except UserError:  # a user without a home has none
+        return scan(folder)
     state = _state_of(folder, code)
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-    kept = default_cache() / "imports" / f"{name}.{sys.implementation.cache_tag}"
+    kept = cache / "imports" / f"{name}.{sys.implementation.cache_tag}"
     with suppress(OSError):
         content = kept.read_bytes()
         found = content[2 * len(state) :]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from swiftlite.errors import UserError
+from swiftlite.imports import default_cache
 from swiftlite.quick_imports import _remembered, quick_imports
 
 ASK = """
@@ -51,6 +53,19 @@ def test_names_are_looked_for_once(models: Path) -> None:
     first = ask(models, scan)
     assert ask(models, scan) == first == Scan()(models)
     assert scan.calls == 1
+
+
+def test_a_user_without_a_home_looks_each_time(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    scan = Scan()
+    assert ask(models, scan) == ask(models, scan) == Scan()(models)
+    assert scan.calls == 2
+    with pytest.raises(UserError, match="no home folder.*\n.*--cache-dir"):
+        default_cache()
 
 
 def test_a_file_of_the_folder_stands_for_it(models: Path) -> None:
