@@ -1,5 +1,8 @@
 """QLoRA: what 4 bits make of a weight, how it is trained, divided and loaded."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from test_parity import metrics, settings, train_alone
@@ -9,6 +12,7 @@ from torch import nn
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.models.quantize import Linear4bit, count_quantizable, packing, quantize
+from swiftlite.serving.export import ExportOptions, run_export
 from swiftlite.verification.cases import LORA, Subject
 
 
@@ -103,3 +107,14 @@ def test_layouts_divide_the_same_rounded_weights(tmp_path, monkeypatch):
             assert verdict.passed and verdict.difference is not None, verdict
         else:
             assert verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
+
+
+def test_weights_that_others_have_quantized_are_refused_by_name(base, tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "fp8")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UserError, match=r"weights are quantized \(fp8\)") as error:
+        train_alone(resolve_config("sft", **base | {"model": str(folder)}))
+    assert "--quantization nf4" in error.value.fix
+    with pytest.raises(UserError, match=r"weights are quantized \(fp8\)"):
+        run_export(ExportOptions(model=str(folder), adapter=None, output=tmp_path / "new", dtype="bf16"))

@@ -182,6 +182,15 @@ def check_trainable_architecture(config: PretrainedConfig) -> None:
         )
 
 
+def check_plain_weights(config: PretrainedConfig, where: str, fix: str) -> None:
+    """Refuse weights that are codes to be multiplied by scales (FP8, GPTQ, AWQ, bitsandbytes, ...): read as they are,
+    they are another model. Raises UserError. where, fix: of it."""
+    values = config.to_dict().get("quantization_config")
+    if values:
+        method = values.get("quant_method") or "in a way that config.json does not name"
+        raise UserError(f"the model's weights are quantized ({method})", where=where, fix=fix)
+
+
 def strange_layers(config: PretrainedConfig) -> list[str]:
     """The kinds of layers, as a config names them, that are not attention to all or the last tokens of a document."""
     return sorted(set(config.get_text_config().to_dict().get("layer_types") or []) - set(ATTENTION_KINDS))

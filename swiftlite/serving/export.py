@@ -24,6 +24,7 @@ from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.config.types import Size
 from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.models.adapters import check_start
+from swiftlite.models.anatomy import check_plain_weights
 from swiftlite.models.dtypes import named_dtype, source_dtype
 from swiftlite.models.load import load_config
 from swiftlite.serving.load import load_for_answers
@@ -143,10 +144,10 @@ def _shard_size(text: str) -> str:
 
 
 def _dtype(options: ExportOptions, source: ModelSource) -> torch.dtype:
-    if options.dtype != "auto":
-        return named_dtype(options.dtype, "--dtype")
     config = load_config(source.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    return source_dtype(config)
+    fix = "name the model that it was made from with --model, beside --adapter where there is one"
+    check_plain_weights(config, str(source.base), fix)
+    return source_dtype(config) if options.dtype == "auto" else named_dtype(options.dtype, "--dtype")
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

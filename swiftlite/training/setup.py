@@ -27,7 +27,13 @@ from swiftlite.data.special_tokens import padding_token
 from swiftlite.errors import UserError
 from swiftlite.imports import import_package
 from swiftlite.models import attention, fp8
-from swiftlite.models.anatomy import check_trainable_architecture, decoder_of, expert_share, why_alone
+from swiftlite.models.anatomy import (
+    check_plain_weights,
+    check_trainable_architecture,
+    decoder_of,
+    expert_share,
+    why_alone,
+)
 from swiftlite.models.compiled import left_out_of
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
@@ -73,6 +79,8 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
+
+PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32; --quantization nf4 trains it in 4 bits"
 
 
 @dataclass
@@ -154,6 +162,7 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
         import_package(fp8.PACKAGE, "--fp8", "fp8")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_trainable_architecture(model_config)
+    check_plain_weights(model_config, f"--model {config.model}", PLAIN_WEIGHTS)
     if config.fp8 != "none":
         fp8.check_fp8(model_config, device)
     _check_length(config, model_config)
