@@ -1,16 +1,18 @@
 """Decoder-only families beyond the toys: equal to plain transformers, or refused by name before a step is trained."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from test_attention import LENGTHS, check_one_by_one, lay_out
 from test_lanes import documents
 from test_launch import SWIFTLITE, close, run
 from test_parity import metrics
 
-from swiftlite.checkpoint.weights import materialize
+from swiftlite.checkpoint.weights import TensorFolder, materialize
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
@@ -29,7 +31,7 @@ from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.memory import activation_bytes_per_token
 from swiftlite.training.setup import check_alone
 from swiftlite.training.share import Sharing, group_by_length
-from swiftlite.training.sources import new_scores
+from swiftlite.training.sources import match_files, new_scores, unread_in_words
 
 SHAPE = {
     "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -385,3 +387,23 @@ def test_a_new_score_head_may_be_narrower_than_hidden_states():
     changes = {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "num_labels": 1}
     model = hf.AutoModelForSequenceClassification.from_config(config_of("OPTConfig", changes))
     assert {name: len(zero) for name, zero in new_scores(model, "score.weight").items()} == {"score.weight": 16}
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3-moe"])
+def test_tensors_that_a_config_has_no_place_for_are_told(family, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model(family), tmp_path / "model")
+    for classifier in (False, True):
+        base = build_model(
+            str(folder), load_config(str(folder)), dtype=torch.float32, attention="eager", classifier=classifier
+        )
+
+        def told(base=base):
+            weights = TensorFolder(folder)
+            return unread_in_words(weights, match_files(weights, base)[0], base)
+
+        constant = {"layers.0.rotary_emb.inv_freq": torch.ones(2), "lm_head.weight": torch.ones(2)}
+        tensors = load_file(tiny_model(family) / "model.safetensors")
+        save_file(tensors | {k: v for k, v in constant.items() if k not in tensors}, folder / "model.safetensors")
+        assert told() == []
+        save_file(tensors | {"h.0.q.bias": torch.ones(2)}, folder / "model.safetensors")
+        assert len(told()) == 1 and "nothing reads h.0.q.bias:" in told()[0]

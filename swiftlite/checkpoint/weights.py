@@ -56,10 +56,10 @@ class TensorFolder:
             known = {entry.name for entry in catalog}
             foreign = sorted(name for name in self.entries if name not in known)
             strange = f"; the files hold names it does not know, such as {foreign[0]}" if foreign else ""
-            raise self._misfit(missing, f"are missing: {_shown(missing)}{strange}")
+            raise self._misfit(missing, f"are missing: {shown_names(missing)}{strange}")
         others = [name for name, entry in named if self.entries[name].shape != entry.shape]
         if others:
-            raise self._misfit(others, f"have another shape than config.json says: {_shown(others)}")
+            raise self._misfit(others, f"have another shape than config.json says: {shown_names(others)}")
         return [replace(entry, name=name) for name, entry in named]
 
     def _find(self, name: str, prefix: str) -> str | None:
@@ -74,7 +74,8 @@ class TensorFolder:
         )
 
 
-def _shown(names: list[str]) -> str:
+def shown_names(names: list[str]) -> str:
+    """The first of some names, for a message."""
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return ", ".join(names[:SHOWN_NAMES]) + more
 

@@ -72,6 +72,7 @@ from swiftlite.training.sources import (
     new_rows,
     new_scores,
     read_on_top,
+    unread_in_words,
 )
 
 if TYPE_CHECKING:
@@ -218,9 +219,10 @@ def build_trainee(
     if source == str(resume):
         _grow(base, config, load_tokenizer)  # its files have the rows of new tokens
     on_disk, new_head = match_files(weights, base)
+    notes = unread_in_words(weights, on_disk, base)
     _grow(base, config, load_tokenizer)
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
-    notes = [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
+    notes += [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
     model = apply_tuner(base, config, adapter, notes.append)
     sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
     sources += read_on_top(model, base, weights, adapter, None if source == str(resume) else resume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from swiftlite.checkpoint.catalog import (
     unread_of_adapter,
 )
 from swiftlite.checkpoint.safetensors_files import ADAPTER
-from swiftlite.checkpoint.weights import TensorFolder
+from swiftlite.checkpoint.weights import TensorFolder, shown_names
 from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import SCORE_HEAD, dissect
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from swiftlite.config.schema import RunConfig
+
+
+PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)(masked_bias|position_ids)$")  # constants, saved by older versions
 
 
 def find_weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | None]:
@@ -48,6 +52,20 @@ def match_files(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, 
     score = f"{SCORE_HEAD}.weight"
     lacking = score if dissect(base).gives_scores and score not in weights.entries else None
     return weights.match([entry for entry in catalog if entry.name != lacking], base.base_model_prefix), lacking
+
+
+def unread_in_words(weights: TensorFolder, on_disk: Catalog, base: PreTrainedModel) -> list[str]:
+    """A note where the files hold tensors that the model has no place for. on_disk: in the names of the files. Of a
+    tied tensor one name is read; what transformers passes over by its own rules is passed over."""
+    prefix = f"{base.base_model_prefix}."
+    known = {name for name, _ in [*base.named_parameters(remove_duplicate=False), *base.named_buffers()]}
+    known |= {name.removeprefix(prefix) for name in known} | {entry.name for entry in on_disk}
+    rules = [*(base._keys_to_ignore_on_load_unexpected or ()), *PASSED_OVER]
+    if dissect(base).gives_scores:
+        rules.append(r"(^|\.)(lm_head|embed_out)\.")  # of the model that answers, in place of which it has another
+    unread = [name for name in weights.entries if name not in known and not any(re.search(r, name) for r in rules)]
+    words = f"of the model's files nothing reads {shown_names(sorted(unread))}: config.json has no place for them"
+    return [words] if unread else []
 
 
 def read_on_top(
