@@ -97,6 +97,7 @@ def test_every_recipe_resolves(run, name):
         ("sft --recipe no/such", "recipe"),
         ("sfft", "sft"),
         ("infer --modle x", "--model"),
+        ("infer -m=/nowhere/at/all -p hi", "--model /nowhere/at/all"),
         ("recipes show nothing", "recipe"),
         ("report /nowhere", "metrics.jsonl"),
         ("recipes copy llama3/8b-sft-fsdp /proc/x.yaml", "/proc/x.yaml"),

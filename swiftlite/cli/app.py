@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed while running, 2 something the user can mend, 130 a
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from typing import Any
@@ -21,6 +22,8 @@ from swiftlite.streams import settle_streams
 
 ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
+
+SHORT = re.compile("-[a-zA-Z]")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,11 +81,14 @@ def _find_command(words: list[str]) -> tuple[RunCommand | None, list[str]]:
 
 
 def _plain_words(words: list[str]) -> list[str]:
-    """The line of a command with its own flags: without `--debug`, `-` for `_` in flags; no words ask for help."""
+    """The line of a command with its own flags: without `--debug`, `-` for `_` in flags, and `-o=PATH` in two words,
+    of which Click would make the path `=PATH`; no words ask for help."""
     plain = []
     for word in words:
         name, equals, value = word.partition("=")
-        if word != "--debug":
+        if SHORT.fullmatch(name) and equals:
+            plain += [name, value]
+        elif word != "--debug":
             plain.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
     return [*plain, "--help"] if plain in ([], ["recipes"]) else plain
 
