@@ -188,6 +188,32 @@ def test_what_runs_have_written_below_a_folder_is_no_data(tmp_path):
     assert [file.path.parent.name for file in source.files] == [tmp_path.name, "data", "model"]
     assert not any("run" in file.path.parts for file in source.files)
     assert source.unread == (str(tmp_path / "run"),)
+    (tmp_path / "data" / "model" / "model.safetensors").touch()
+    source = resolve(parse_spec(str(tmp_path)))
+    assert [file.path.name for file in source.files] == ["a.jsonl", "metrics.jsonl"]
+    assert source.unread == (str(tmp_path / "data" / "model"), str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("*.jsonl", r"pattern of 2 files, such as .*/a\.jsonl"),
+        ("a*", r"pattern of 1 file, such as .*/a\.jsonl"),
+        ("[b].jsonl", r"pattern of 1 file, such as .*/b\.jsonl"),
+        ("c*", "is not a weight"),
+    ],
+)
+def test_a_pattern_that_no_shell_has_expanded_is_told_so(tmp_path, name, said):
+    for file in ("a.jsonl", "b.jsonl"):
+        write_jsonl(tmp_path / file)
+    with pytest.raises(UserError, match=said):
+        resolve(parse_spec(f"{tmp_path}/{name}"))
+
+
+def test_addresses_are_no_files():
+    with pytest.raises(UserError, match="not read from addresses") as failure:
+        resolve(parse_spec("https://huggingface.co/datasets/owner/name"))
+    assert "OWNER/NAME" in failure.value.fix
 
 
 def test_files_of_a_folder_that_are_not_read_are_told(tmp_path):

@@ -36,7 +36,7 @@ def build_audit(
     rows, or messages follow the last answer to learn; `unused_columns`: rows by column of which nothing is made,
     `messages.KEY` for a key of messages.
     `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read, or
-    folders of runs.
+    folders of runs and of models.
     """
     parts = plan.describe_parts()
     datasets = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import hashlib
 import math
 import os
@@ -39,6 +40,7 @@ NOTES = re.compile(r"(licen[cs]e|notice|readme|changelog|copying)(?![a-z])", re.
 HASH_BLOCK = 1 << 20
 LARGEST_WEIGHT = 10_000  # visits of a row in an epoch; they are listed in memory
 GRAMMAR = "NAME_OR_PATH[:SUBSET][@SPLIT][#COUNT][*WEIGHT]"
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 _WEIGHT = re.compile(r"\*([^*#@:/]*)$")
 _COUNT = re.compile(r"#([^*#@:/]*)$")
@@ -121,6 +123,8 @@ def _suffix_value(field: str, value: str, text: str) -> str | int | float:
         if not value:
             raise UserError(f"the {field} is empty", where=f"--dataset {text}", fix=f"give {GRAMMAR}")
         return value
+    if pattern := _unexpanded(text):
+        raise pattern
     try:
         number = int(value) if field == "count" else float(value)
     except ValueError:
@@ -174,8 +178,24 @@ def _looks_like_a_path(name: str) -> bool:
     return known or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
+def _unexpanded(text: str) -> UserError | None:
+    """The error for a name that a shell would have made into those of several files, None for any other."""
+    folder = existing(str(Path(text).parent))
+    names = os.listdir(folder) if folder is not None and folder.is_dir() and not existing(text) else []
+    found = sorted(fnmatch.filter(names, Path(text).name))
+    if not found:
+        return None
+    what = f"this is a pattern of {len(found)} {'files' if len(found) > 1 else 'file'}, such as {folder / found[0]}"
+    return UserError(what, where=f"--dataset {text}", fix="leave its quotes out, or name the folder")
+
+
 def missing_file(spec: DatasetSpec) -> UserError:
     """The error for a name that is no file, with the nearest names that do exist."""
+    if pattern := _unexpanded(spec.text):
+        return pattern
+    if ADDRESS.match(spec.name):
+        fix = "download it and name the file, or name a data set of the hub as OWNER/NAME"
+        return UserError("data sets are not read from addresses", where=f"--dataset {spec.text}", fix=fix)
     folder = existing(str(Path(spec.name).parent))
     if folder is None or not folder.is_dir():
         where = str(Path(spec.name).parent)
@@ -194,7 +214,7 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
 
     The split of a file is told by its folders and its name, as on the hub (`train-00000.parquet`, `test/a.jsonl`).
     Without `@SPLIT` a folder that has a `train` split and another gives that one, any other folder gives everything.
-    What runs have written into folders of their own there is no data.
+    What runs have written into folders of their own there is no data, and no model is.
     """
     if spec.subset == "..":
         raise UserError("the subset leaves the folder", where=f"--dataset {spec.text}", fix=f"give {GRAMMAR}")
@@ -206,8 +226,8 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
         and path.name not in SIDE_FILES
         and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )
-    runs = {path.parent for path in found if path.name == "config.yaml" and path.parent != root and is_run(path.parent)}
-    found = [path for path in found if runs.isdisjoint(path.parents)]
+    no_data = {path.parent for path in found if path.parent != root and _marks_no_data(path)}
+    found = [path for path in found if no_data.isdisjoint(path.parents)]
     aside = {path for path in found if any(part.startswith("_") for part in path.relative_to(root).parts)}
     files = [(path.relative_to(root), file) for path in found if path not in aside and (file := as_data_file(path))]
     unread = [path for path in found if _may_hold_rows(path) and (path in aside or not as_data_file(path))]
@@ -224,13 +244,19 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
         )
     if spec.split in (None, "train"):  # whoever names another split does not ask for what has none
         unread += [file.path for path, file in others if not any(_in_split(path, name) for name in SPLITS)]
-    unread += [*runs, *(file.path for _, file in notes)]
+    outermost = [folder for folder in no_data if no_data.isdisjoint(folder.parents)]
+    unread += [*outermost, *(file.path for _, file in notes)]
     for _, file in [*files, *notes]:
         if leaves_folder(spec.path, file.path):
             raise UserError(
                 "the file is a link that leaves the data folder", where=file.label, fix="name the file itself"
             )
     return [file for _, file in files], [str(path) for path in sorted(unread)]
+
+
+def _marks_no_data(path: Path) -> bool:
+    """Whether a file tells that its folder is that of a run or of a model, whose JSON files are no rows."""
+    return path.suffix == ".safetensors" or (path.name == "config.yaml" and is_run(path.parent))
 
 
 def _of_split(files: NamedFiles, split: str | None) -> tuple[NamedFiles, NamedFiles]:
