@@ -97,6 +97,8 @@ def test_every_recipe_resolves(run, name):
         ("sft --recipe no/such", "recipe"),
         ("sfft", "sft"),
         ("infer --modle x", "--model"),
+        ("merge --model x", "did you mean `swiftlite export`?"),
+        ("SFT --model x", "did you mean `swiftlite sft`?"),
         ("infer -m=/nowhere/at/all -p hi", "--model /nowhere/at/all"),
         ("recipes show nothing", "recipe"),
         ("report /nowhere", "metrics.jsonl"),

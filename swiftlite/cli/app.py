@@ -24,6 +24,11 @@ ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
 
 SHORT = re.compile("-[a-zA-Z]")
+NO_COMMAND = re.compile("No such command '(.*)'")
+ELSEWHERE = {  # what other tools call a command
+    "chat": "infer", "convert": "export", "finetune": "sft", "fine-tune": "sft", "generate": "infer",
+    "help": "--help", "merge": "export", "plot": "report", "preview": "inspect", "reward": "rm",
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -145,7 +150,12 @@ def _usage_error(error: Any) -> UserError:
     text = error.format_message().replace("\n", " ").rstrip(".")
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "swiftlite"
-    return UserError(text, fix=f"`{command} --help` shows what there is")
+    hint = ""
+    if (wrong := NO_COMMAND.fullmatch(text)) and command == "swiftlite":  # Click has no other that is alike
+        word = wrong[1].lower()
+        meant = ELSEWHERE.get(word) or (word if word in run_commands() else None)
+        hint = f"did you mean `swiftlite {meant}`? " if meant else ""
+    return UserError(text, fix=f"{hint}`{command} --help` shows what there is")
 
 
 def _report(error: BaseException, session: Session) -> int:
