@@ -27,8 +27,12 @@ WIDTH = 500  # where no terminal sets one: a path that is cut in two lines canno
 def show_plan(resolved: Resolved) -> None:
     """Print to stdout; settings that somebody gave are marked with who did.
 
-    Raises UserError for options of a preference loss that would not act.
+    Raises UserError for options of a preference loss that would not act, and data set names that mean nothing.
     """
+    from swiftlite.data.sources import parse_spec
+
+    for name in (*resolved.config.dataset, *resolved.config.eval_dataset):
+        parse_spec(name)
     if resolved.config.method in PREFERENCE:
         from swiftlite.training.methods import preference_of  # seconds, for torch
 
