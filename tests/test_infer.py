@@ -299,6 +299,13 @@ def test_a_bad_row_is_named_by_its_line_before_anything_is_loaded(tmp_path, tiny
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.gz"])
+def test_files_of_other_types_are_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=f"{Path(name).suffix} files are not answered"):
+        read_questions(tmp_path / name, None)
+
+
 def test_a_failure_half_way_leaves_no_output(tmp_path):
     class Broken:
         has_template = True

@@ -24,6 +24,7 @@ from swiftlite.data.messages import (
     tools_of,
     turns_of,
 )
+from swiftlite.data.sources import as_data_file
 from swiftlite.errors import UserError
 from swiftlite.untrusted import names_of, parse_json
 
@@ -73,6 +74,10 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
     if path.is_dir() or not path.exists():  # a pipe is read too
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise UserError(f"the input file {problem}", where=f"--input {path}", fix="name a .jsonl file")
+    kind = as_data_file(path)
+    if kind is not None and (kind.kind not in ("jsonl", "json", "txt") or kind.compressed):
+        problem = f"{path.suffix} files are not answered, only JSON lines"
+        raise UserError(problem, where=f"--input {path}", fix="write its rows as .jsonl, one JSON object a line")
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
