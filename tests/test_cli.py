@@ -106,6 +106,7 @@ def test_every_recipe_resolves(run, name):
         ("recipes copy llama3/8b-sft-fsdp not-there/", "no such folder"),
         ("sft --no-gradient-checkpointing", "write `--activation-checkpointing none`"),
         ("sft --per_device_eval_batch_size 2", "leave it out: evaluation"),
+        ("sft --attn-implementation flash_attention_2", "leave it out: attention takes"),
         ("sft --model /nowhere/model --dataset d/x", "/nowhere/model"),
     ],
 )

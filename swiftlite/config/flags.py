@@ -28,12 +28,21 @@ ELSEWHERE = {
     "eval_strategy": "eval_steps: 500",
     "evaluation_strategy": "eval_steps: 500",
     "logging_strategy": "log_steps: 1",
+    "gpus": "nproc_per_node: 2",
+    "num_gpus": "nproc_per_node: 2",
 }
 NEEDLESS = {  # and those that nothing here needs
     "per_device_eval_batch_size": "evaluation takes micro-batches as training does",
     "eval_batch_size": "evaluation takes micro-batches as training does",
     "dataloader_num_workers": "steps are read ahead in any case",
     "remove_unused_columns": "columns that no row format has are counted and not read",
+    **dict.fromkeys(
+        ("attn_implementation", "attn_impl", "flash_attn", "use_flash_attn", "flash_attention"),
+        "attention takes the fastest of PyTorch's own kernels that keeps documents apart",
+    ),
+    "do_train": "the command says what to do",
+    "device": "CUDA_VISIBLE_DEVICES says which GPUs there are",
+    "push_to_hub": "`hf upload` takes the result, OUT/model, to the hub",
 }
 
 
