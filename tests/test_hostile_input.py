@@ -345,12 +345,18 @@ def model(tiny_model, tmp_path):
 def test_code_beside_a_model_is_run_only_when_asked(model, tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     folder = model(model_type="evil", auto_map={"AutoConfig": "evil.Evil"})
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="cannot be loaded") as refused:
         load_config(folder)
-    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "ran").exists() and "--trust-remote-code" in refused.value.fix
     with pytest.raises(UserError, match="cannot be loaded"):  # it is asked for, run, and holds no such class
         load_config(folder, trust_remote_code=True)
     assert (tmp_path / "ran").exists()
+
+
+def test_an_architecture_that_transformers_does_not_know_may_be_newer(model):
+    with pytest.raises(UserError, match="does not recognize") as refused:
+        load_config(model(model_type="of-next-year"))
+    assert "pip install --upgrade transformers" in refused.value.fix
 
 
 @pytest.mark.parametrize("metadata", [{"format": 1}, ["pt"], {"format": ["pt"]}])

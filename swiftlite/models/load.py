@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 FILES = ["*.safetensors", "*.json"]
+CHECK_FILES = "check the files of the folder"
+CHECK_NAME = "check the name and the network, log in with `hf auth login` for a gated model, or give a local folder"
+FIXES = {  # by words of transformers
+    "contains custom code": "read that code, and add --trust-remote-code to run it",
+    "does not recognize this architecture": "a newer transformers may know it: pip install --upgrade transformers",
+}
 NOT_OURS = ["*/*", "consolidated*"]  # the same weights once more, in their maker's own format
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # OWNER/NAME
 
@@ -233,9 +239,6 @@ def hub_errors(source: str, what: str) -> Iterator[None]:
         said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         text = " ".join(said[: 2 if said[0].endswith(":") else 1])[:500]  # they repeat what the files say
         local = Path(source).expanduser().is_dir()
-        fix = (
-            "check the files of the folder"
-            if local
-            else "check the name and the network, log in with `hf auth login` for a gated model, or give a local folder"
-        )
+        general = CHECK_FILES if local else CHECK_NAME
+        fix = next((fix for words, fix in FIXES.items() if words in text), general)
         raise UserError(f"the {what} cannot be loaded: {text}", where=source, fix=fix) from error
