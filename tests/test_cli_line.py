@@ -179,6 +179,14 @@ def test_only_rank_0_speaks(run, monkeypatch):
     assert code == 2 and "MASTER_ADDR" in err
 
 
+def test_a_working_folder_that_is_gone_is_told(run, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, out, err = run("sft", *DRY)
+    assert (code, out) == (2, "") and "the working folder is gone" in err
+
+
 def test_inspect_has_a_dry_run_too(run):
     code, out, err = run("inspect", *DRY)
     assert (code, err) == (0, "") and "Plan" in out

@@ -49,6 +49,7 @@ def _run(words: list[str], session: Session) -> int:
     from typer.exceptions import TyperException
 
     try:
+        _check_working_folder()
         chosen, words = _find_command(words)
         if chosen is not None:
             session.line = chosen.read(words[1:])
@@ -70,6 +71,15 @@ def _run(words: list[str], session: Session) -> int:
                 print("interrupted", file=sys.stderr)
             return 128 + seen
         return _report(_usage_error(error) if isinstance(error, TyperException) else error, session)
+
+
+def _check_working_folder() -> None:
+    """Raises UserError where it was removed, or made anew: no name leads anywhere, and libraries end the process."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        fix = "change into a folder that is there: cd .. and back, where it was made anew"
+        raise UserError(f"the working folder is gone: {error.strerror}", fix=fix) from error
 
 
 def _find_command(words: list[str]) -> tuple[RunCommand | None, list[str]]:
