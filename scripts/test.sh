@@ -3,14 +3,15 @@
 # Files run side by side, one a core and four at most, each with what its tests share.
 # usage: scripts/test.sh [--venv DIR] [pytest arguments]
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source scripts/common.sh
-
 venv=.venv
 if [ "${1:-}" = --venv ]; then
     venv=${2:?--venv needs a folder}
+    [[ $venv == /* ]] || venv=$PWD/$venv
     shift 2
 fi
+cd "$(dirname "$0")/.."
+source scripts/common.sh
+
 say "1/2 installing swiftlite and its test tools into $venv"
 install "$venv" test
 say "2/2 running the tests"
