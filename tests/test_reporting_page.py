@@ -243,6 +243,13 @@ def test_the_command_does_not_write_where_nothing_can_be_written(run, monkeypatc
     assert not (output / "loss.png").exists()
 
 
+def test_values_of_others_that_are_no_numbers_are_not_drawn(run):
+    output = run()
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1005, "loss": NaN}\n{"step": 1006, "loss": 1e400}\n')
+    assert command(output).exit_code == 0
+
+
 def test_the_command_counts_the_lines_it_leaves_out(run):
     output = run()
     with (output / "metrics.jsonl").open("a") as file:

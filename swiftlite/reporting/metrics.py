@@ -59,8 +59,11 @@ class MetricsFile:
 
 
 def _line(row: dict[str, Any]) -> str:
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return json.dumps(_finite(row), allow_nan=False) + "\n"
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
@@ -91,4 +94,4 @@ def _row(line: str) -> dict[str, Any] | None:
         row = parse_json(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    return _finite(row) if isinstance(row, dict) and type(row.get("step")) is int else None
