@@ -16,6 +16,7 @@ def settle_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the smallest number that is free, which is this one
+            os.set_inheritable(number, True)  # or other files would get it in the processes that this one starts
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):

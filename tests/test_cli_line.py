@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -242,6 +243,15 @@ def test_streams_that_are_closed_lead_nowhere(tmp_path, closed):
     code = f"from swiftlite.cli import app; app.main(['recipes', 'copy', 'smollm2/135m-quickstart', {str(file)!r}])"
     assert subprocess.run(["bash", "-c", f'"{sys.executable}" -c "{code}" {closed}']).returncode == 0
     assert "learning_rate" in file.read_text() and "copied" not in file.read_text()
+
+
+def test_closed_streams_are_no_other_files_of_new_processes(tmp_path):
+    seen = tmp_path / "seen"
+    started = f"import os; os.fstat(1); open({str(seen)!r}, 'w')"
+    code = "import subprocess, sys; from swiftlite.streams import settle_streams; settle_streams(); "
+    code += f"subprocess.run([sys.executable, '-c', {started!r}])"
+    assert subprocess.run(["bash", "-c", f"{sys.executable} -c {shlex.quote(code)} >&-"]).returncode == 0
+    assert seen.exists()
 
 
 def test_letters_that_a_terminal_does_not_have_are_written_otherwise():
