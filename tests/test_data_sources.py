@@ -400,7 +400,7 @@ def test_utf16_is_told_as_such(tmp_path, encoding):
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        (gzip.compress(b'{"text": "a"}'), "like a .gz file"),
+        (gzip.compress(b'{"text": "a"}', mtime=0), "like a .gz file"),
         (b"PAR1\x15\x04\x15\x00", "like a .parquet file"),
         (b"[{}]", "must be named .json"),
         (b"{", "has to stand in one line"),
