@@ -25,7 +25,7 @@ def report(run: Annotated[Path, typer.Argument(help="Output folder of a run.", m
 
     if not run.is_dir():
         problem = "this is a file" if run.exists() else "there is no such folder"
-        raise UserError(problem, where=str(run), fix="name the --output-dir of a run")
+        raise UserError(problem, where=str(run), fix="name the --output-dir of a run, which holds metrics.jsonl")
     if not (run / "metrics.jsonl").is_file():
         raise UserError("the folder holds no metrics.jsonl", where=str(run), fix="name the --output-dir of a run")
     if not os.access(run, os.W_OK):

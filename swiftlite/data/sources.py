@@ -183,7 +183,7 @@ def _unexpanded(text: str) -> UserError | None:
     folder = existing(str(Path(text).parent))
     names = os.listdir(folder) if folder is not None and folder.is_dir() and not existing(text) else []
     found = sorted(fnmatch.filter(names, Path(text).name))
-    if not found:
+    if not found or Path(text).name in found:  # no pattern, but a link that leads nowhere
         return None
     what = f"this is a pattern of {len(found)} {'files' if len(found) > 1 else 'file'}, such as {folder / found[0]}"
     return UserError(what, where=f"--dataset {text}", fix="leave its quotes out, or name the folder")
@@ -201,7 +201,7 @@ def missing_file(spec: DatasetSpec) -> UserError:
         where = str(Path(spec.name).parent)
         return UserError("no such folder", where=where, fix=f"check the path of --dataset {spec.text}")
     path = folder / Path(spec.name).name
-    if path.is_symlink():
+    if os.path.islink(path):  # false for names that no file can have
         return UserError("the link leads nowhere", where=str(path), fix=f"it names {os.readlink(path)}")
     names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
