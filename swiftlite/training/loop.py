@@ -285,10 +285,11 @@ class Loop:
 
     def _look_for_gradients(self, step: int, norm: float) -> None:
         """Say what of the trained tensors learns nothing in the first step, and most likely in none."""
+        config = self._parts.config
         if norm == 0.0:
             where = ""
-        elif self._parts.config.optimizer_in_backward:  # they are gone
-            return
+        elif config.optimizer_in_backward or config.method == "rm":
+            return  # they are gone; a new score head is zero, and gives what is before it none
         elif places := without_gradient(self._parts.trained, self._parts.mesh):
             where = f" for {', '.join(places[:3])}{' and others' if len(places) > 3 else ''}"
         else:
