@@ -33,6 +33,12 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
+def kind_and_words(error: BaseException) -> str:
+    """`RuntimeError: what it says`, in one line; its kind alone where it says nothing."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Also where PyTorch's pipelines have wrapped it. The CPU's allocator has no error class of its own, and that of
     GPUs is known by its name here: nothing is imported for an error."""

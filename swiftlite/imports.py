@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from swiftlite.errors import UserError, first_line
+from swiftlite.errors import UserError, kind_and_words
 
 OURS = ("__main__", "swiftlite", "transformers_modules")  # the last is code that comes with a model
 
@@ -78,8 +78,7 @@ def import_package(name: str, flag: str, extra: str | None = None) -> ModuleType
     except Exception as failed:  # each has its own reasons to fail
         error = _broken.get(getattr(failed, "name", None), failed)  # of a package that is None for Python
         raise UserError(
-            f"{flag} needs the package {package}, whose import fails: "
-            f"{type(error).__name__}: {first_line(error)[:200]}",
+            f"{flag} needs the package {package}, whose import fails: {kind_and_words(error)[:200]}",
             where=flag,
             fix=f"install {failed_import(error) or package} again in a version that fits the other packages"
             + (f", or leave {flag} out" if flag.startswith("--") else ""),

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 
-from swiftlite.errors import DISK_FULL, RunError, SwiftliteError, is_out_of_memory
+from swiftlite.errors import DISK_FULL, RunError, SwiftliteError, is_out_of_memory, kind_and_words
 from swiftlite.imports import failed_import
 from swiftlite.untrusted import printable, without_secrets
 
@@ -38,18 +38,13 @@ def unforeseen(error: BaseException) -> RunError:
         )
     if package := failed_import(root := _root(error)):
         return RunError(
-            f"the package {package} cannot be imported: {_words(root)}",
+            f"the package {package} cannot be imported: {kind_and_words(root)}",
             fix="install it again, in a version that fits the other packages; --debug shows the traceback",
         )
     return RunError(
-        _words(error),
+        kind_and_words(error),
         fix="run again with --debug for the traceback; if it is not your data or model, please report it",
     )
-
-
-def _words(error: BaseException) -> str:
-    text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _root(error: BaseException) -> BaseException:

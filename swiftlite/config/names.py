@@ -22,7 +22,7 @@ ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
 LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
 # NAME[:SUBSET][@SPLIT][#COUNT][*WEIGHT]
 SPEC = re.compile(r"(?P<name>.+?)(?P<subset>:[^:@#*/\\]+)?(?P<split>@[^@#*]+)?(?P<count>#\d+)?(?P<weight>\*[\d.]+)?")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?![\w./-])")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?![\w./-])", re.ASCII)  # OWNER/NAME, behind which more may stand
 
 
 def most_positions(settings: Mapping[str, Any]) -> int | None:

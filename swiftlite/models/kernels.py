@@ -10,7 +10,7 @@ import importlib
 import torch
 from transformers import PreTrainedModel
 
-from swiftlite.errors import UserError, first_line
+from swiftlite.errors import UserError, kind_and_words
 from swiftlite.imports import is_installed
 
 PACKAGE = "liger_kernel"
@@ -30,7 +30,7 @@ def choose_kernels(wanted: str, model_type: str, device: torch.device, *, divide
     except Exception as error:  # each package has its own reasons to fail
         if wanted == "auto":
             return "none"
-        raise _cannot(f"its import fails: {type(error).__name__}: {first_line(error)[:200]}") from error
+        raise _cannot(f"its import fails: {kind_and_words(error)[:200]}") from error
     if model_type in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
         return "liger"
     if wanted == "auto":

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.config.names import ADAPTER_CONFIG, check_name
+from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name
 from swiftlite.errors import SwiftliteError, UserError
 from swiftlite.hub import stay_offline_without_network
 from swiftlite.quick_imports import quick_imports, register_meta_kernels
@@ -27,7 +26,6 @@ FIXES = {  # by words of transformers
     "does not recognize this architecture": "a newer transformers may know it: pip install --upgrade transformers",
 }
 NOT_OURS = ["*/*", "consolidated*"]  # the same weights once more, in their maker's own format
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # OWNER/NAME
 
 
 def check_model_path(model: str) -> None:

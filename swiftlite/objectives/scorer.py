@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from swiftlite.errors import UserError, first_line
+from swiftlite.errors import UserError, kind_and_words
 from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.attention import Windows, lengths_between, noted_windows
 from swiftlite.models.half_products import half_weight
@@ -180,8 +180,7 @@ class TokenScorer(nn.Module):
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"{type(self.base).__name__} cannot run {'a document' if self._alone else 'packed documents'}: "
-                f"{type(error).__name__}: "
-                f"{first_line(error)}",
+                f"{kind_and_words(error)}",
                 fix="use another model, or --tensor-parallel-size 1 where that was higher, or report the architecture",
             ) from error
         if not self._alone:

@@ -70,18 +70,12 @@ def tensor_plan(config: PretrainedConfig) -> TensorPlan:
     """The plan of an architecture. Raises UserError naming one that has none, or one that is not understood."""
     text = config.get_text_config()
     styles = text.base_model_tp_plan
-    if not styles:
-        raise UserError(
-            f"{text.model_type} has no tensor-parallel plan in transformers",
-            where="--tensor-parallel-size",
-            fix="use --tensor-parallel-size 1; data parallelism needs no plan",
-        )
+    problem = None if styles else f"{text.model_type} has no tensor-parallel plan in transformers"
     if lacking := _PLAN_LACKS.get(text.model_type):
-        raise UserError(
-            f"the tensor-parallel plan of {text.model_type} is not all that its layers do: {lacking}",
-            where="--tensor-parallel-size",
-            fix="use --tensor-parallel-size 1; data parallelism needs no plan",
-        )
+        problem = f"the tensor-parallel plan of {text.model_type} is not all that its layers do: {lacking}"
+    if problem:
+        fix = "use --tensor-parallel-size 1; data parallelism needs no plan"
+        raise UserError(problem, where="--tensor-parallel-size", fix=fix)
     experts = [name for name, style in styles.items() if style == "moe_tp_experts"]
     inside = tuple(f"{name}." for name in experts)  # experts are dealt out whole, never cut
     divided = {name: style for name, style in styles.items() if name.startswith("layers.")}

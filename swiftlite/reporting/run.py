@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from swiftlite import __version__
-from swiftlite.errors import RunError, UserError, first_line
+from swiftlite.errors import RunError, UserError, kind_and_words
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
@@ -133,7 +133,7 @@ class RunReporter:
         except RunError:  # the disk
             raise
         except Exception as error:  # the model is saved: curves that cannot be drawn do not make it a failure
-            said = f"the curves and report.html cannot be drawn: {type(error).__name__}: {first_line(error)[:200]}"
+            said = f"the curves and report.html cannot be drawn: {kind_and_words(error)[:200]}"
             self.message(f"warning: {error.what if isinstance(error, UserError) else said}")
             running.write_state("finished")  # with the message
         self._display.summary(lines)

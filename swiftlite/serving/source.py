@@ -12,9 +12,9 @@ from typing import Any
 
 from swiftlite.checkpoint.folder import MANIFEST, check_folder
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
-from swiftlite.config.names import ADAPTER_CONFIG, check_name, model_name
+from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name, model_name
 from swiftlite.errors import UserError
-from swiftlite.models.load import HUB_ID, check_model_path
+from swiftlite.models.load import check_model_path
 from swiftlite.models.tokenizer import TOKENIZER_FILES
 from swiftlite.untrusted import read_json_file
 
