@@ -42,12 +42,11 @@ NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 # What transformers and peft find and import, but text and the layers that swiftlite trains have no use for.
 UNUSED = (
     "torch_distributed",
-    "accelerate",
     *("torchvision", "cv2", "torchaudio", "torchcodec", "soundfile", "soxr", "librosa"),
-    *("torchao", "hqq"),
-    *("scipy", "sklearn"),
+    *("accelerate", "torchao", "hqq", "scipy", "sklearn"),
 )
-OTHER_LAYERS = ("torchao", "gptqmodel", "aqlm", "eetq", "hqq", "inc", "te_pytorch")
+OTHER_LAYERS = ("torchao", "gptqmodel", "aqlm", "eetq", "hqq", "inc", "te_pytorch", "bnb", "bnb_4bit")
+BITS = "bitsandbytes"
 SCAN = "create_import_structure_from_path"
 
 
@@ -143,9 +142,8 @@ def _change_utilities(execute: Callable[[ModuleType], None], utilities: ModuleTy
     """transformers' module that tells what there is. accelerate spreads models over devices, which swiftlite does; the
     rest is for images and for weights of other kinds. Where it fails to be imported, as torchvision does beside
     another torch, no text needs to know."""
-    hide_broken("PIL")  # which some tokenizers use, and the next
-    hide_broken("sentencepiece")
-    hide_broken("kernels")  # from the hub, which transformers would use where they fit
+    for name in ("PIL", "sentencepiece", "kernels"):  # some tokenizers use the first ones; the last come from the hub
+        hide_broken(name)
     execute(utilities)
     if hasattr(utilities, SCAN):
         setattr(utilities, SCAN, _remembered(getattr(utilities, SCAN), Path(utilities.__file__)))
@@ -155,10 +153,17 @@ def _change_utilities(execute: Callable[[ModuleType], None], utilities: ModuleTy
 
 def _change_adapters(execute: Callable[[ModuleType], None], utilities: ModuleType) -> None:
     """peft's module that tells what there is: it adapts layers of many packages, and imports them to know them."""
-    hide_broken("bitsandbytes")
     execute(utilities)
     for name in OTHER_LAYERS:
         setattr(utilities, f"is_{name}_available", _never)
+
+
+def _change_helpers(execute: Callable[[ModuleType], None], helpers: ModuleType) -> None:
+    """peft's helpers, which import bitsandbytes where it is, for seconds, to know its layers. Those here are ours."""
+    unused = sys.modules.setdefault(BITS, None) is None  # Python finds no module that is None
+    execute(helpers)
+    if unused:
+        del sys.modules[BITS]
 
 
 def _never(*_: Any, **__: Any) -> bool:
@@ -197,6 +202,7 @@ CHANGED = {
     "torch._subclasses.fake_tensor": _change_fake_tensors,
     "transformers.utils.import_utils": _change_utilities,
     "peft.import_utils": _change_adapters,
+    "peft.helpers": _change_helpers,
     "peft.tuners.tuners_utils": _change_tuners,
 }
 

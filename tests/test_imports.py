@@ -281,3 +281,14 @@ print(is_dtensor(module.weight), is_fsdp_module(module), type(local(module.weigh
 
 def test_what_is_divided_is_known_once_something_is() -> None:
     assert run(TENSOR) == "False False True\nTrue True True False\n"
+
+
+def test_adapters_do_not_import_packages_for_layers_that_are_not_there() -> None:
+    code = (
+        "import sys\nfrom swiftlite.quick_imports import quick_imports\nwith quick_imports(): import peft.tuners.lora\n"
+    )
+    code += (
+        "import importlib.util as found\nprint(found.find_spec('bitsandbytes') is None, 'bitsandbytes' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
