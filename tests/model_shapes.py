@@ -1,4 +1,4 @@
-"""Real shapes of the models that recipes name, and the memory that a layout of them takes on one GPU.
+"""Real shapes of the models that recipes name, and what their weights, gradients and moments take on one GPU.
 
 Shapes: `config.json` in the model's repository on the hub, https://huggingface.co/<id>/blob/main/config.json.
 Parameters: the model card. Both are written down apart, so that a slip in either shows.
@@ -11,11 +11,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from swiftlite.config.layout import Layout
-from swiftlite.config.methods import pack_capacity
-from swiftlite.planning.choose import USABLE
-from swiftlite.planning.memory import activation_bytes_per_token
-from swiftlite.training.needs import part_of
-from swiftlite.training.precision import resolve_precision
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -23,7 +18,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 FULL_BYTES = 4 + 4 + 8  # fp32 weight, gradient and two AdamW moments
 FROZEN_BYTES = 2
-RUNTIME_GIB = 3.5  # CUDA context, NCCL buffers, one chunk of logits with its gradient
 
 TABLE = """
 model                                     family       parameters layers hidden heads kv head    ff  vocab tied length
@@ -161,47 +155,3 @@ def state_gib(config: RunConfig, layout: Layout) -> float:
     if config.tuner == "full":
         return found.total * FULL_BYTES / layout.shards / GIB
     return (found.total * FROZEN_BYTES + found.adapters(config.lora_rank) * FULL_BYTES) / layout.shards / GIB
-
-
-def peak_gib(config: RunConfig, layout: Layout, memory: float) -> float:
-    """An upper estimate of the most that one GPU of `memory` GiB holds: states, whole layers, activations."""
-    return (
-        state_gib(config, layout) + (_whole_bytes(config, layout) + _activation_bytes(config, layout, memory)) / GIB
-    ) + RUNTIME_GIB
-
-
-def _whole_bytes(config: RunConfig, layout: Layout) -> float:
-    """Weights and gradients that sharded ranks hold whole for a while; where nothing is sharded, autocast's copies."""
-    found, full = sizes(config.model), config.tuner == "full"
-    stage = found.layers / layout.pp
-    if layout.dp_replicate * layout.dp_shard * layout.cp == 1:
-        return found.total / (layout.tp * layout.pp) * (2 if full else 0)
-    layer = (found.layer - found.experts + found.experts / layout.expert_parallel) / layout.tp
-    adding_up = full and config.gradient_accumulation_steps > 1 and not config.sync_every_microbatch
-    gradients = (stage if adding_up else 2) * layer * 4 if full else 0
-    weights = (stage if layout.pp > 1 else 2) * layer * 2  # a pipeline gives them back at the end of a step
-    return weights + gradients + found.rest / layout.tp * (8 if full else 2)
-
-
-def _activation_bytes(config: RunConfig, layout: Layout, memory: float) -> float:
-    import torch
-
-    model_config = real_config(config.model)
-    text = model_config.get_text_config()
-    tokens = config.micro_batch_size * pack_capacity(config)
-    name = config.precision if config.precision != "auto" else "bf16"
-    dtype = resolve_precision(name, torch.device("cpu")).dtype
-    modes = ("none", "selective", "full")
-    of = {mode: activation_bytes_per_token(model_config, dtype, mode) for mode in modes}
-    mode = config.activation_checkpointing
-    if mode == "auto":
-        room = part_of((USABLE * memory - state_gib(config, layout)) * GIB, torch.device("cuda"))
-        hidden = torch.float32 if config.tuner == "full" else dtype
-        counted = {mode: activation_bytes_per_token(model_config, dtype, mode, hidden) for mode in modes}
-        mode = next((mode for mode in modes if counted[mode] * tokens < room), "full")
-    layers, stage = text.num_hidden_layers, text.num_hidden_layers / layout.pp
-    value = 4 if config.tuner == "full" else 2  # bytes: fp32 embeddings make fp32 hidden states between layers
-    entering = max(0, value - 2) * text.hidden_size  # beyond the two bytes that are counted
-    kept = stage * of[mode] / layers + (0 if mode == "none" else stage * entering + of["none"] / layers)
-    in_flight = min(layout.pp, config.gradient_accumulation_steps)
-    return kept * in_flight * tokens / (layout.cp * layout.tp)

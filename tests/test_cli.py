@@ -177,7 +177,7 @@ def test_what_was_not_foreseen_is_one_block_and_exit_code_1(run, monkeypatch):
     def explode(resolved):
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr("swiftlite.cli.plan.show_plan", explode)
+    monkeypatch.setattr("swiftlite.cli.dry_run.show_plan", explode)
     code, _, err = run("sft", "--model", "m/x", "--dry-run")
     assert code == 1
     assert err.startswith("error: ZeroDivisionError: oh")

@@ -160,7 +160,7 @@ def test_every_end_has_its_code_and_one_block(run, monkeypatch, error, code, sai
     def fail(resolved):
         raise error
 
-    monkeypatch.setattr("swiftlite.cli.plan.show_plan", fail)
+    monkeypatch.setattr("swiftlite.cli.dry_run.show_plan", fail)
     got, _, err = run("sft", *DRY)
     assert got == code and said in err
     assert "Traceback" not in err and err.count("error:") <= 1
@@ -220,8 +220,8 @@ def test_a_closed_pipe_and_a_termination_end_quietly():
     reader = subprocess.Popen([*program, "recipes", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     reader.stdout.close()
     assert reader.stderr.read() == b"" and reader.wait() == 1
-    code = "import signal, os\nfrom swiftlite.cli import app, plan\n"
-    code += "plan.show_plan = lambda r: (print('ready', flush=True), signal.pause())\n"
+    code = "import signal, os\nfrom swiftlite.cli import app, dry_run\n"
+    code += "dry_run.show_plan = lambda r: (print('ready', flush=True), signal.pause())\n"
     code += f"app.main({['sft', *DRY]!r})"
     waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert waiting.stdout.readline() == b"ready\n"
@@ -255,7 +255,7 @@ def test_closed_streams_are_no_other_files_of_new_processes(tmp_path):
 
 
 def test_letters_that_a_terminal_does_not_have_are_written_otherwise():
-    code = "from swiftlite.cli import app, plan\nplan.show_plan = lambda r: print('\u27e6a\u27e7')\n"
+    code = "from swiftlite.cli import app, dry_run\ndry_run.show_plan = lambda r: print('\u27e6a\u27e7')\n"
     code += f"app.main({['sft', *DRY]!r})"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
@@ -277,12 +277,12 @@ def test_a_second_signal_while_python_ends_changes_nothing():
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_signal_that_a_library_swallows_ends_the_program_all_the_same(number, code, told, fails):
-    script = "import os, signal\nfrom swiftlite import ending\nfrom swiftlite.cli import app, plan\n"
+    script = "import os, signal\nfrom swiftlite import ending\nfrom swiftlite.cli import app, dry_run\n"
     script += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background has it ignored
     script += "def library(resolved):\n"
     script += f"    try:\n        os.kill(os.getpid(), {int(number)})\n    except BaseException:\n        pass\n"
     script += "    raise ImportError\n" if fails else "    ending.raise_seen_signal()\n    print('went on')\n"
-    script += f"plan.show_plan = library\napp.main({['sft', *DRY]!r})"
+    script += f"dry_run.show_plan = library\napp.main({['sft', *DRY]!r})"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", told)
 

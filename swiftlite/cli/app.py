@@ -111,9 +111,10 @@ def _plain_words(words: list[str]) -> list[str]:
 def run_commands() -> dict[str, RunCommand]:
     """The commands whose flags come from the schema, by every name they have."""
     from swiftlite.cli.inspect import INSPECT
+    from swiftlite.cli.plan import PLAN
     from swiftlite.cli.train import TRAIN_COMMANDS
 
-    commands = {command.name: command for command in [*TRAIN_COMMANDS, INSPECT]}
+    commands = {command.name: command for command in [*TRAIN_COMMANDS, INSPECT, PLAN]}
     return commands | {"pt": commands["pretrain"]}
 
 

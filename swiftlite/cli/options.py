@@ -29,7 +29,8 @@ class Session:
 class RunCommand:
     """A command that takes the schema's flags. method: what it trains, or None where recipe or `--method` says it.
 
-    fallback: the method where nobody says it, for commands that only look.
+    fallback: the method where nobody says it, and needs_rows: False where no data set has to be named, of commands that
+    only look.
 
     handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags, unless
     `--dry-run` asks for configuration and plan only.
@@ -41,6 +42,7 @@ class RunCommand:
     method: str | None = None
     own: tuple[Flag, ...] = ()
     fallback: str | None = None
+    needs_rows: bool = True
 
     def read(self, words: list[str]) -> Line:
         """The words behind the command, by the schema. Raises UserError."""
@@ -79,19 +81,23 @@ class RunCommand:
             given[name] = Given(value[0] if one_word else value, line.typed[name], "flag")
         loaded = load_recipe(recipe) if recipe else None
         said = "method" in given or (loaded is not None and "method" in loaded.entries)
-        resolved = resolve(self.method or (None if said else self.fallback), given, loaded)
+        method = self.method or (None if said else self.fallback)
+        resolved = resolve(method, given, loaded, needs_rows=self.needs_rows)
         resolved.notes[:0] = line.notes
         session.debug = session.debug or resolved.config.debug
         if not resolved.config.dry_run:
             self.handler(resolved, **own)
         elif os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
-            from swiftlite.cli.plan import show_plan
+            from swiftlite.cli.dry_run import show_plan
 
             show_plan(resolved)
 
 
-def own_flag(name: str, kind: str, default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Flag:
-    """A flag that belongs to one command only, such as `inspect --rows`. kind: bool, int, float or str."""
+def own_flag(
+    name: str, kind: str, default: Any, help_text: str, *, choices: tuple[str, ...] = (), shown: str | None = None
+) -> Flag:
+    """A flag that belongs to one command only, such as `inspect --rows`. kind: bool, int, float or str; shown: how help
+    names its default."""
     return Flag(
         name=name,
         kind=kind,
@@ -100,7 +106,7 @@ def own_flag(name: str, kind: str, default: Any, help_text: str, *, choices: tup
         panel="Options",
         help=help_text,
         default=default,
-        shown=None if default is not None else "none",
+        shown=shown or (None if default is not None else "none"),
         metavar=None,
         short=None,
         bare=None,

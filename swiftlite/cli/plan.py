@@ -1,124 +1,248 @@
-"""What `--dry-run` prints: the resolved configuration and the plan of the layout."""
+"""`swiftlite plan`: memory, messages and time of every layout, and the command that trains in the best one."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from swiftlite.config.flags import all_flags
-from swiftlite.config.methods import PREFERENCE, pack_capacity
-from swiftlite.untrusted import printable
+from swiftlite.cli.dry_run import WIDTH
+from swiftlite.cli.options import RunCommand, own_flag
+from swiftlite.errors import UserError
+from swiftlite.sizes import in_words
 
 if TYPE_CHECKING:
-    from swiftlite.config.layout import Layout
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import PretrainedConfig
+
     from swiftlite.config.resolve import Resolved
     from swiftlite.config.schema import RunConfig
+    from swiftlite.planning.devices import Device
+    from swiftlite.training.plan import Outline, Plan, Proposal
 
-SHOWN_GROUPS = 4
-SHOWN_RANKS = 8
-WIDTH = 500  # where no terminal sets one: a path that is cut in two lines cannot be found or copied
+GB = 10**9
+WORLDS = (1, 2, 4, 8)  # devices of a machine that are looked at where nobody says how many there are,
+NODES = (2, 4, 8, 16, 32)  # and machines, where one is not enough
+SIZES = {
+    "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "context_parallel_size": "cp",
+    "expert_parallel_size": "ep",
+}  # fmt: skip
+EXPLAINED = (
+    "rows: of a forward pass; memory: of the fullest device; times are estimates, at half of the device's peak and 70% "
+    "of its links"
+)
+UNSAID = ("method", "dry_run", "debug", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port")
 
 
-def show_plan(resolved: Resolved) -> None:
-    """Print to stdout; settings that somebody gave are marked with who did.
+def plan(
+    resolved: Resolved, device: str | None, device_memory: str | None, link: float, network: float, rows: int
+) -> None:
+    """Print what layouts take. Raises UserError where the device is unknown, or nothing fits."""
+    from rich.console import Console
 
-    Raises UserError for options of a preference loss that would not act, and data set names that mean nothing.
-    """
-    from swiftlite.data.sources import parse_spec
+    from swiftlite.quick_imports import quick_imports
 
-    for name in (*resolved.config.dataset, *resolved.config.eval_dataset):
-        parse_spec(name)
-    if resolved.config.method in PREFERENCE:
-        from swiftlite.training.methods import preference_of  # seconds, for torch
-
-        preference_of(resolved.config)
+    if rows < 1:
+        raise UserError("--rows is below 1", where="--rows", fix="give the number of layouts to show")
+    with quick_imports():
+        from swiftlite.checkpoint.tensor_writer import parse_size
+        from swiftlite.planning.machine import device_of, measure_rate
+        from swiftlite.training.plan import Outline
+    memory = None if device_memory is None else parse_size(_checked_size(device_memory))
+    kind, target = device_of(device, memory, link * GB or None, network * GB or None)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDTH
-    console.print(_configuration(resolved))
-    console.print(_plan(resolved))
     for note in resolved.notes:
         console.print(f"note: {note}", markup=False)
+    with console.status("building the model without weights"):
+        outline = Outline(resolved.config, _config_of_model(resolved.config), kind)
+        if kind == "cpu":
+            target = replace(target, flops=measure_rate(outline.precision.dtype))
+        plans = list(_plans(resolved, outline, target))
+    _say_what_for(console, outline, plans[0][1], target)
+    several = len(plans) > 1  # numbers of devices
+    shown = [(world, proposal) for world, plan in plans for proposal in plan.proposals[: 1 if several else rows]]
+    if not shown:
+        raise plans[0][1].refused[0]
+    console.print(_table(shown))
+    console.print(EXPLAINED, style="dim")
+    _say_refused(console, [plan for _, plan in plans])
+    fitting = [(world, plan.best) for world, plan in plans if plan.best]
+    if not fitting:
+        raise _nothing_fits(resolved, [proposal for _, proposal in shown])
+    world, best = fitting[0]
+    console.print(_parts(best))
+    console.print("\nstart it by:")
+    console.print(_command(resolved, world, best), markup=False)
 
 
-def _configuration(resolved: Resolved) -> Table:
-    table = Table(title="Configuration", title_justify="left", box=None, padding=(0, 2))
-    for heading in ("setting", "value", "from"):
-        table.add_column(heading, header_style="dim", overflow="fold")
-    panel = None
-    values = resolved.config.model_dump()
-    for name, flag in all_flags().items():
-        if flag.panel != panel:
-            panel = flag.panel
-            table.add_row(f"[bold blue]{panel}[/]", "", "")
-        source = resolved.given.get(name)
-        style = "bold" if source else "dim"
-        table.add_row(f"[{style}]{name}[/]", Text(printable(_words(values[name]))), source or "")
+def _config_of_model(config: RunConfig) -> PretrainedConfig:
+    from swiftlite.models.load import load_config
+
+    return load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+
+
+def _checked_size(text: str) -> str:
+    from swiftlite.config.types import check_size
+
+    try:
+        return check_size(text)
+    except ValueError as error:
+        raise UserError(f"--device-memory: {error}", where="--device-memory", fix="write 80GB or 79GiB") from error
+
+
+def _plans(resolved: Resolved, outline: Outline, device: Device) -> Iterator[tuple[tuple[int, int], Plan]]:
+    """((machines, devices of each), plan) for the devices that were named, or as many as it takes to fit."""
+    from swiftlite.training.plan import propose
+
+    config = resolved.config
+    if {"nproc_per_node", "nnodes"} & resolved.given.keys():
+        worlds = [(config.nnodes or 1, config.nproc_per_node or 1)]
+    elif outline.kind.type == "cpu":
+        worlds = [(1, 1)]
+    else:
+        worlds = [(1, devices) for devices in WORLDS] + [(nodes, WORLDS[-1]) for nodes in NODES]
+    fits = False
+    for nodes, devices in worlds:
+        if fits and nodes > 1:
+            return
+        target = device
+        if outline.kind.type == "cpu":  # processes share its memory and its cores
+            target = replace(device, memory=device.memory / devices, flops=device.flops / devices)
+        found = propose(resolved, outline, target, nodes, devices)
+        fits = fits or found.best is not None
+        if found.proposals or (nodes, devices) == worlds[-1]:
+            yield (nodes, devices), found
+
+
+def _say_what_for(console: Console, outline: Outline, plan: Plan, device: Device) -> None:
+    trained, total = plan.parameters
+    console.print(f"model:   {total:,} parameters, {trained:,} trained; {outline.precision.words}", markup=False)
+    links = f"{device.link / GB:,.0f} GB/s to its neighbours, {device.network / GB:,.0f} GB/s to other machines"
+    console.print(f"device:  {device.name}, {in_words(device.memory)}, {device.flops / 1e12:.3g} TFLOP/s; {links}")
+
+
+def _table(shown: list[tuple[tuple[int, int], Proposal]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="\nLayouts, the fastest that fit first", title_justify="left", box=None, padding=(0, 1))
+    table.add_column("devices", header_style="dim", no_wrap=True)
+    table.add_column("layout", header_style="dim")
+    table.add_column("recompute", header_style="dim", no_wrap=True)
+    for heading in ("rows", "memory", "s a step", "tokens/s"):
+        table.add_column(heading, header_style="dim", justify="right", no_wrap=True)
+    for (nodes, devices), proposal in shown:
+        config, fits = proposal.config, proposal.fits
+        table.add_row(
+            f"{nodes} x {devices}" if nodes > 1 else str(devices),
+            _words(proposal),
+            config.activation_checkpointing,
+            str(config.micro_batch_size),
+            in_words(proposal.footprint.total),
+            f"{proposal.pace.seconds:.2f}" if fits else "too large",
+            f"{proposal.tokens_per_second:,.0f}" if fits else "",
+            style=None if fits else "dim",
+        )
     return table
 
 
-def _words(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
+def _words(proposal: Proposal) -> str:
+    """A layout in a few words."""
+    config, layout = proposal.config, proposal.layout
+    words = [f"{short} {size}" for name, short in SIZES.items() if (size := getattr(config, name)) > 1]
+    if layout.dp_shard * layout.cp > 1:
+        words.append(f"fsdp {layout.sharding} {layout.dp_shard}")
+    if layout.dp_replicate > 1:
+        words.append(f"replicas {layout.dp_replicate}")
+    if config.sync_every_microbatch:
+        words.append("reduced each micro-batch")
+    return ", ".join(words) or "one process"
+
+
+def _parts(best: Proposal) -> Table:
+    """Where memory and time of the best layout go."""
+    from rich.table import Table
+
+    table = Table(title="\nThe best one", title_justify="left", box=None, padding=(0, 2), show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_column()
+    for name, size in best.footprint.parts():
+        table.add_row(name, in_words(size), "")
+    table.add_row("in all", in_words(best.footprint.total), f"of {in_words(best.limit)} that may be taken")
+    table.add_row("arithmetic", f"{best.pace.compute:.3f} s", "")
+    if best.layout.pp > 1:
+        table.add_row("pipeline idles", f"{best.pace.idle:.3f} s", "")
+    for message in best.pace.messages:
+        traffic, where = message.traffic, "between machines" if message.between_machines else "within a machine"
+        words = f"{traffic.dimension} {traffic.collective} of {traffic.what}, {in_words(traffic.size)} {where}"
+        table.add_row("messages", f"{message.seconds:.3f} s", f"{words}; {message.exposed:.3f} s not hidden")
+    return table
+
+
+def _say_refused(console: Console, plans: list[Plan]) -> None:
+    refused = {str(error): error for plan in plans for error in plan.refused}
+    if refused:
+        console.print("\n[bold]Refused[/]")
+    for error in refused.values():
+        console.print(f"  {error.what}" + (f" ({error.where})" if error.where else ""), markup=False)
+
+
+def _command(resolved: Resolved, world: tuple[int, int], best: Proposal) -> str:
+    """What starts the best layout: what was given, and what the plan has added."""
+    nodes, devices = world
+    recipe = ["--recipe", str(resolved.recipe)] if resolved.recipe else []
+    words = ["swiftlite", resolved.config.method, *recipe]
+    for name, by in resolved.given.items():
+        if name not in UNSAID and name not in best.flags and by != "recipe":
+            words += _flag(name, getattr(resolved.config, name))
+    machines = {"nproc_per_node": devices} | ({"nnodes": nodes} if nodes > 1 else {})
+    for name, value in ((machines if nodes * devices > 1 else {}) | best.flags).items():
+        words += _flag(name, value)
+    return shlex.join(words)
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    option = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [option] if value else [f"--no-{option[2:]}"]
     if isinstance(value, dict):
-        return " ".join(f"{key}={item}" for key, item in value.items()) or "none"
-    return str(value)
+        return [option, *(f"{key}={item}" for key, item in value.items())]
+    return [option, *(map(str, value) if isinstance(value, list) else [str(value)])]
 
 
-def _idle(config: RunConfig) -> str:
-    """In words, how much of a step a rank of the pipeline waits for others: with two stages a rank half as long. What
-    zero-bubble leaves depends on how long the three parts of a stage take."""
-    if config.pipeline_schedule == "zero-bubble":
-        return ""
-    stages, others = (2 if config.pipeline_schedule == "interleaved-1f1b" else 1), config.pipeline_parallel_size - 1
-    return f"; about {others / (stages * config.num_microbatches + others):.0%} idle"
-
-
-def _groups(layout: Layout) -> Iterator[tuple[str, str]]:
-    """(dimension, the ranks that lie along it) for each dimension in use; the innermost has neighbouring ranks."""
-    stride = layout.world
-    for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-        size = asdict(layout)[name]
-        block, stride = stride, stride // size
-        starts = [start + place for start in range(0, layout.world, block) for place in range(stride)]
-        groups = [_ranks(range(start, start + size * stride, stride)) for start in starts[:SHOWN_GROUPS]]
-        if size > 1:
-            yield name, " | ".join(groups) + (" | ..." if len(starts) > SHOWN_GROUPS else "")
-
-
-def _ranks(ranks: range) -> str:
-    shown = ranks if len(ranks) <= SHOWN_RANKS else ranks[: SHOWN_RANKS - 1]
-    return " ".join(map(str, shown)) + ("" if len(shown) == len(ranks) else f" ... {ranks[-1]}")
-
-
-def _plan(resolved: Resolved) -> Table:
-    config, layout = resolved.config, resolved.layout
-    packs = "packs" if config.packing else "rows"
-    table = Table(title="\nPlan", title_justify="left", box=None, padding=(0, 2), show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("processes", f"{layout.world} ({layout.world_source})")
-    table.add_row("mesh", f"pp x dp_replicate x dp_shard x cp x tp = {layout}")
-    for dimension, text in _groups(layout):
-        table.add_row("", f"{dimension}: ranks {text}")
-    table.add_row("sharding", layout.sharding)
-    if layout.pp > 1:
-        words = f"{config.pipeline_schedule}, {config.num_microbatches} micro-batches over {layout.pp} ranks"
-        table.add_row("pipeline", words + _idle(config))
-    if layout.expert_parallel > 1:
-        table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
-    capacity = pack_capacity(config)
-    table.add_row(
-        "a step",
-        f"{config.global_batch_size} {packs} of up to {capacity} tokens = {config.micro_batch_size} a forward "
-        f"pass x {config.gradient_accumulation_steps} accumulated x {layout.data_ranks} data ranks",
+def _nothing_fits(resolved: Resolved, shown: list[Proposal]) -> UserError:
+    nearest, config = min(shown, key=lambda proposal: proposal.footprint.total), resolved.config
+    lighter = [
+        ("--tuner lora", config.tuner != "lora"),
+        ("--quantization nf4", config.tuner == "lora" and config.quantization == "none"),
+        ("--offload cpu", config.offload == "none"),
+        ("--optimizer paged_adamw", config.tuner == "full" and config.optimizer == "adamw"),
+        ("a smaller --max-length", True),
+        ("more devices", True),
+    ]
+    return UserError(
+        f"nothing fits: the nearest needs {in_words(nearest.footprint.total)} of a device, of which "
+        f"{in_words(nearest.limit)} may be taken",
+        where=_words(nearest),
+        fix="try " + ", ".join(words for words, helps in lighter if helps),
     )
-    table.add_row("at most", f"{config.global_batch_size * capacity:,} tokens a step")
-    return table
+
+
+PLAN = RunCommand(
+    "plan",
+    plan,
+    "Predict memory and time of layouts without weights or GPUs, and recommend one.",
+    own=(
+        own_flag("device", "str", None, "Device to plan for, such as h100, a100, rtx-4090 or cpu.", shown="this one's"),
+        own_flag("device_memory", "str", None, "Memory of a device, such as 80GB.", shown="the device's"),
+        own_flag("link", "float", 0.0, "GB/s that a device sends to the others of its machine.", shown="the device's"),
+        own_flag("network", "float", 0.0, "GB/s that a device sends to other machines.", shown="usual for the device"),
+        own_flag("rows", "int", 8, "Layouts to show."),
+    ),
+    fallback="sft",
+    needs_rows=False,
+)

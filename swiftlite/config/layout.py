@@ -240,21 +240,21 @@ def _indivisible(config: RunConfig, world: int, source: str) -> UserError:
 
 def _nearest_sizes(wanted: tuple[int, int, int], world: int) -> tuple[int, int, int]:
     """The (tp, pp, cp) nearest to the wanted one, by ratio, whose product divides the world."""
-    fitting = [sizes for sizes in product(_divisors(world), repeat=3) if world % math.prod(sizes) == 0]
+    fitting = [sizes for sizes in product(divisors(world), repeat=3) if world % math.prod(sizes) == 0]
     return min(fitting, key=lambda sizes: (_distance(sizes, wanted), sizes))
 
 
 def _nearest_mesh(wanted: tuple[int, int], data: int) -> str:
-    shapes = [(size, data // size) for size in _divisors(data)]
+    shapes = [(size, data // size) for size in divisors(data)]
     replicate, shard = min(shapes, key=lambda shape: (_distance(shape, wanted), shape))
     return f"{replicate}x{shard}"
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    return min(_divisors(number), key=lambda size: abs(size - wanted))
+    return min(divisors(number), key=lambda size: abs(size - wanted))
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 

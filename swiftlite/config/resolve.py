@@ -76,10 +76,12 @@ def resolve(
     *,
     env: Mapping[str, str] | None = None,
     now: datetime.datetime | None = None,
+    needs_rows: bool = True,
 ) -> Resolved:
     """Merge (flags over environment over recipe), type, check, and fill in.
 
-    method: of the command, or None where the recipe or `--method` says it. Raises UserError.
+    method: of the command, or None where the recipe or `--method` says it; needs_rows: a data set has to be named.
+    Raises UserError.
     """
     env = os.environ if env is None else env
     now = now or datetime.datetime.now()
@@ -87,7 +89,7 @@ def resolve(
     _settle_method(method, given)
     gave_way = _let_layout_give_way(given)
     typed = build_config(given)
-    _require(typed)
+    _require(typed, needs_rows=needs_rows)
     check_names(typed, {name: item.where for name, item in given.items()})
     base = recipe.path.resolve().parent if recipe else None
     typed, notes = _another_folder(typed, given, base)
@@ -153,10 +155,10 @@ def _let_layout_give_way(given: dict[str, Given]) -> list[str]:
     return [f"the recipe's {name} {given.pop(name).value} gives way to {chosen.where} {chosen.value}" for name in lost]
 
 
-def _require(config: RunConfig) -> None:
+def _require(config: RunConfig, *, needs_rows: bool) -> None:
     if not config.model:
         raise UserError("no model is named", fix="add --model with a hub id, a folder or a short name (qwen3-0.6b)")
-    if not config.dataset and not config.dry_run:  # a plan needs no rows
+    if needs_rows and not config.dataset and not config.dry_run:  # which only shows what was resolved
         raise UserError("no data set is named", fix="add --dataset with a file, a folder, a hub id or a short name")
 
 

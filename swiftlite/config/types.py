@@ -181,7 +181,7 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-def _size(value: Any) -> Any:
+def check_size(value: Any) -> Any:
     text = str(value).strip().replace(" ", "")
     found = re.fullmatch(r"(\d+(?:\.\d+)?)[KMGT]i?B", text, re.IGNORECASE)
     if not found or float(found[1]) < 1e-3:
@@ -213,7 +213,7 @@ NullWord = BeforeValidator(_null_word)
 Names = Annotated[list[str], BeforeValidator(_to_list)]
 Targets = Annotated[list[str], BeforeValidator(_to_targets)]
 Columns = Annotated[dict[str, str], BeforeValidator(_to_columns)]
-Size = Annotated[str, BeforeValidator(_size)]
+Size = Annotated[str, BeforeValidator(check_size)]
 Duration = Annotated[str, BeforeValidator(_duration)]
 ToList = BeforeValidator(_to_list)
 

@@ -5,6 +5,7 @@ Everything that differs between architectures and that swiftlite has to know sta
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch import nn
@@ -29,6 +30,7 @@ DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "jitter_noise", 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
+QUERY_NORM = re.compile(r"\bq(uery)?_(layer)?norm$")  # what architectures call that of queries
 SCORE_HEAD = "score"  # what transformers calls the head of a sequence classifier
 
 
@@ -128,6 +130,18 @@ def expert_share(config: PretrainedConfig) -> float:
     values = config.get_text_config().to_dict()
     count, chosen = (_first_number(values, names) for names in (EXPERTS, EXPERTS_OF_TOKEN))
     return chosen / count if count and chosen else 1.0
+
+
+def experts_of_token(config: PretrainedConfig) -> float:
+    """How many of a mixture's experts a token meets; 0 where there are none."""
+    values = config.get_text_config().to_dict()
+    count, chosen = (_first_number(values, names) for names in (EXPERTS, EXPERTS_OF_TOKEN))
+    return chosen if count and chosen else 0
+
+
+def has_head_norms(model: PreTrainedModel) -> bool:
+    """Whether queries and keys have norms of their own."""
+    return any(QUERY_NORM.search(name) for name, _ in dissect(model).layers.named_modules())
 
 
 def _first_number(values: dict, names: tuple[str, ...]) -> float | None:

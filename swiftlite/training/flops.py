@@ -8,7 +8,6 @@ Source: appendix B of PaLM, arXiv 2204.02311.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -23,31 +22,10 @@ from swiftlite.models.anatomy import (
     head_sizes,
     tokens_in_view,
 )
+from swiftlite.planning.devices import find_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets (without sparsity). By words of the device's
-# name, which may stand anywhere in it; the more particular names come first.
-PEAK_FLOPS = {
-    "H200 NVL": 836e12,
-    "H200": 989e12,
-    "H100 NVL": 836e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "B200": 2250e12,
-}
-SLOWER = {"Laptop", "D", "MIG"}  # words of devices that share a name with a faster one
-
 
 # How long a FLOP of attention takes, in those of matrix products: PyTorch's kernel for a CPU reaches a quarter of their
 # rate on documents of 150 tokens, and a third on 700.
@@ -95,7 +73,5 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The device's dense peak, or None where it is not known (CPUs, fp32, other devices)."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device)))
-    if words & SLOWER:
-        return None
-    return next((flops for name, flops in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
+    known = find_device(torch.cuda.get_device_name(device))
+    return known.flops if known else None

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from swiftlite.config.methods import pack_capacity
-from swiftlite.models.anatomy import dissect
+from swiftlite.models.anatomy import dissect, has_head_norms
 from swiftlite.models.quantize import BLOCK, count_quantizable
 from swiftlite.models.tuners import count_parameters
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, moment_bytes, trained_bytes
-from swiftlite.planning.memory import activation_bytes_per_token
+from swiftlite.planning.memory import BY_TRANSFORMERS, Written, activation_bytes_per_token
 from swiftlite.training.divide import spares_cheap_results
 from swiftlite.training.precision import Precision
 
@@ -33,6 +33,13 @@ def weights_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
     return precision.dtype if config.tuner == "lora" else precision.masters
 
 
+def how_written(config: RunConfig, base: PreTrainedModel, device: torch.device, kernels: str) -> Written:
+    """On a GPU norms are one node of the graph in any case, gates by Liger's kernels or compiled. kernels: whose are
+    used, `liger` or another's."""
+    on_gpu = device.type == "cuda"
+    return Written(on_gpu, on_gpu and (config.compile or kernels == "liger"), has_head_norms(base))
+
+
 def estimate_need(
     config: RunConfig,
     model_config: PretrainedConfig,
@@ -40,12 +47,14 @@ def estimate_need(
     base: PreTrainedModel,
     precision: Precision,
     device: torch.device,
+    written: Written = BY_TRANSFORMERS,
 ) -> Need:
+    """written: the layers are."""
     trained, total = count_parameters(model)
     weights, size, spared = weights_dtype(config, precision), precision.dtype.itemsize, 0.0
     if config.quantization != "none":
         spared = count_quantizable(dissect(base).layers) * (size - 1 / 2 - size / BLOCK)
-    per_token = activation_bytes_per_token(model_config, precision.dtype, hidden_dtype=weights)
+    per_token = activation_bytes_per_token(model_config, precision.dtype, hidden_dtype=weights, written=written)
     cast = total if weights != precision.dtype else trained if precision.masters != precision.dtype else 0
     return Need(
         trained=trained,
@@ -95,6 +104,7 @@ def choose_checkpointing(
     device: torch.device,
     precision: Precision,
     room: float,
+    written: Written = BY_TRANSFORMERS,
 ) -> str:
     """`auto`: of none, selective and full the first whose activations of a micro-batch fit into their part of the room.
 
@@ -107,7 +117,7 @@ def choose_checkpointing(
     spared, hidden, room = spares_cheap_results(config, device), weights_dtype(config, precision), part_of(room, device)
     for mode in ("none",) if spared or config.pipeline_schedule == "zero-bubble" else ("none", "selective"):
         kept = "selective" if spared else mode
-        if activation_bytes_per_token(model_config, precision.dtype, kept, hidden) * tokens < room:
+        if activation_bytes_per_token(model_config, precision.dtype, kept, hidden, written) * tokens < room:
             return mode
     return "full"
 

@@ -60,6 +60,7 @@ from swiftlite.training.needs import (
     choose_layout,
     copy_bytes,
     estimate_need,
+    how_written,
     room_left,
     weights_dtype,
 )
@@ -170,6 +171,13 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     source, _ = find_weights(config, resume)
     if Path(source).expanduser().is_dir():
         inspect_model_folder(Path(source).expanduser())
+    check_division(config, layout, model_config)
+    import_architecture(model_config, classifier=config.method == "rm")
+    return model_config
+
+
+def check_division(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:
+    """What tensor, context and pipeline parallelism ask of a model. Raises UserError naming what would work."""
     check_tensor_parallel(model_config, layout.tp, compile_layers=config.compile)
     check_context_parallel(model_config, layout, config.max_length)
     if config.method in PAIRED and config.share_prompt:
@@ -177,8 +185,6 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     if layout.pp > 1:
         number = config.num_microbatches
         check_pipeline(model_config, layout, config.pipeline_schedule, number, compile_layers=config.compile)
-    import_architecture(model_config, classifier=config.method == "rm")
-    return model_config
 
 
 def vocabulary_of(config: RunConfig, model_config: PretrainedConfig) -> int | None:
@@ -208,7 +214,7 @@ def build_trainee(
     source, adapter = find_weights(config, resume)
     if config.method == "rm":
         _describe_scores(model_config, load_tokenizer())
-    base = _build_base(source, config, model_config, precision)
+    base = build_base(source, config, model_config, precision)
     if alone := why_alone(base):
         check_alone(config, layout, base, alone)
         base.set_attn_implementation(own_attention(base))
@@ -230,13 +236,14 @@ def build_trainee(
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout)
     to_master_precision(model, precision.masters)
-    need = estimate_need(config, model_config, model, base, precision, world.device)
+    written = how_written(config, base, world.device, kernels)
+    need = estimate_need(config, model_config, model, base, precision, world.device, written)
     free = int(world.same("free memory", str(free_bytes(world.device))))  # or ranks would decide differently
     choice = choose_layout(config, need, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
-    trainee = _on_meta(
-        config, model_config, model, base, choice, mesh, precision, need, room_left(choice, need, mesh, free), of_files
-    )
+    room = room_left(choice, need, mesh, free)
+    checkpointing = choose_checkpointing(config, model_config, mesh.device, precision, room, written)
+    trainee = _on_meta(config, model, base, choice, mesh, precision, need, room, checkpointing, of_files)
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
     trainee.kernels, trainee.alone, trainee.notes = kernels, alone, notes
     for part in trainee.divided.parts:
@@ -248,9 +255,7 @@ def build_trainee(
     return trainee
 
 
-def _build_base(
-    source: str, config: RunConfig, model_config: PretrainedConfig, precision: Precision
-) -> PreTrainedModel:
+def build_base(source: str, config: RunConfig, model_config: PretrainedConfig, precision: Precision) -> PreTrainedModel:
     return build_model(
         source,
         model_config,
@@ -306,7 +311,6 @@ def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokeni
 
 def _on_meta(
     config: RunConfig,
-    model_config: PretrainedConfig,
     model: nn.Module,
     base: PreTrainedModel,
     choice: Choice,
@@ -314,6 +318,7 @@ def _on_meta(
     precision: Precision,
     need: Need,
     room: float,
+    checkpointing: str,
     of_files: torch.dtype,
 ) -> Trainee:
     """What is known of the whole model, and then its parts. room: bytes for activations; of_files: their type."""
@@ -334,7 +339,6 @@ def _on_meta(
         min_params=config.fsdp_min_params,
         background_sums=not (config.optimizer_in_backward or config.sync_every_microbatch or config.pure_bf16),
     )
-    checkpointing = choose_checkpointing(config, model_config, mesh.device, precision, room)
     divided = divide(model, base, mesh, options, precision, checkpointing, config)
     return Trainee(model, base, mesh, choice, precision, divided, **known)
 

@@ -1,0 +1,124 @@
+"""What `--dry-run` prints: the resolved configuration and the plan of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from swiftlite.config.flags import all_flags
+from swiftlite.config.methods import PREFERENCE, pack_capacity
+from swiftlite.untrusted import printable
+
+if TYPE_CHECKING:
+    from swiftlite.config.layout import Layout
+    from swiftlite.config.resolve import Resolved
+    from swiftlite.config.schema import RunConfig
+
+SHOWN_GROUPS = 4
+SHOWN_RANKS = 8
+WIDTH = 500  # where no terminal sets one: a path that is cut in two lines cannot be found or copied
+
+
+def show_plan(resolved: Resolved) -> None:
+    """Print to stdout; settings that somebody gave are marked with who did.
+
+    Raises UserError for options of a preference loss that would not act, and data set names that mean nothing.
+    """
+    from swiftlite.data.sources import parse_spec
+
+    for name in (*resolved.config.dataset, *resolved.config.eval_dataset):
+        parse_spec(name)
+    if resolved.config.method in PREFERENCE:
+        from swiftlite.training.methods import preference_of  # seconds, for torch
+
+        preference_of(resolved.config)
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(_configuration(resolved))
+    console.print(_plan(resolved))
+    for note in resolved.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _configuration(resolved: Resolved) -> Table:
+    table = Table(title="Configuration", title_justify="left", box=None, padding=(0, 2))
+    for heading in ("setting", "value", "from"):
+        table.add_column(heading, header_style="dim", overflow="fold")
+    panel = None
+    values = resolved.config.model_dump()
+    for name, flag in all_flags().items():
+        if flag.panel != panel:
+            panel = flag.panel
+            table.add_row(f"[bold blue]{panel}[/]", "", "")
+        source = resolved.given.get(name)
+        style = "bold" if source else "dim"
+        table.add_row(f"[{style}]{name}[/]", Text(printable(_words(values[name]))), source or "")
+    return table
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return " ".join(f"{key}={item}" for key, item in value.items()) or "none"
+    return str(value)
+
+
+def _idle(config: RunConfig) -> str:
+    """In words, how much of a step a rank of the pipeline waits for others: with two stages a rank half as long. What
+    zero-bubble leaves depends on how long the three parts of a stage take."""
+    if config.pipeline_schedule == "zero-bubble":
+        return ""
+    stages, others = (2 if config.pipeline_schedule == "interleaved-1f1b" else 1), config.pipeline_parallel_size - 1
+    return f"; about {others / (stages * config.num_microbatches + others):.0%} idle"
+
+
+def _groups(layout: Layout) -> Iterator[tuple[str, str]]:
+    """(dimension, the ranks that lie along it) for each dimension in use; the innermost has neighbouring ranks."""
+    stride = layout.world
+    for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+        size = asdict(layout)[name]
+        block, stride = stride, stride // size
+        starts = [start + place for start in range(0, layout.world, block) for place in range(stride)]
+        groups = [_ranks(range(start, start + size * stride, stride)) for start in starts[:SHOWN_GROUPS]]
+        if size > 1:
+            yield name, " | ".join(groups) + (" | ..." if len(starts) > SHOWN_GROUPS else "")
+
+
+def _ranks(ranks: range) -> str:
+    shown = ranks if len(ranks) <= SHOWN_RANKS else ranks[: SHOWN_RANKS - 1]
+    return " ".join(map(str, shown)) + ("" if len(shown) == len(ranks) else f" ... {ranks[-1]}")
+
+
+def _plan(resolved: Resolved) -> Table:
+    config, layout = resolved.config, resolved.layout
+    packs = "packs" if config.packing else "rows"
+    table = Table(title="\nPlan", title_justify="left", box=None, padding=(0, 2), show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("processes", f"{layout.world} ({layout.world_source})")
+    table.add_row("mesh", f"pp x dp_replicate x dp_shard x cp x tp = {layout}")
+    for dimension, text in _groups(layout):
+        table.add_row("", f"{dimension}: ranks {text}")
+    table.add_row("sharding", layout.sharding)
+    if layout.pp > 1:
+        words = f"{config.pipeline_schedule}, {config.num_microbatches} micro-batches over {layout.pp} ranks"
+        table.add_row("pipeline", words + _idle(config))
+    if layout.expert_parallel > 1:
+        table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
+    capacity = pack_capacity(config)
+    table.add_row(
+        "a step",
+        f"{config.global_batch_size} {packs} of up to {capacity} tokens = {config.micro_batch_size} a forward "
+        f"pass x {config.gradient_accumulation_steps} accumulated x {layout.data_ranks} data ranks",
+    )
+    table.add_row("at most", f"{config.global_batch_size * capacity:,} tokens a step")
+    return table

@@ -1,0 +1,58 @@
+"""What is known of devices that people train on, from their makers' data sheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GB = 10**9
+SLOWER = {"Laptop", "D", "MIG"}  # words of devices that share a name with a faster one
+
+
+@dataclass(frozen=True)
+class Device:
+    """flops: dense bf16 peak in FLOP/s, without sparsity; memory: bytes; link: bytes/s that one device sends to the
+    others of its machine; network: bytes/s that it sends to other machines, of machines as they are usually sold.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    link: float
+    network: float
+
+
+PCIE_4, PCIE_5 = 32 * GB, 64 * GB  # 16 lanes, one direction
+SLOW, FAST, FASTEST = 3 * GB, 25 * GB, 50 * GB  # 25, 200 and 400 Gbit/s for each device
+
+# The more particular names come first: a name of PyTorch's holds all words of a name here.
+DEVICES = (
+    Device("H200 NVL", 836e12, 141 * GB, 450 * GB, FAST),
+    Device("H200", 989e12, 141 * GB, 450 * GB, FASTEST),
+    Device("H100 NVL", 836e12, 94 * GB, 300 * GB, FAST),
+    Device("H100 PCIe", 756e12, 80 * GB, PCIE_5, FAST),
+    Device("H100", 989e12, 80 * GB, 450 * GB, FASTEST),
+    Device("H800 PCIe", 756e12, 80 * GB, PCIE_5, FAST),
+    Device("H800", 989e12, 80 * GB, 200 * GB, FASTEST),
+    Device("A100 40GB", 312e12, 40 * GB, 300 * GB, FAST),
+    Device("A100", 312e12, 80 * GB, 300 * GB, FAST),
+    Device("A800", 312e12, 80 * GB, 200 * GB, FAST),
+    Device("L40S", 362e12, 48 * GB, PCIE_4, SLOW),
+    Device("L40", 181e12, 48 * GB, PCIE_4, SLOW),
+    Device("L4", 121e12, 24 * GB, PCIE_4, SLOW),
+    Device("A10", 125e12, 24 * GB, PCIE_4, SLOW),
+    Device("RTX 4090", 165e12, 24 * GB, PCIE_4, SLOW),
+    Device("B200", 2250e12, 180 * GB, 900 * GB, FASTEST),
+)
+
+
+def find_device(name: str) -> Device | None:
+    """The device that a name speaks of: PyTorch's, or as people write it, such as `h100` or `rtx4090`."""
+    words = {word.lower() for word in re.split(r"[\s_-]+", name)}
+    if words & {word.lower() for word in SLOWER}:
+        return None
+    plain = re.sub(r"[\s_-]+", "", name).lower()
+    for device in DEVICES:
+        if device.name.lower().replace(" ", "") == plain or words.issuperset(device.name.lower().split()):
+            return device
+    return None

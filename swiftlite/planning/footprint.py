@@ -1,0 +1,229 @@
+"""What the fullest device of a layout holds at the peak of a step, before weights load.
+
+P numbers in a unit of FSDP are kept in shards and are whole while they are used; what each part of the sum is of stands
+beside it. Source of the terms: ZeRO, arXiv 1910.02054, section 3, and for pipelines Megatron-LM, arXiv 2104.04473,
+section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from swiftlite.models.anatomy import dissect
+from swiftlite.models.experts import find_experts
+from swiftlite.objectives.head import CHUNK_BYTES
+from swiftlite.parallel.stages import StagePlan
+from swiftlite.planning.communication import PIPELINE_ROUND, Parameters
+from swiftlite.planning.memory import Kept
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from swiftlite.config.layout import Layout
+
+REDUCED = 4  # bytes of a gradient that is not in shards yet: always fp32
+LIVE_UNITS = 2  # of FSDP: the one that computes and the one that is gathered meanwhile
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Parameters of a model, part by part. layers: without their experts; tied: the head has none of its own."""
+
+    layers: tuple[Parameters, ...]
+    experts: tuple[Parameters, ...]
+    embedding: Parameters
+    head: Parameters
+    rest: Parameters
+    tied: bool
+
+    @staticmethod
+    def of(base: PreTrainedModel) -> Blocks:
+        """base: on any device (`meta` will do), whole, with its adapters and with what is frozen marked so."""
+        anatomy = dissect(base)
+        mixtures = [[experts for _, experts in find_experts(layer)] for layer in anatomy.layers]
+        in_experts = {id(p) for mixture in mixtures for experts in mixture for p in experts.parameters()}
+        embedded, headed, layered = (_ids(part) for part in (anatomy.embedding, anatomy.head, anatomy.layers))
+        return Blocks(
+            layers=tuple(Parameters.of([layer], in_experts) for layer in anatomy.layers),
+            experts=tuple(Parameters.of(mixture) for mixture in mixtures),
+            embedding=Parameters.of([anatomy.embedding]),
+            head=Parameters.of([anatomy.head], embedded),
+            rest=Parameters.of([base], embedded | headed | layered),
+            tied=bool(embedded & headed),
+        )
+
+
+def _ids(part: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in part.parameters()}
+
+
+@dataclass(frozen=True)
+class NumberBytes:
+    """Bytes of a number of the model. weight, gradient, moments: of a trained one; frozen: of another one, on average;
+    stored: of those that are in neither layer; compute: in products of matrices."""
+
+    weight: float
+    gradient: float
+    moments: float
+    frozen: float
+    stored: int
+    compute: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device does in a step. tokens: of a micro-batch, as whole rows; micro_batches: of a step on one data rank;
+    kept: what a layer keeps of a token; recomputed: what it keeps where nothing is made again; hidden: their width;
+    divides_tokens: tensor-parallel ranks do, between blocks; accumulates: gradients are not reduced before the last
+    micro-batch; offload: states are in the host's memory; chunk: bytes of logits at a time.
+    """
+
+    tokens: int
+    micro_batches: int
+    kept: Kept
+    recomputed: Kept
+    hidden: int
+    divides_tokens: bool = True
+    accumulates: bool = True
+    offload: bool = False
+    chunk: int = CHUNK_BYTES["cuda"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on a device. gathered: weights that are whole for a moment or for a step, and copies of them in the type of
+    products; workspace: of a layer in its backward pass and of the output head."""
+
+    weights: float
+    gradients: float
+    moments: float
+    gathered: float
+    activations: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+    def parts(self) -> Iterable[tuple[str, float]]:
+        """(name, bytes) of each part."""
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def footprint(blocks: Blocks, layout: Layout, plan: StagePlan | None, of: NumberBytes, work: Work) -> Footprint:
+    """Of the device that holds most. plan: of the pipeline, None where there is none."""
+    if plan is None:
+        return _Device(blocks, layout, of, work, range(len(blocks.layers)), 1.0).holds()
+    ranks = []
+    for place in range(layout.pp):
+        stages = plan.stages_of(place)
+        layers = [layer for stage in stages for layer in plan.ranges[stage]]
+        ends = 0 in stages, plan.stages - 1 in stages
+        device = _Device(blocks, layout, of, work, layers, in_flight(plan, place, work.micro_batches), ends)
+        ranks.append(device.holds())
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def in_flight(plan: StagePlan, place: int, micro_batches: int) -> float:
+    """Micro-batches whose activations of its own layers a pipeline rank keeps at a time (arXiv 2104.04473, section 2.2;
+    of ZB-V: arXiv 2405.15362)."""
+    ranks, per_rank = plan.ranks, plan.schedule.per_rank
+    if plan.schedule.name == "gpipe":
+        return micro_batches
+    if plan.schedule.splits_backward:
+        return min(micro_batches, ranks)
+    if per_rank == 1:
+        return min(micro_batches, ranks - place)
+    chunks = 2 * (ranks - place - 1) + (per_rank - 1) * ranks + 1  # warm-up, and the one that is computed
+    return min(per_rank * micro_batches, chunks) / per_rank
+
+
+class _Device:
+    """A device of one pipeline rank. layers: its own; flights: micro-batches whose activations it keeps at a time;
+    ends: whether it has the embedding, and the head."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        layout: Layout,
+        of: NumberBytes,
+        work: Work,
+        layers: Iterable[int],
+        flights: float,
+        ends: tuple[bool, bool] = (True, True),
+    ) -> None:
+        self.blocks, self.layout, self.of, self.work, self.flights = blocks, layout, of, work, flights
+        self.has_head = ends[1]
+        self.shards = layout.dp_shard * layout.cp
+        self.by_fsdp = self.shards * layout.dp_replicate > 1 or work.offload
+        self.units = [self._layer(layer, layout.expert_parallel) for layer in layers]
+        self.stored = [self._layer(layer, 1) for layer in layers]  # experts' shards are fewer by as much
+        parts = [blocks.embedding] if ends[0] or blocks.tied else []
+        parts += [blocks.head, blocks.rest] if ends[1] else []
+        self.ends = _sum(part.on_each(layout.tp) for part in parts)
+
+    def _layer(self, place: int, groups: int) -> tuple[float, float]:
+        """(all, trained) numbers of a layer on this device when it is whole, of its experts one of so many groups."""
+        tp, experts = self.layout.tp, self.blocks.experts[place]
+        divided = tp * groups  # one of which is 1
+        return _sum([self.blocks.layers[place].on_each(tp), (experts.count / divided, experts.trained / divided)])
+
+    def holds(self) -> Footprint:
+        states = (0.0, 0.0, 0.0) if self.work.offload else self._states()
+        return Footprint(*states[:1], self._gradients(), *states[2:], self._gathered(), *self._of_tokens())
+
+    def _states(self) -> tuple[float, float, float]:
+        count, trained = _sum([*self.stored, self.ends])
+        weights = trained * self.of.weight + (count - trained) * self.of.frozen
+        return weights / self.shards, trained * self.of.gradient / self.shards, trained * self.of.moments / self.shards
+
+    def _gradients(self) -> float:
+        """Whole until the last micro-batch where they add up, and of two units and the ends where not."""
+        if not self.by_fsdp:
+            return self._states()[1]
+        _, trained = _sum([*self.units, self.ends])
+        if self.of.gradient and (self.layout.pp > 1 or (self.work.accumulates and self.work.micro_batches > 1)):
+            return trained * REDUCED
+        shard = 0 if self.work.offload else self._states()[1]
+        return shard + (self._largest(1) * LIVE_UNITS + self.ends[1]) * REDUCED * (self.shards > 1)
+
+    def _gathered(self) -> float:
+        """Layers are gathered in the type of products; embedding, norm and head as they are stored, and autocast casts
+        them. Where nothing is gathered, autocast has copies of the trained weights for a micro-batch."""
+        count, trained = _sum([*self.units, self.ends])
+        cast = self.of.compute if self.of.weight != self.of.compute else 0
+        if not self.by_fsdp:
+            return trained * cast
+        ends = self.ends[0] * (self.of.stored if self.shards > 1 else 0) + self.ends[1] * cast
+        whole = self.layout.pp > 1 or self.layout.sharding != "full"
+        layers = count - self.ends[0] if whole else min(LIVE_UNITS, len(self.units)) * self._largest(0)
+        return ends + layers * self.of.compute
+
+    def _largest(self, which: int) -> float:
+        return max((unit[which] for unit in self.units), default=0)
+
+    def _of_tokens(self) -> tuple[float, float]:
+        """(what layers keep, what one of them and the head need meanwhile)."""
+        work, layout = self.work, self.layout
+        row = work.tokens if layout.pp == 1 else -(-work.tokens // PIPELINE_ROUND) * PIPELINE_ROUND
+        tokens = row / layout.cp
+        divided = layout.tp if work.divides_tokens else 1
+
+        def of(kept: Kept) -> float:
+            return tokens * (kept.hidden / divided + kept.inner / layout.tp)
+
+        workspace = of(work.recomputed)
+        if self.has_head:
+            head = self.blocks.embedding if self.blocks.tied else self.blocks.head
+            workspace += work.chunk + 2 * tokens * work.hidden * self.of.stored
+            workspace += head.on_each(layout.tp)[1] * REDUCED * (work.micro_batches > 1)  # a micro-batch's own gradient
+        return self.flights * len(self.units) * of(work.kept), workspace
+
+
+def _sum(numbers: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    pairs = list(numbers)
+    return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)

@@ -1,0 +1,303 @@
+"""Which layout to train in: every one that so many devices allow, with its memory and time, before weights load.
+
+The model is built on `meta` and tuned as for training; nothing is read but its config.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swiftlite.config.batch import ACCUMULATION, GLOBAL, MICRO
+from swiftlite.config.layout import Layout
+from swiftlite.config.methods import pack_capacity
+from swiftlite.config.resolve import Resolved, resolve
+from swiftlite.config.validate import Given
+from swiftlite.errors import UserError
+from swiftlite.models.anatomy import check_trainable_architecture, experts_of_token, why_alone
+from swiftlite.models.load import import_architecture
+from swiftlite.models.tuners import apply_tuner, to_master_precision
+from swiftlite.parallel.experts import check_expert_parallel
+from swiftlite.parallel.stages import StagePlan, choose_schedule, plan_stages, stage_costs
+from swiftlite.planning.choose import STATE_BYTES, USABLE
+from swiftlite.planning.communication import ModelShape, Step, step_traffic
+from swiftlite.planning.footprint import Blocks, Footprint, NumberBytes, Work, footprint
+from swiftlite.planning.memory import Kept, layer_keeps
+from swiftlite.planning.pace import AGAIN, WITH_ADAPTERS, Pace, step_pace
+from swiftlite.planning.search import candidates
+from swiftlite.training.divide import spares_cheap_results
+from swiftlite.training.flops import FlopCounter
+from swiftlite.training.needs import estimate_need, how_written, weights_dtype
+from swiftlite.training.precision import Precision, resolve_precision
+from swiftlite.training.setup import build_base, check_alone, check_division
+from swiftlite.training.sources import find_weights
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.planning.devices import Device
+
+MICRO_SIZES = (1, 2, 4, 8)  # rows of a forward pass that are tried where nobody says
+MODES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A layout and how it would train. flags: beyond those that were given; limit: bytes that it may take."""
+
+    flags: dict[str, Any]
+    config: RunConfig
+    layout: Layout
+    footprint: Footprint
+    pace: Pace
+    tokens: int
+    limit: float
+
+    @property
+    def fits(self) -> bool:
+        return self.footprint.total <= self.limit
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.pace.seconds
+
+
+@dataclass
+class Plan:
+    """proposals: the best first; refused: what layouts cannot be, each once; parameters: (trained, all)."""
+
+    parameters: tuple[int, int]
+    proposals: list[Proposal] = field(default_factory=list)
+    refused: list[UserError] = field(default_factory=list)
+
+    @property
+    def best(self) -> Proposal | None:
+        return next((proposal for proposal in self.proposals if proposal.fits), None)
+
+
+class Outline:
+    """A model without weights, tuned as it will be, and what layouts have to know of it."""
+
+    def __init__(self, config: RunConfig, model_config: PretrainedConfig, kind: str) -> None:
+        """kind: of the device, `cuda` or `cpu`. Raises UserError where the model or a flag does not fit."""
+        check_trainable_architecture(model_config)
+        import_architecture(model_config, classifier=config.method == "rm")
+        self.kind, self.model_config = torch.device(kind), model_config
+        self.precision = precision_on(config, self.kind, model_config)
+        described = copy.deepcopy(model_config)
+        described.num_labels = 1  # of a reward model, which is all that asks
+        source, adapter = find_weights(config, None)
+        self.base = build_base(source, config, described, self.precision)
+        model = apply_tuner(self.base, config, adapter, lambda _: None)
+        to_master_precision(model, self.precision.masters)
+        self.need = estimate_need(config, model_config, model, self.base, self.precision, self.kind)
+        self.alone = why_alone(self.base)
+
+    @property
+    def layers(self) -> int:
+        return self.model_config.get_text_config().num_hidden_layers
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return Blocks.of(self.base)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape.of(self.base)
+
+    @cached_property
+    def flops(self) -> FlopCounter:
+        return FlopCounter(self.base)
+
+    def number_bytes(self, config: RunConfig) -> NumberBytes:
+        masters, stored = self.precision.masters.itemsize, weights_dtype(config, self.precision).itemsize
+        share = masters / STATE_BYTES["weights"]
+        gradient = 0 if config.optimizer_in_backward else STATE_BYTES["gradients"] * share
+        moments = self.need.trained_bytes - STATE_BYTES["weights"] * share - gradient
+        return NumberBytes(masters, gradient, moments, self.need.frozen_bytes, stored, self.precision.dtype.itemsize)
+
+    def work(self, config: RunConfig) -> Work:
+        """Of a device, with everything settled."""
+        mode = config.activation_checkpointing
+        spared = "selective" if spares_cheap_results(config, self.kind) else "none"
+        return Work(
+            tokens=config.micro_batch_size * pack_capacity(config),
+            micro_batches=config.gradient_accumulation_steps,
+            kept=self._keeps({"none": spared, "offload": "full"}.get(mode, mode), config),
+            recomputed=self._keeps("none", config),
+            hidden=self.model_config.get_text_config().hidden_size,
+            divides_tokens=self.kind.type != "cpu" and not config.compile,
+            accumulates=not config.sync_every_microbatch,
+            offload=config.offload == "cpu",
+        )
+
+    def _keeps(self, mode: str, config: RunConfig) -> Kept:
+        written = how_written(config, self.base, self.kind, config.kernels)
+        hidden_dtype = weights_dtype(config, self.precision)
+        return layer_keeps(self.model_config, self.precision.dtype, mode, hidden_dtype, written)
+
+
+def precision_on(config: RunConfig, device: torch.device, model_config: PretrainedConfig) -> Precision:
+    """On a GPU that need not be here."""
+    name = "bf16" if config.precision == "auto" and device.type == "cuda" else config.precision
+    width = model_config.get_text_config().hidden_size
+    return resolve_precision(name, device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width)
+
+
+def propose(resolved: Resolved, outline: Outline, device: Device, nodes: int, per_machine: int) -> Plan:
+    """Every layout of `nodes` machines, the best first. Raises UserError where flags contradict each other in all."""
+    plan = Plan((outline.need.trained, outline.need.trained + outline.need.frozen))
+    given = {name: getattr(resolved.config, name) for name in resolved.given}
+    machines = {"nproc_per_node": per_machine} | ({"nnodes": nodes} if nodes > 1 else {})
+    for flags in candidates(
+        given,
+        world=nodes * per_machine,
+        per_machine=per_machine,
+        layers=outline.layers,
+        row=pack_capacity(resolved.config),
+        experts=int(experts_of_token(outline.model_config) and _experts(outline.base)),
+    ):
+        try:
+            variant = _variant(resolved, machines | flags)
+            _check(variant, outline)
+        except UserError as error:
+            if str(error) not in map(str, plan.refused):
+                plan.refused.append(error)
+            continue
+        plan.proposals.append(settle(variant, outline, device, per_machine, flags))
+    plan.proposals.sort(key=_preference, reverse=True)
+    return plan
+
+
+def settle(
+    resolved: Resolved, outline: Outline, device: Device, per_machine: int, flags: Mapping[str, Any] | None = None
+) -> Proposal:
+    """The best of what a layout leaves open. flags: that it was resolved with, beyond those that were given."""
+    return max(_tried(resolved, flags or {}, outline, device, per_machine), key=_preference)
+
+
+def _preference(proposal: Proposal) -> tuple[bool, float]:
+    return proposal.fits, proposal.tokens_per_second if proposal.fits else -proposal.footprint.total
+
+
+def _experts(base: PreTrainedModel) -> int:
+    from swiftlite.models.experts import find_experts
+
+    return max((experts.num_experts for _, experts in find_experts(base)), default=0)
+
+
+def _variant(resolved: Resolved, flags: Mapping[str, Any]) -> Resolved:
+    """The same settings with other flags, resolved as a command would. Raises UserError."""
+    config, by = resolved.config, resolved.given
+    given = {name: Given(getattr(config, name), f"--{name.replace('_', '-')}", by[name]) for name in by}
+    sizes = {name: size for name, size in flags.items() if not isinstance(size, int) or size > 1}
+    said = {name: Given(value, f"--{name.replace('_', '-')} {value}", "flag") for name, value in sizes.items()}
+    return resolve(None, given | said | {"method": Given(config.method, "--method", "flag")}, env={}, needs_rows=False)
+
+
+def _check(variant: Resolved, outline: Outline) -> None:
+    config, layout = variant.config, variant.layout
+    check_division(config, layout, outline.model_config)
+    check_expert_parallel(outline.base, layout)
+    if outline.alone:
+        check_alone(config, layout, outline.base, outline.alone)
+
+
+def _tried(
+    variant: Resolved, flags: Mapping[str, Any], outline: Outline, device: Device, per_machine: int
+) -> Iterator[Proposal]:
+    """One layout with each size of micro-batch, recomputation and way to add gradients up that nobody has settled. The
+    micro-batches that it was resolved with are among them."""
+    config, layout, given = variant.config, variant.layout, variant.given
+    stages = _stages(config, layout, outline)
+    micro_sizes = [config.micro_batch_size] if {MICRO, ACCUMULATION} & given.keys() else MICRO_SIZES
+    for micro, mode in itertools.product(micro_sizes, _modes(config, outline)):
+        count, rest = divmod(config.global_batch_size, micro * layout.data_ranks)
+        if rest or (stages and stages.schedule.micro_batches(count, layout.pp) != count):
+            continue
+        for sync in _syncs(config, layout, count, given):
+            chosen = {
+                MICRO: micro, GLOBAL: config.global_batch_size,
+                "activation_checkpointing": mode, "sync_every_microbatch": sync,
+            }  # fmt: skip
+            settled = config.model_copy(update=chosen | {ACCUMULATION: count})
+            held = footprint(outline.blocks, layout, stages, outline.number_bytes(settled), outline.work(settled))
+            pace = _pace(settled, layout, stages, outline, device, per_machine)
+            more = {name: value for name, value in chosen.items() if value != getattr(config, name)}
+            more |= {GLOBAL: config.global_batch_size} if MICRO in more else {}
+            tokens = settled.global_batch_size * pack_capacity(settled)
+            yield Proposal(
+                {name: value for name, value in flags.items() if value != 1} | more,
+                settled, layout, held, pace, tokens, USABLE * device.memory,
+            )  # fmt: skip
+
+
+def _stages(config: RunConfig, layout: Layout, outline: Outline) -> StagePlan | None:
+    if layout.pp == 1:
+        return None
+    schedule = choose_schedule(config.pipeline_schedule, outline.layers, layout.pp)
+    return plan_stages(outline.base, layout.pp, schedule, length=config.max_length)
+
+
+def _modes(config: RunConfig, outline: Outline) -> Sequence[str]:
+    if config.activation_checkpointing != "auto":
+        return [config.activation_checkpointing]
+    selective = not spares_cheap_results(config, outline.kind) and config.pipeline_schedule != "zero-bubble"
+    return MODES if selective else ("none", "full")
+
+
+def _syncs(config: RunConfig, layout: Layout, count: int, given: Mapping[str, str]) -> Sequence[bool]:
+    sharded = layout.dp_shard * layout.cp > 1 and layout.pp == 1 and count > 1
+    if "sync_every_microbatch" in given or not sharded:
+        return [config.sync_every_microbatch]
+    return [False, True]
+
+
+def _pace(
+    config: RunConfig, layout: Layout, stages: StagePlan | None, outline: Outline, device: Device, per_machine: int
+) -> Pace:
+    row, count = pack_capacity(config), config.gradient_accumulation_steps
+    adapted = outline.need.trained < outline.need.frozen
+    again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) * (WITH_ADAPTERS if adapted else 1)
+    of = outline.number_bytes(config)
+    step = Step(
+        tokens=config.micro_batch_size * row,
+        trained=config.micro_batch_size * row,
+        micro_batches=count,
+        compute=of.compute,
+        stored=of.stored,
+        sync_every_microbatch=config.sync_every_microbatch,
+        schedule=stages.schedule if stages else None,
+    )
+    documents = [config.max_length] * (config.global_batch_size * row // config.max_length)
+    return step_pace(
+        layout,
+        outline.flops.step(documents) * (1 + again),
+        step_traffic(layout, outline.shape, step),
+        device,
+        per_machine=per_machine,
+        micro_batches=count,
+        plan=stages,
+        unevenness=_unevenness(stages, outline, config.max_length),
+    )
+
+
+def _unevenness(stages: StagePlan | None, outline: Outline, length: int) -> float:
+    """Work of the slowest pipeline rank over that of the mean one."""
+    if stages is None:
+        return 1.0
+    costs, embedding, head = stage_costs(outline.base, length)
+    costs[0] += embedding
+    costs[-1] += head
+    of_rank = [
+        sum(costs[layer] for stage in stages.stages_of(rank) for layer in stages.ranges[stage])
+        for rank in range(stages.ranks)
+    ]
+    return max(of_rank) * len(of_rank) / sum(of_rank)

@@ -1,0 +1,293 @@
+"""`swiftlite plan`: what it predicts, beside what was measured on a GPU, counted in real processes, or is PyTorch's."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from model_shapes import real_config
+
+from swiftlite.cli.app import main
+from swiftlite.config.layout import Layout
+from swiftlite.config.resolve import resolve
+from swiftlite.config.validate import Given
+from swiftlite.errors import UserError
+from swiftlite.models.toys import toy_config, write_toy
+from swiftlite.parallel.stages import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE, ZERO_BUBBLE_V, StagePlan
+from swiftlite.parallel.start import Machines, start_processes
+from swiftlite.parallel.world import joined
+from swiftlite.planning.communication import Parameters, Traffic
+from swiftlite.planning.devices import Device, find_device
+from swiftlite.planning.footprint import Blocks, NumberBytes, Work, footprint, in_flight
+from swiftlite.planning.memory import Kept
+from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
+from swiftlite.planning.search import CP, EP, PP, TP, candidates
+from swiftlite.training.plan import Outline, settle
+from swiftlite.verification.run import resolve_in_world
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+GIB = 2**30
+LLAMA, SMOLLM = "meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct"
+PURE = {"tuner": "full", "pure_bf16": True}
+
+
+def outlined(folder, model, kind="cuda", **flags):
+    """(resolved settings, outline) of a model on the hub, of which only the config is there."""
+    config = real_config(model)
+    config.save_pretrained(folder)
+    given = {name: Given(value, name, "flag") for name, value in ({"model": str(folder)} | flags).items()}
+    resolved = resolve("sft", given, env={}, needs_rows=False)
+    return resolved, Outline(resolved.config, config, kind)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "measured"),
+    [
+        (SMOLLM, {"tuner": "full", "micro_batch_size": 4, "kernels": "liger"}, 67.8),
+        (LLAMA, {"tuner": "lora", "micro_batch_size": 2, "kernels": "liger"}, 50.6),
+        (LLAMA, PURE | {"compile": True}, 109.9),
+        (
+            LLAMA,
+            PURE
+            | {"micro_batch_size": 2, "global_batch_size": 2, "kernels": "liger"}
+            | {"optimizer_in_backward": True, "max_grad_norm": 0},
+            112.1,
+        ),
+    ],
+)
+def test_memory_that_was_measured_on_a_gpu(tmp_path, model, flags, measured):
+    """The peaks of the table of one GPU in docs/performance.md, in GiB."""
+    common = {"max_length": 4096, "global_batch_size": 8, "activation_checkpointing": "none"}
+    resolved, outline = outlined(tmp_path, model, **(common | flags))
+    found = settle(resolved, outline, find_device("h200"), 1)
+    assert found.footprint.total / GIB == pytest.approx(measured, rel=0.02)
+    assert found.fits
+
+
+# --- weights, gradients and moments of real ranks -------------------------------------------------------------------
+
+LAYOUTS = {
+    "fsdp full 4": ("llama", {"parallel": "fsdp"}),
+    "lora": ("llama", {"parallel": "fsdp", "tuner": "lora", "target_modules": ["q_proj", "down_proj"]}),
+    "hybrid 2x2": ("llama", {"mesh": "2x2"}),
+    "ddp 4": ("llama-tied", {"parallel": "ddp"}),
+    "tp 2 x fsdp 2": ("llama", {"parallel": "fsdp", TP: 2}),
+    "pp 4": ("llama", {PP: 4}),
+    "fsdp 2 x pp 2, tied": ("llama-tied", {"parallel": "fsdp", PP: 2}),
+    "pp 2 interleaved": ("llama", {"parallel": "ddp", PP: 2, "pipeline_schedule": "interleaved-1f1b"}),
+    "cp 4": ("llama", {CP: 4}),
+    "ep 2": ("qwen3-moe", {"parallel": "fsdp", EP: 2}),
+    "tp 2 x fsdp 2, experts": ("qwen3-moe", {TP: 2, "parallel": "fsdp"}),
+}
+
+
+def _count_in_process(folder: str) -> int:
+    from measure.resident import tensor_bytes
+    from measure.world import build, shared_flags
+
+    with joined() as world:
+        for number, (name, (toy, flags)) in enumerate(LAYOUTS.items()):
+            given = shared_flags(Path(folder) / toy, Path(folder) / "none") | flags
+            trainee = build(resolve_in_world("sft", given, world.size), world.within(str(number)))
+            parts = [tensor for part in trainee.divided.parts for _, tensor, _ in part.tensors()]
+            numbers = tensor_bytes(parts), tensor_bytes(p for _, p in trainee.trained())
+            ranks = [None] * world.size
+            torch.distributed.all_gather_object(ranks, numbers)
+            if world.rank == 0:
+                with (Path(folder) / "counted.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([name, ranks]) + "\n")
+    return 0
+
+
+def test_states_of_real_ranks(tmp_path):
+    from measure.world import shared_flags
+
+    for toy in {toy for toy, _ in LAYOUTS.values()}:
+        write_toy(tmp_path / toy, toy_config(toy, 8))
+    with pytest.raises(SystemExit) as ended:
+        start_processes(Machines(4), _count_in_process, str(tmp_path))
+    assert not ended.value.code
+    for line in (tmp_path / "counted.jsonl").read_text().splitlines():
+        name, ranks = json.loads(line)
+        toy, flags = LAYOUTS[name]
+        resolved = resolve_in_world("sft", shared_flags(tmp_path / toy, tmp_path / "none") | flags, 4)
+        held = settle(resolved, Outline(resolved.config, toy_config(toy, 8), "cpu"), find_device("h100"), 4).footprint
+        assert held.weights == pytest.approx(max(weights for weights, _ in ranks), rel=0.03), name
+        assert held.moments == pytest.approx(2 * max(trained for _, trained in ranks), rel=0.03), name
+
+
+# --- the terms that no process shows ----------------------------------------------------------------------------------
+
+
+def _orders(engine: str, ranks: int, per_rank: int, micro_batches: int) -> list:
+    """What each rank of one of PyTorch's schedules computes, in order."""
+    from torch.distributed.pipelining import schedules
+
+    schedule = object.__new__(getattr(schedules, engine))
+    rounds = max(1, micro_batches // ranks)
+    vars(schedule).update(
+        pp_group_size=ranks, n_local_stages=per_rank, _n_microbatches=micro_batches, number_of_rounds=rounds,
+        microbatches_per_round=micro_batches // rounds, _num_stages=ranks * per_rank, num_stages=ranks * per_rank,
+    )  # fmt: skip
+    return [schedule._calculate_single_rank_operations(rank) for rank in range(ranks)]
+
+
+def _most_held(order: list) -> int:
+    """Stages' forward passes whose backward is still to come, or whose weights' gradients are."""
+    held = most = 0
+    for step in filter(None, order):
+        kind = step.computation_type.name
+        held += (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V], ids=lambda schedule: schedule.engine)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (2, 8)])
+def test_micro_batches_in_flight_are_those_of_pytorchs_schedules(schedule, ranks, micro_batches):
+    plan = StagePlan(tuple(range(n, n + 1) for n in range(ranks * schedule.per_rank)), ranks, schedule)
+    held = [_most_held(order) for order in _orders(schedule.engine, ranks, schedule.per_rank, micro_batches)]
+    assert [in_flight(plan, rank, micro_batches) * schedule.per_rank for rank in range(ranks)] == held
+
+
+LAYER = Parameters(1000, 1000, 0, 0)
+ENDS = Parameters(600, 600, 0, 0)
+NOTHING = Parameters(0, 0, 0, 0)
+BLOCKS = Blocks((LAYER,) * 4, (NOTHING,) * 4, ENDS, ENDS, NOTHING, tied=False)
+BYTES = NumberBytes(weight=4, gradient=4, moments=8, frozen=2, stored=4, compute=2)
+WORK = Work(tokens=64, micro_batches=4, kept=Kept(10, 30), recomputed=Kept(10, 30), hidden=8, chunk=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "work", "gradients", "gathered"),
+    [
+        (Layout(), {}, 4 * 5200, 2 * 5200),
+        (Layout(dp_replicate=2), {}, 4 * 5200, 2 * 5200),
+        # two layers in bf16; the ends in fp32, which autocast casts; gradients add up whole
+        (Layout(dp_shard=2, sharding="full"), {}, 4 * 5200, 2 * 2000 + (4 + 2) * 1200),
+        (Layout(dp_shard=2, sharding="grad_op"), {}, 4 * 5200, 2 * 4000 + (4 + 2) * 1200),
+        (Layout(dp_shard=2, sharding="full"), {"accumulates": False}, 4 * (2600 + 2000 + 1200), 4000 + 7200),
+        (Layout(dp_shard=2, sharding="full", tp=2), {}, 4 * 2600, 2 * 1000 + (4 + 2) * 600),
+    ],
+)
+def test_what_is_whole_for_a_while(layout, work, gradients, gathered):
+    from dataclasses import replace
+
+    held = footprint(BLOCKS, layout, None, BYTES, replace(WORK, **work))
+    assert (held.gradients, held.gathered) == (gradients, gathered)
+    assert held.weights == 4 * 5200 / layout.shards and held.moments == 2 * held.weights
+    assert held.activations == 4 * 64 * 40 / layout.tp
+
+
+def test_the_fullest_rank_of_a_pipeline_counts():
+    plan = StagePlan((range(3), range(3, 4)), 2, ONE_FORWARD_ONE_BACKWARD)
+    held = footprint(BLOCKS, Layout(pp=2), plan, BYTES, WORK)
+    assert held.weights == 4 * 3600  # of the first rank, which has two micro-batches in flight
+    assert held.activations == 2 * 3 * 64 * 40
+
+
+def test_a_device_is_known_by_any_spelling():
+    assert find_device("rtx-4090") == find_device("NVIDIA GeForce RTX 4090") is not None
+    assert find_device("A100-40GB").memory == 40e9 and find_device("NVIDIA A100-SXM4-80GB").memory == 80e9
+    assert find_device("NVIDIA GeForce RTX 4090 Laptop GPU") is find_device("GT 710") is None
+
+
+def test_messages_cost_what_nothing_hides():
+    device = Device("d", flops=1e12 / REACHED_FLOPS, memory=1, link=1e9 / REACHED_LINK, network=1e8 / REACHED_LINK)
+    layout = Layout(dp_shard=2, tp=2, sharding="full")
+    traffic = [Traffic("tp", "all-gather", "hidden states", 1e9), Traffic("fsdp", "all-gather", "weights", 3e8)]
+    near = step_pace(layout, 8e12, traffic, device, per_machine=4, micro_batches=1, plan=None)
+    assert near.compute == pytest.approx(2) and near.exposed == pytest.approx(1) and near.seconds == pytest.approx(3)
+    far = step_pace(layout, 8e12, traffic, device, per_machine=2, micro_batches=1, plan=None)
+    assert far.exposed == pytest.approx(1 + 1)  # 3 s between machines, of which arithmetic hides 2
+
+
+def test_layouts_leave_what_is_given_as_it_is():
+    def found(**given):
+        return list(candidates(given, world=8, per_machine=8, layers=32, row=2048, experts=0))
+
+    assert found()[0] == {TP: 1, PP: 1, CP: 1, EP: 1, "parallel": "ddp"}
+    assert all(flags[TP] == 4 and flags[CP] == flags[EP] == 1 for flags in found(**{TP: 4}))
+    assert all(flags[TP] * flags[PP] > 1 for flags in found(parallel="megatron"))
+    assert {tuple(flags) for flags in found(parallel="ddp")} == {(TP, PP, CP, EP)}
+    assert not [
+        flags for flags in candidates({}, world=8, per_machine=8, layers=2, row=2048, experts=0) if flags[PP] > 2
+    ]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shape(tmp_path):
+    """A folder with the config of Llama 8B and nothing else."""
+    real_config(LLAMA).save_pretrained(tmp_path / "shape")
+    return tmp_path / "shape"
+
+
+def plan(capsys, *words):
+    """(exit code, stdout, stderr)."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *map(str, words)])
+    told = capsys.readouterr()
+    return ended.value.code, told.out, told.err
+
+
+def test_a_plan_ends_in_the_command_that_trains(capsys, shape):
+    code, out, _ = plan(
+        capsys, "--model", shape, "--tuner", "full", "--max_length", 4096, "--device", "h100", "--nproc-per-node", 8
+    )
+    assert code == 0 and "8,030,261,248 parameters" in out and "H100" in out
+    words = shlex.split(out.rstrip().splitlines()[-1])
+    assert words[:2] == ["swiftlite", "sft"] and "--dry-run" not in words
+    assert {"--nproc-per-node", "--max-length", "--parallel", "fsdp", "--sharding"} <= set(words)
+    with pytest.raises(SystemExit) as ended:
+        main([*words[1:], "--dry-run"])
+    assert not ended.value.code
+    assert "1 x 1 x 8 x 1 x 1" in capsys.readouterr().out
+
+
+def test_a_plan_says_how_many_devices_it_takes(capsys, shape):
+    code, out, _ = plan(capsys, "--model", shape, "--tuner", "full", "--device", "h100")
+    devices = [line.split()[0] for line in out.splitlines() if " GiB " in line and line[1:2].isdigit()]
+    assert code == 0 and devices == ["1", "2", "4", "8"] and out.count("too large") == 2
+    assert "--nproc-per-node 4" in out
+    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", "--tuner", "lora")
+    assert code == 0 and "--nproc-per-node" not in out.splitlines()[-1]
+
+
+def test_what_fits_nowhere_and_what_is_wrong_is_told(capsys, shape):
+    code, out, err = plan(capsys, "--model", shape, "--tuner", "full", "--device", "l4", "--nproc-per-node", 2)
+    assert code == 2 and "too large" in out
+    assert "nothing fits: the nearest needs" in err and "--tuner lora" in err and "Traceback" not in err
+    code, _, err = plan(capsys, "--model", shape, "--device", "h1000")
+    assert code == 2 and "nothing is known of a device 'h1000'" in err and "h200-nvl" in err
+    code, _, err = plan(capsys, "--model", shape, "--device-memory", "much", "--device", "h100")
+    assert code == 2 and "--device-memory" in err
+    code, _, err = plan(capsys, "--model", shape, "--device", "h100", "--tp", 64, "--nproc-per-node", 64)
+    assert code == 2 and "32 attention heads do not divide by 64" in err
+    code, _, err = plan(capsys, "--model", shape / "none", "--device", "h100")
+    assert code == 2 and "neither a folder nor a hub id" in err
+
+
+def test_what_some_layouts_cannot_be_is_said_once(capsys, shape):
+    config = real_config("Qwen/Qwen2.5-7B-Instruct")
+    config.save_pretrained(shape)
+    code, out, _ = plan(capsys, "--model", shape, "--device", "a100", "--nproc-per-node", 8)
+    assert code == 0 and out.count("28 attention heads do not divide by 8") == 1
+
+
+def test_a_plan_for_the_machine_at_hand(capsys, tmp_path):
+    write_toy(tmp_path / "toy", toy_config("llama", 2))
+    code, out, _ = plan(capsys, "--model", tmp_path / "toy", "--device", "cpu", "--device-memory", "4GB")
+    assert code == 0 and "CPU of this machine, 3.73 GiB" in out
+
+
+def test_a_plan_needs_a_model(capsys):
+    code, _, err = plan(capsys)
+    assert code == 2 and "no model is named" in err
+    with pytest.raises(UserError, match="no data set is named"):
+        resolve("sft", {"model": Given("m", "--model", "flag")}, env={})
