@@ -18,19 +18,22 @@ from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.stages import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE, ZERO_BUBBLE_V, StagePlan
 from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.parallel.world import joined
+from swiftlite.planning.choose import Choice
 from swiftlite.planning.communication import Parameters, Traffic
 from swiftlite.planning.devices import Device, find_device
 from swiftlite.planning.footprint import Blocks, NumberBytes, Work, footprint, in_flight
 from swiftlite.planning.memory import Kept
 from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
 from swiftlite.planning.search import CP, EP, PP, TP, candidates
-from swiftlite.training.plan import Outline, settle
+from swiftlite.training.needs import choose_checkpointing
+from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.verification.run import resolve_in_world
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 GIB = 2**30
 LLAMA, SMOLLM = "meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct"
+FOUR = Fleet(find_device("h100"), 1, 4)
 PURE = {"tuner": "full", "pure_bf16": True}
 
 
@@ -40,7 +43,7 @@ def outlined(folder, model, kind="cuda", **flags):
     config.save_pretrained(folder)
     given = {name: Given(value, name, "flag") for name, value in ({"model": str(folder)} | flags).items()}
     resolved = resolve("sft", given, env={}, needs_rows=False)
-    return resolved, Outline(resolved.config, config, kind)
+    return resolved, outline_of(resolved.config, config, kind)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +65,19 @@ def test_memory_that_was_measured_on_a_gpu(tmp_path, model, flags, measured):
     """The peaks of the table of one GPU in docs/performance.md, in GiB."""
     common = {"max_length": 4096, "global_batch_size": 8, "activation_checkpointing": "none"}
     resolved, outline = outlined(tmp_path, model, **(common | flags))
-    found = settle(resolved, outline, find_device("h200"), 1)
+    found = settle(resolved, outline, Fleet(find_device("h200"), 1, 1))
     assert found.footprint.total / GIB == pytest.approx(measured, rel=0.02)
     assert found.fits
+
+
+@pytest.mark.parametrize(("rows", "mode"), [(8, "none"), (64, "full")])
+def test_auto_counts_the_gradients_that_add_up(tmp_path, rows, mode):
+    """8B on eight GPUs: rows of 4,096 tokens fit without recomputation, unless gradients wait whole for other rows."""
+    flags = {"tuner": "full", "max_length": 4096, "global_batch_size": rows, "nproc_per_node": 8, "parallel": "fsdp"}
+    resolved, outline = outlined(tmp_path, LLAMA, **flags)
+    free = int(find_device("h100").memory)
+    chosen, held = choose_checkpointing(resolved.config, outline, Choice(resolved.layout, False, ""), 0, free)
+    assert chosen == mode and held.total <= 0.85 * free
 
 
 # --- weights, gradients and moments of real ranks -------------------------------------------------------------------
@@ -114,7 +127,7 @@ def test_states_of_real_ranks(tmp_path):
         name, ranks = json.loads(line)
         toy, flags = LAYOUTS[name]
         resolved = resolve_in_world("sft", shared_flags(tmp_path / toy, tmp_path / "none") | flags, 4)
-        held = settle(resolved, Outline(resolved.config, toy_config(toy, 8), "cpu"), find_device("h100"), 4).footprint
+        held = settle(resolved, outline_of(resolved.config, toy_config(toy, 8), "cpu"), FOUR).footprint
         assert held.weights == pytest.approx(max(weights for weights, _ in ranks), rel=0.03), name
         assert held.moments == pytest.approx(2 * max(trained for _, trained in ranks), rel=0.03), name
 

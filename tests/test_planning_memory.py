@@ -73,9 +73,9 @@ def test_auto_recomputes_the_least_that_fits(share, spared, mode):
     shape, precision, cpu = toy_config("llama", 8), Precision("fp32", torch.float32), torch.device("cpu")
     everything = activation_bytes_per_token(shape, torch.float32) * config.max_length
     room = 2 * share * everything
-    assert needs.choose_checkpointing(config, shape, cpu, precision, room) == mode
+    assert needs.checkpointing_on_host(config, shape, cpu, precision, room) == mode
     split = config.model_copy(update={"pipeline_schedule": "zero-bubble", "pipeline_parallel_size": 2, "compile": True})
-    assert needs.choose_checkpointing(split, shape, cpu, precision, room) == ("none" if share > 1 else "full")
+    assert needs.checkpointing_on_host(split, shape, cpu, precision, room) == ("none" if share > 1 else "full")
 
 
 def test_the_states_of_a_share_leave_more_room():

@@ -29,7 +29,7 @@ from swiftlite.parallel.pipeline import cut_model
 from swiftlite.parallel.stages import check_pipeline, choose_schedule, plan_stages
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.devices import find_device
-from swiftlite.training.plan import Outline, Proposal, settle
+from swiftlite.training.plan import Fleet, Proposal, outline_of, settle
 
 RECIPES = shipped_recipes()
 SLURM = "scripts/slurm/train.sbatch"
@@ -117,7 +117,8 @@ def planned(name: str, gib: float, folder: Path) -> Proposal:
     config = resolved(name).config.model_copy(update={"model": str(folder)})
     found = replace(resolved(name), config=config, given=dict.fromkeys(type(config).model_fields, "recipe"))
     device = replace(find_device("h100"), memory=gib * 2**30)
-    return settle(found, Outline(found.config, shape, "cuda"), device, header(name).processes)
+    fleet = Fleet(device, header(name).nodes, header(name).processes)
+    return settle(found, outline_of(found.config, shape, "cuda"), fleet)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from swiftlite.config.resolve import Resolved
     from swiftlite.config.schema import RunConfig
     from swiftlite.planning.devices import Device
-    from swiftlite.training.plan import Outline, Plan, Proposal
+    from swiftlite.training.needs import Outline
+    from swiftlite.training.plan import Plan, Proposal
 
 GB = 10**9
 WORLDS = (1, 2, 4, 8)  # devices of a machine that are looked at where nobody says how many there are,
@@ -49,7 +50,7 @@ def plan(
     with quick_imports():
         from swiftlite.checkpoint.tensor_writer import parse_size
         from swiftlite.planning.machine import device_of, measure_rate
-        from swiftlite.training.plan import Outline
+        from swiftlite.training.plan import outline_of
     memory = None if device_memory is None else parse_size(_checked_size(device_memory))
     kind, target = device_of(device, memory, link * GB or None, network * GB or None)
     console = Console(highlight=False, soft_wrap=True)
@@ -58,11 +59,11 @@ def plan(
     for note in resolved.notes:
         console.print(f"note: {note}", markup=False)
     with console.status("building the model without weights"):
-        outline = Outline(resolved.config, _config_of_model(resolved.config), kind)
+        outline = outline_of(resolved.config, _config_of_model(resolved.config), kind)
         if kind == "cpu":
             target = replace(target, flops=measure_rate(outline.precision.dtype))
         plans = list(_plans(resolved, outline, target))
-    _say_what_for(console, outline, plans[0][1], target)
+    _say_what_for(console, outline, target)
     several = len(plans) > 1  # numbers of devices
     shown = [(world, proposal) for world, plan in plans for proposal in plan.proposals[: 1 if several else rows]]
     if not shown:
@@ -96,12 +97,12 @@ def _checked_size(text: str) -> str:
 
 def _plans(resolved: Resolved, outline: Outline, device: Device) -> Iterator[tuple[tuple[int, int], Plan]]:
     """((machines, devices of each), plan) for the devices that were named, or as many as it takes to fit."""
-    from swiftlite.training.plan import propose
+    from swiftlite.training.plan import Fleet, propose
 
     config = resolved.config
     if {"nproc_per_node", "nnodes"} & resolved.given.keys():
         worlds = [(config.nnodes or 1, config.nproc_per_node or 1)]
-    elif outline.kind.type == "cpu":
+    elif outline.device.type == "cpu":
         worlds = [(1, 1)]
     else:
         worlds = [(1, devices) for devices in WORLDS] + [(nodes, WORLDS[-1]) for nodes in NODES]
@@ -110,16 +111,16 @@ def _plans(resolved: Resolved, outline: Outline, device: Device) -> Iterator[tup
         if fits and nodes > 1:
             return
         target = device
-        if outline.kind.type == "cpu":  # processes share its memory and its cores
+        if outline.device.type == "cpu":  # processes share its memory and its cores
             target = replace(device, memory=device.memory / devices, flops=device.flops / devices)
-        found = propose(resolved, outline, target, nodes, devices)
+        found = propose(resolved, outline, Fleet(target, nodes, devices))
         fits = fits or found.best is not None
         if found.proposals or (nodes, devices) == worlds[-1]:
             yield (nodes, devices), found
 
 
-def _say_what_for(console: Console, outline: Outline, plan: Plan, device: Device) -> None:
-    trained, total = plan.parameters
+def _say_what_for(console: Console, outline: Outline, device: Device) -> None:
+    trained, total = outline.need.trained, outline.need.trained + outline.need.frozen
     console.print(f"model:   {total:,} parameters, {trained:,} trained; {outline.precision.words}", markup=False)
     links = f"{device.link / GB:,.0f} GB/s to its neighbours, {device.network / GB:,.0f} GB/s to other machines"
     console.print(f"device:  {device.name}, {in_words(device.memory)}, {device.flops / 1e12:.3g} TFLOP/s; {links}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +14,21 @@ from swiftlite.models.anatomy import dissect, has_head_norms
 from swiftlite.models.quantize import BLOCK, count_quantizable
 from swiftlite.models.tuners import count_parameters
 from swiftlite.parallel.mesh import Mesh
-from swiftlite.planning.choose import USABLE, Choice, Need, choose_data_layout, moment_bytes, trained_bytes
-from swiftlite.planning.memory import BY_TRANSFORMERS, Written, activation_bytes_per_token
+from swiftlite.parallel.stages import StagePlan, choose_schedule, plan_stages
+from swiftlite.planning.choose import (
+    STATE_BYTES,
+    USABLE,
+    Choice,
+    Need,
+    choose_data_layout,
+    moment_bytes,
+    trained_bytes,
+)
+from swiftlite.planning.communication import ModelShape
+from swiftlite.planning.footprint import Blocks, Footprint, NumberBytes, Work, footprint
+from swiftlite.planning.memory import Kept, Written, activation_bytes_per_token, layer_keeps
 from swiftlite.training.divide import spares_cheap_results
+from swiftlite.training.flops import FlopCounter
 from swiftlite.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -24,20 +38,12 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
-# Of a GPU's room for the head's chunk and the sum of its gradients, one layer's backward, and what fragments leave.
-WORKSPACE, OF_GPU, OF_HOST = 3 << 30, 0.8, 0.5
+OF_HOST = 0.5  # of the room on a CPU, for activations
 
 
 def weights_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
     """Of the base's weights, and so of hidden states between layers."""
     return precision.dtype if config.tuner == "lora" else precision.masters
-
-
-def how_written(config: RunConfig, base: PreTrainedModel, device: torch.device, kernels: str) -> Written:
-    """On a GPU norms are one node of the graph in any case, gates by Liger's kernels or compiled. kernels: whose are
-    used, `liger` or another's."""
-    on_gpu = device.type == "cuda"
-    return Written(on_gpu, on_gpu and (config.compile or kernels == "liger"), has_head_norms(base))
 
 
 def estimate_need(
@@ -47,14 +53,12 @@ def estimate_need(
     base: PreTrainedModel,
     precision: Precision,
     device: torch.device,
-    written: Written = BY_TRANSFORMERS,
 ) -> Need:
-    """written: the layers are."""
     trained, total = count_parameters(model)
     weights, size, spared = weights_dtype(config, precision), precision.dtype.itemsize, 0.0
     if config.quantization != "none":
         spared = count_quantizable(dissect(base).layers) * (size - 1 / 2 - size / BLOCK)
-    per_token = activation_bytes_per_token(model_config, precision.dtype, hidden_dtype=weights, written=written)
+    per_token = activation_bytes_per_token(model_config, precision.dtype, hidden_dtype=weights)
     cast = total if weights != precision.dtype else trained if precision.masters != precision.dtype else 0
     return Need(
         trained=trained,
@@ -98,30 +102,112 @@ def room_left(choice: Choice, need: Need, mesh: Mesh, free: int) -> float:
     return USABLE * free - (0 if elsewhere else (need.states + copies) / layout.shards)
 
 
-def choose_checkpointing(
-    config: RunConfig,
-    model_config: PretrainedConfig,
-    device: torch.device,
-    precision: Precision,
-    room: float,
-    written: Written = BY_TRANSFORMERS,
-) -> str:
-    """`auto`: of none, selective and full the first whose activations of a micro-batch fit into their part of the room.
+@dataclass
+class Outline:
+    """A model before it is divided, on `meta`, tuned as it will be, and what layouts take of it.
 
-    Where no cheap results are kept in any case, none keeps about what selective does elsewhere, and that is of no use.
-    Nor does selective go with zero-bubble.
+    kernels: whose are used, `liger` or another's.
     """
+
+    base: PreTrainedModel
+    model_config: PretrainedConfig
+    need: Need
+    precision: Precision
+    device: torch.device
+    kernels: str
+
+    @property
+    def layers(self) -> int:
+        return self.model_config.get_text_config().num_hidden_layers
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return Blocks.of(self.base)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape.of(self.base)
+
+    @cached_property
+    def flops(self) -> FlopCounter:
+        return FlopCounter(self.base)
+
+    def stages(self, config: RunConfig, layout: Layout) -> StagePlan | None:
+        """Of the pipeline, None where there is none."""
+        if layout.pp == 1:
+            return None
+        schedule = choose_schedule(config.pipeline_schedule, self.layers, layout.pp)
+        return plan_stages(self.base, layout.pp, schedule, length=config.max_length)
+
+    def number_bytes(self, config: RunConfig) -> NumberBytes:
+        masters, stored = self.precision.masters.itemsize, weights_dtype(config, self.precision).itemsize
+        share = masters / STATE_BYTES["weights"]
+        gradient = 0 if config.optimizer_in_backward else STATE_BYTES["gradients"] * share
+        moments = self.need.trained_bytes - STATE_BYTES["weights"] * share - gradient
+        return NumberBytes(masters, gradient, moments, self.need.frozen_bytes, stored, self.precision.dtype.itemsize)
+
+    def holds(self, config: RunConfig, layout: Layout, stages: StagePlan | None) -> Footprint:
+        """What the fullest device does. config: with every setting of memory settled."""
+        mode = config.activation_checkpointing
+        spared = "selective" if spares_cheap_results(config, self.device) else "none"
+        work = Work(
+            tokens=config.micro_batch_size * pack_capacity(config),
+            micro_batches=config.gradient_accumulation_steps,
+            kept=self._keeps({"none": spared, "offload": "full"}.get(mode, mode), config),
+            recomputed=self._keeps("none", config),
+            hidden=self.model_config.get_text_config().hidden_size,
+            divides_tokens=self.device.type != "cpu" and not config.compile,
+            accumulates=not config.sync_every_microbatch,
+            offload=config.offload == "cpu",
+        )
+        return footprint(self.blocks, layout, stages, self.number_bytes(config), work)
+
+    def _keeps(self, mode: str, config: RunConfig) -> Kept:
+        written, hidden_dtype = how_written(config, self), weights_dtype(config, self.precision)
+        return layer_keeps(self.model_config, self.precision.dtype, mode, hidden_dtype, written)
+
+
+def how_written(config: RunConfig, outline: Outline) -> Written:
+    """On a GPU norms are one node of the graph in any case, gates by Liger's kernels or compiled."""
+    on_gpu = outline.device.type == "cuda"
+    gate = config.compile or outline.kernels == "liger"
+    return Written(on_gpu, on_gpu and gate, has_head_norms(outline.base))
+
+
+def open_modes(config: RunConfig, device: torch.device) -> tuple[str, ...]:
+    """How layers may be recomputed, the least first. Where no cheap results are kept in any case, none keeps about what
+    selective does elsewhere, and that is of no use. Nor does selective go with zero-bubble."""
     if config.activation_checkpointing != "auto":
-        return config.activation_checkpointing
-    tokens = (config.micro_batch_size if device.type == "cuda" else 1) * pack_capacity(config)
-    spared, hidden, room = spares_cheap_results(config, device), weights_dtype(config, precision), part_of(room, device)
-    for mode in ("none",) if spared or config.pipeline_schedule == "zero-bubble" else ("none", "selective"):
-        kept = "selective" if spared else mode
-        if activation_bytes_per_token(model_config, precision.dtype, kept, hidden, written) * tokens < room:
+        return (config.activation_checkpointing,)
+    spared = spares_cheap_results(config, device) or config.pipeline_schedule == "zero-bubble"
+    return ("none", "full") if spared else ("none", "selective", "full")
+
+
+def choose_checkpointing(
+    config: RunConfig, outline: Outline, choice: Choice, room: float, free: int
+) -> tuple[str, Footprint | None]:
+    """(how layers are recomputed, what a GPU will hold): `auto` is the first of none, selective and full with which all
+    fits. room: bytes that states leave; free: of the device without them. What a CPU will hold is not known as well.
+    """
+    if outline.device.type == "cpu":
+        return checkpointing_on_host(config, outline.model_config, outline.device, outline.precision, room), None
+    stages, offload = outline.stages(config, choice.layout), "cpu" if choice.offload else "none"
+    for mode in open_modes(config, outline.device):
+        settled = config.model_copy(update={"activation_checkpointing": mode, "offload": offload})
+        held = outline.holds(settled, choice.layout, stages)
+        if held.total <= USABLE * free:
+            break
+    return mode, held
+
+
+def checkpointing_on_host(
+    config: RunConfig, model_config: PretrainedConfig, device: torch.device, precision: Precision, room: float
+) -> str:
+    """On a CPU, which other programs use too: the first whose activations of a row fit into half of the room."""
+    modes, hidden = open_modes(config, device), weights_dtype(config, precision)
+    for mode in modes[:-1]:
+        kept = "selective" if spares_cheap_results(config, device) else mode
+        row = activation_bytes_per_token(model_config, precision.dtype, kept, hidden) * pack_capacity(config)
+        if row < OF_HOST * room:
             return mode
-    return "full"
-
-
-def part_of(room: float, device: torch.device) -> float:
-    """Bytes of the room that activations may take."""
-    return min(OF_GPU * room, room - WORKSPACE) if device.type == "cuda" else OF_HOST * room
+    return modes[-1]

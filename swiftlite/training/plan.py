@@ -9,7 +9,6 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,16 +23,13 @@ from swiftlite.models.anatomy import check_trainable_architecture, experts_of_to
 from swiftlite.models.load import import_architecture
 from swiftlite.models.tuners import apply_tuner, to_master_precision
 from swiftlite.parallel.experts import check_expert_parallel
-from swiftlite.parallel.stages import StagePlan, choose_schedule, plan_stages, stage_costs
-from swiftlite.planning.choose import STATE_BYTES, USABLE
-from swiftlite.planning.communication import ModelShape, Step, step_traffic
-from swiftlite.planning.footprint import Blocks, Footprint, NumberBytes, Work, footprint
-from swiftlite.planning.memory import Kept, layer_keeps
+from swiftlite.parallel.stages import StagePlan, stage_costs
+from swiftlite.planning.choose import USABLE
+from swiftlite.planning.communication import Step, step_traffic
+from swiftlite.planning.footprint import Footprint
 from swiftlite.planning.pace import AGAIN, WITH_ADAPTERS, Pace, step_pace
 from swiftlite.planning.search import candidates
-from swiftlite.training.divide import spares_cheap_results
-from swiftlite.training.flops import FlopCounter
-from swiftlite.training.needs import estimate_need, how_written, weights_dtype
+from swiftlite.training.needs import Outline, estimate_need, open_modes
 from swiftlite.training.precision import Precision, resolve_precision
 from swiftlite.training.setup import build_base, check_alone, check_division
 from swiftlite.training.sources import find_weights
@@ -45,7 +41,6 @@ if TYPE_CHECKING:
     from swiftlite.planning.devices import Device
 
 MICRO_SIZES = (1, 2, 4, 8)  # rows of a forward pass that are tried where nobody says
-MODES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -69,11 +64,19 @@ class Proposal:
         return self.tokens / self.pace.seconds
 
 
+@dataclass(frozen=True)
+class Fleet:
+    """per_machine: devices of each of so many machines."""
+
+    device: Device
+    machines: int
+    per_machine: int
+
+
 @dataclass
 class Plan:
-    """proposals: the best first; refused: what layouts cannot be, each once; parameters: (trained, all)."""
+    """proposals: the best first; refused: what layouts cannot be, each once."""
 
-    parameters: tuple[int, int]
     proposals: list[Proposal] = field(default_factory=list)
     refused: list[UserError] = field(default_factory=list)
 
@@ -82,66 +85,19 @@ class Plan:
         return next((proposal for proposal in self.proposals if proposal.fits), None)
 
 
-class Outline:
-    """A model without weights, tuned as it will be, and what layouts have to know of it."""
-
-    def __init__(self, config: RunConfig, model_config: PretrainedConfig, kind: str) -> None:
-        """kind: of the device, `cuda` or `cpu`. Raises UserError where the model or a flag does not fit."""
-        check_trainable_architecture(model_config)
-        import_architecture(model_config, classifier=config.method == "rm")
-        self.kind, self.model_config = torch.device(kind), model_config
-        self.precision = precision_on(config, self.kind, model_config)
-        described = copy.deepcopy(model_config)
-        described.num_labels = 1  # of a reward model, which is all that asks
-        source, adapter = find_weights(config, None)
-        self.base = build_base(source, config, described, self.precision)
-        model = apply_tuner(self.base, config, adapter, lambda _: None)
-        to_master_precision(model, self.precision.masters)
-        self.need = estimate_need(config, model_config, model, self.base, self.precision, self.kind)
-        self.alone = why_alone(self.base)
-
-    @property
-    def layers(self) -> int:
-        return self.model_config.get_text_config().num_hidden_layers
-
-    @cached_property
-    def blocks(self) -> Blocks:
-        return Blocks.of(self.base)
-
-    @cached_property
-    def shape(self) -> ModelShape:
-        return ModelShape.of(self.base)
-
-    @cached_property
-    def flops(self) -> FlopCounter:
-        return FlopCounter(self.base)
-
-    def number_bytes(self, config: RunConfig) -> NumberBytes:
-        masters, stored = self.precision.masters.itemsize, weights_dtype(config, self.precision).itemsize
-        share = masters / STATE_BYTES["weights"]
-        gradient = 0 if config.optimizer_in_backward else STATE_BYTES["gradients"] * share
-        moments = self.need.trained_bytes - STATE_BYTES["weights"] * share - gradient
-        return NumberBytes(masters, gradient, moments, self.need.frozen_bytes, stored, self.precision.dtype.itemsize)
-
-    def work(self, config: RunConfig) -> Work:
-        """Of a device, with everything settled."""
-        mode = config.activation_checkpointing
-        spared = "selective" if spares_cheap_results(config, self.kind) else "none"
-        return Work(
-            tokens=config.micro_batch_size * pack_capacity(config),
-            micro_batches=config.gradient_accumulation_steps,
-            kept=self._keeps({"none": spared, "offload": "full"}.get(mode, mode), config),
-            recomputed=self._keeps("none", config),
-            hidden=self.model_config.get_text_config().hidden_size,
-            divides_tokens=self.kind.type != "cpu" and not config.compile,
-            accumulates=not config.sync_every_microbatch,
-            offload=config.offload == "cpu",
-        )
-
-    def _keeps(self, mode: str, config: RunConfig) -> Kept:
-        written = how_written(config, self.base, self.kind, config.kernels)
-        hidden_dtype = weights_dtype(config, self.precision)
-        return layer_keeps(self.model_config, self.precision.dtype, mode, hidden_dtype, written)
+def outline_of(config: RunConfig, model_config: PretrainedConfig, kind: str) -> Outline:
+    """kind: of the device, `cuda` or `cpu`. Raises UserError where the model or a flag does not fit."""
+    check_trainable_architecture(model_config)
+    import_architecture(model_config, classifier=config.method == "rm")
+    device, described = torch.device(kind), copy.deepcopy(model_config)
+    precision = precision_on(config, device, model_config)
+    described.num_labels = 1  # of a reward model, which is all that asks
+    source, adapter = find_weights(config, None)
+    base = build_base(source, config, described, precision)
+    model = apply_tuner(base, config, adapter, lambda _: None)
+    to_master_precision(model, precision.masters)
+    need = estimate_need(config, model_config, model, base, precision, device)
+    return Outline(base, model_config, need, precision, device, config.kernels)
 
 
 def precision_on(config: RunConfig, device: torch.device, model_config: PretrainedConfig) -> Precision:
@@ -151,36 +107,34 @@ def precision_on(config: RunConfig, device: torch.device, model_config: Pretrain
     return resolve_precision(name, device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width)
 
 
-def propose(resolved: Resolved, outline: Outline, device: Device, nodes: int, per_machine: int) -> Plan:
-    """Every layout of `nodes` machines, the best first. Raises UserError where flags contradict each other in all."""
-    plan = Plan((outline.need.trained, outline.need.trained + outline.need.frozen))
+def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:
+    """Every layout of a fleet, the best first."""
+    plan = Plan()
     given = {name: getattr(resolved.config, name) for name in resolved.given}
-    machines = {"nproc_per_node": per_machine} | ({"nnodes": nodes} if nodes > 1 else {})
+    started = {"nproc_per_node": fleet.per_machine} | ({"nnodes": fleet.machines} if fleet.machines > 1 else {})
     for flags in candidates(
         given,
-        world=nodes * per_machine,
-        per_machine=per_machine,
+        world=fleet.machines * fleet.per_machine,
+        per_machine=fleet.per_machine,
         layers=outline.layers,
         row=pack_capacity(resolved.config),
         experts=int(experts_of_token(outline.model_config) and _experts(outline.base)),
     ):
         try:
-            variant = _variant(resolved, machines | flags)
+            variant = _variant(resolved, started | flags)
             _check(variant, outline)
         except UserError as error:
             if str(error) not in map(str, plan.refused):
                 plan.refused.append(error)
             continue
-        plan.proposals.append(settle(variant, outline, device, per_machine, flags))
+        plan.proposals.append(settle(variant, outline, fleet, flags))
     plan.proposals.sort(key=_preference, reverse=True)
     return plan
 
 
-def settle(
-    resolved: Resolved, outline: Outline, device: Device, per_machine: int, flags: Mapping[str, Any] | None = None
-) -> Proposal:
+def settle(resolved: Resolved, outline: Outline, fleet: Fleet, flags: Mapping[str, Any] | None = None) -> Proposal:
     """The best of what a layout leaves open. flags: that it was resolved with, beyond those that were given."""
-    return max(_tried(resolved, flags or {}, outline, device, per_machine), key=_preference)
+    return max(_tried(resolved, flags or {}, outline, fleet), key=_preference)
 
 
 def _preference(proposal: Proposal) -> tuple[bool, float]:
@@ -206,19 +160,17 @@ def _check(variant: Resolved, outline: Outline) -> None:
     config, layout = variant.config, variant.layout
     check_division(config, layout, outline.model_config)
     check_expert_parallel(outline.base, layout)
-    if outline.alone:
-        check_alone(config, layout, outline.base, outline.alone)
+    if alone := why_alone(outline.base):
+        check_alone(config, layout, outline.base, alone)
 
 
-def _tried(
-    variant: Resolved, flags: Mapping[str, Any], outline: Outline, device: Device, per_machine: int
-) -> Iterator[Proposal]:
+def _tried(variant: Resolved, flags: Mapping[str, Any], outline: Outline, fleet: Fleet) -> Iterator[Proposal]:
     """One layout with each size of micro-batch, recomputation and way to add gradients up that nobody has settled. The
     micro-batches that it was resolved with are among them."""
     config, layout, given = variant.config, variant.layout, variant.given
-    stages = _stages(config, layout, outline)
+    stages = outline.stages(config, layout)
     micro_sizes = [config.micro_batch_size] if {MICRO, ACCUMULATION} & given.keys() else MICRO_SIZES
-    for micro, mode in itertools.product(micro_sizes, _modes(config, outline)):
+    for micro, mode in itertools.product(micro_sizes, open_modes(config, outline.device)):
         count, rest = divmod(config.global_batch_size, micro * layout.data_ranks)
         if rest or (stages and stages.schedule.micro_batches(count, layout.pp) != count):
             continue
@@ -228,29 +180,15 @@ def _tried(
                 "activation_checkpointing": mode, "sync_every_microbatch": sync,
             }  # fmt: skip
             settled = config.model_copy(update=chosen | {ACCUMULATION: count})
-            held = footprint(outline.blocks, layout, stages, outline.number_bytes(settled), outline.work(settled))
-            pace = _pace(settled, layout, stages, outline, device, per_machine)
+            held = outline.holds(settled, layout, stages)
+            pace = _pace(settled, layout, stages, outline, fleet)
             more = {name: value for name, value in chosen.items() if value != getattr(config, name)}
             more |= {GLOBAL: config.global_batch_size} if MICRO in more else {}
             tokens = settled.global_batch_size * pack_capacity(settled)
             yield Proposal(
                 {name: value for name, value in flags.items() if value != 1} | more,
-                settled, layout, held, pace, tokens, USABLE * device.memory,
+                settled, layout, held, pace, tokens, USABLE * fleet.device.memory,
             )  # fmt: skip
-
-
-def _stages(config: RunConfig, layout: Layout, outline: Outline) -> StagePlan | None:
-    if layout.pp == 1:
-        return None
-    schedule = choose_schedule(config.pipeline_schedule, outline.layers, layout.pp)
-    return plan_stages(outline.base, layout.pp, schedule, length=config.max_length)
-
-
-def _modes(config: RunConfig, outline: Outline) -> Sequence[str]:
-    if config.activation_checkpointing != "auto":
-        return [config.activation_checkpointing]
-    selective = not spares_cheap_results(config, outline.kind) and config.pipeline_schedule != "zero-bubble"
-    return MODES if selective else ("none", "full")
 
 
 def _syncs(config: RunConfig, layout: Layout, count: int, given: Mapping[str, str]) -> Sequence[bool]:
@@ -260,9 +198,7 @@ def _syncs(config: RunConfig, layout: Layout, count: int, given: Mapping[str, st
     return [False, True]
 
 
-def _pace(
-    config: RunConfig, layout: Layout, stages: StagePlan | None, outline: Outline, device: Device, per_machine: int
-) -> Pace:
+def _pace(config: RunConfig, layout: Layout, stages: StagePlan | None, outline: Outline, fleet: Fleet) -> Pace:
     row, count = pack_capacity(config), config.gradient_accumulation_steps
     adapted = outline.need.trained < outline.need.frozen
     again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) * (WITH_ADAPTERS if adapted else 1)
@@ -281,8 +217,8 @@ def _pace(
         layout,
         outline.flops.step(documents) * (1 + again),
         step_traffic(layout, outline.shape, step),
-        device,
-        per_machine=per_machine,
+        fleet.device,
+        per_machine=fleet.per_machine,
         micro_batches=count,
         plan=stages,
         unevenness=_unevenness(stages, outline, config.max_length),

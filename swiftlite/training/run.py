@@ -366,6 +366,7 @@ class Session:
             "parameters": f"{trained:,} trained of {total:,}",
             "data": "{rows:,} rows, {tokens:,} tokens, {packs:,} packs, {fill:.1%} full".format(**data),
             "device": trainee.device_words,
+            **({"memory": words} if (words := trainee.memory_words) else {}),
             **({"documents": f"in rows of their own, because of {trainee.alone}"} if trainee.alone else {}),
             "output": str(self._output),
         }

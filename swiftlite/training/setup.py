@@ -54,13 +54,14 @@ from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
 from swiftlite.planning.choose import Choice, Need
 from swiftlite.planning.memory import free_bytes
+from swiftlite.sizes import in_words
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.needs import (
+    Outline,
     choose_checkpointing,
     choose_layout,
     copy_bytes,
     estimate_need,
-    how_written,
     room_left,
     weights_dtype,
 )
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
+    from swiftlite.planning.footprint import Footprint
 
 PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32; --quantization nf4 trains it in 4 bits"
 
@@ -93,8 +95,8 @@ class Trainee:
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
     ample_memory: an estimate is far from what is free; bears_copy: so it would be with a second copy of the weights;
-    kernels: `liger` or `none`; alone: why documents have rows of their own, if they have. notes: what the user should
-    know of how the model is trained.
+    kernels: `liger` or `none`; held: what a device will hold, where that is known; alone: why documents have rows of
+    their own, if they have. notes: what the user should know of how the model is trained.
     """
 
     model: nn.Module
@@ -110,6 +112,7 @@ class Trainee:
     bears_copy: bool
     has_new_head: bool = False
     kernels: str = "none"
+    held: Footprint | None = None
     alone: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -122,6 +125,10 @@ class Trainee:
     def device_words(self) -> str:
         kernels = ", Liger's kernels" if self.kernels == "liger" else ""
         return f"{describe_device(self.mesh.device)}, {self.precision.words}{kernels}"
+
+    @property
+    def memory_words(self) -> str | None:
+        return None if self.held is None else f"about {in_words(self.held.total)} of a device at the peak of a step"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this process has to save of everything that belongs to the model's files, by its name in the whole."""
@@ -236,16 +243,16 @@ def build_trainee(
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout)
     to_master_precision(model, precision.masters)
-    written = how_written(config, base, world.device, kernels)
-    need = estimate_need(config, model_config, model, base, precision, world.device, written)
+    need = estimate_need(config, model_config, model, base, precision, world.device)
     free = int(world.same("free memory", str(free_bytes(world.device))))  # or ranks would decide differently
     choice = choose_layout(config, need, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
     room = room_left(choice, need, mesh, free)
-    checkpointing = choose_checkpointing(config, model_config, mesh.device, precision, room, written)
+    outline = Outline(base, model_config, need, precision, world.device, kernels)
+    checkpointing, held = choose_checkpointing(config, outline, choice, room, free)
     trainee = _on_meta(config, model, base, choice, mesh, precision, need, room, checkpointing, of_files)
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
-    trainee.kernels, trainee.alone, trainee.notes = kernels, alone, notes
+    trainee.kernels, trainee.alone, trainee.notes, trainee.held = kernels, alone, notes, held
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device, world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
