@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from swiftlite.data.special_tokens import stop_tokens
@@ -69,6 +70,21 @@ def greedy(model, ids: list[int], stops: list[int], count: int) -> list[int]:
                 break
             new.append(token)
     return new
+
+
+def test_tokens_of_a_prompt_do_not_see_later_ones_where_attention_adds_to_its_mask(tmp_path):
+    config = transformers.DogeConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        keep_window_size=4,
+    )  # fmt: skip
+    model, _ = load_for_answers(find_source(str(write_toy(tmp_path / "doge", config)), None), precision="fp32")
+    torch.manual_seed(0)
+    for parameter in model.parameters():  # what the mask adds is the same for all tokens at first
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    tokens = torch.arange(3, 19)[None]
+    with torch.inference_mode():
+        beginning, whole = model(tokens[:, :9]).logits, model(tokens).logits
+    torch.testing.assert_close(whole[:, :9], beginning, rtol=0, atol=1e-5)
 
 
 def test_a_batch_answers_as_each_prompt_alone(loaded):

@@ -14,7 +14,7 @@ from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package, quiet_bitsandbytes
 from swiftlite.models.anatomy import SCORE_HEAD
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
-from swiftlite.models.load import auto_class, hub_errors, load_config, quiet
+from swiftlite.models.load import ADDS_TO_MASK, auto_class, hub_errors, load_config, quiet
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import grow_vocabulary
 from swiftlite.quick_imports import quick_imports
@@ -97,6 +97,8 @@ def _load_whole(
             ignore_mismatched_sizes=True,  # collected below into one message instead of the first of many
         )
     _check_report(source, report, from_adapter)
+    if config.model_type in ADDS_TO_MASK:
+        model.set_attn_implementation("eager")
     return model
 
 
