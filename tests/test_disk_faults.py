@@ -143,7 +143,7 @@ DAMAGE = {"cut": (cut, "bytes instead of"), "flipped": (flip_a_bit, "its hash di
 def test_resume_says_which_files_are_damaged_and_takes_the_checkpoint_before(base, tmp_path, capsys):
     train(base, keep_checkpoints=9)
     whole = json.dumps([row["loss"] for row in metrics(tmp_path / "out")])
-    for name in ("model.safetensors", "resume.safetensors", "trainer_state.json", "manifest.json"):
+    for name in ("model.safetensors", "resume/tensors.safetensors", "trainer_state.json", "manifest.json"):
         for damage, said in DAMAGE.values():
             copy = tmp_path / "copy"
             shutil.copytree(tmp_path / "out", copy, symlinks=True)

@@ -496,13 +496,15 @@ def test_resume_files_that_lack_a_tensor_are_refused(tmp_path, names):
     for name in names:
         shape = [] if name.endswith("step") else [2]
         entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at := at + (8 if shape else 4)]}
-    (tmp_path / "resume.safetensors").write_bytes(pack(entries, bytes(at)))
+    (tmp_path / "resume").mkdir()
+    (tmp_path / checkpoint_state.TENSORS).write_bytes(pack(entries, bytes(at)))
     with pytest.raises(UserError, match="lacks w.exp_avg"):
         checkpoint_state.load_resume_state(tmp_path, {"w": (2,)}, [], None)
 
 
 def test_the_step_of_an_optimizer_is_one_number(tmp_path):
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    (tmp_path / "resume.safetensors").write_bytes(pack({"w.step": entry}, bytes(8)))
+    (tmp_path / "resume").mkdir()
+    (tmp_path / checkpoint_state.TENSORS).write_bytes(pack({"w.step": entry}, bytes(8)))
     with pytest.raises(UserError, match="has shape"):
         checkpoint_state.load_resume_state(tmp_path, {"w": (2,)}, [], None)

@@ -146,7 +146,7 @@ def test_checkpoints_are_whole_where_the_first_process_trains_nothing(tmp_path, 
     assert again.returncode == 0, again.stderr
     for folder in ("model", "checkpoints/latest"):
         assert close(one / folder / "model.safetensors", two / folder / "model.safetensors")
-    moments = "checkpoints/latest/resume.safetensors"
+    moments = "checkpoints/latest/resume/tensors.safetensors"
     assert load_file(two / moments) and close(one / moments, two / moments)
 
 

@@ -1,8 +1,9 @@
 """What exact resume needs beside the loadable model: optimizer tensors, fp32 masters and the trainer's counters.
 
-`resume.safetensors` holds `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step` for each trained parameter NAME, and
+`resume/tensors.safetensors` holds `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step` for each trained parameter NAME, and
 `NAME.master` where the model files hold it in a smaller type: whole tensors, whatever the layout that wrote them.
-`trainer_state.json` holds the rest. No pickle.
+`trainer_state.json` holds the rest. No pickle. The tensors lie in a folder of their own because a checkpoint is a model
+that others load: vLLM and SGLang read each `*.safetensors` beside `config.json` where there is no index.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.errors import UserError
 from swiftlite.untrusted import read_json_file
 
-TENSORS, STATE, STEM = "resume.safetensors", "trainer_state.json", "resume"
+STEM, STATE = "resume/tensors", "trainer_state.json"
+TENSORS, OLDER_TENSORS = f"{STEM}.safetensors", "resume.safetensors"  # older checkpoints have them in the latter
 FORMAT = 1
 MOMENTS, COUNTER = ("exp_avg", "exp_avg_sq"), "step"
 
@@ -48,7 +50,7 @@ def fresh_moments(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
 
 
 def plan_resume_file(shapes: dict[str, tuple[int, ...]], *, masters: bool, moments: bool) -> FilePlan:
-    """The layout of `resume.safetensors`. shapes: of every trained parameter of the whole model, by name.
+    """The layout of `resume/tensors.safetensors`. shapes: of every trained parameter of the whole model, by name.
 
     masters: also the trained parameters in fp32; moments: False before the first update.
     """
@@ -143,7 +145,8 @@ def load_resume_state(
 
     shapes: of every trained parameter of the whole model. Raises UserError where the checkpoint does not fit it.
     """
-    file = TensorFolder(folder / TENSORS)
+    older = folder / OLDER_TENSORS
+    file = TensorFolder(older if older.is_file() else folder / TENSORS)
     _check_names(folder, file, shapes)
     for name, parameter in trained:
         if f"{name}.master" in file.entries:

@@ -46,7 +46,8 @@ class FilePlan:
     """The files of some tensors: which tensor in which file, and each file's header."""
 
     def __init__(self, tensors: Iterable[tuple[Entry, torch.dtype]], stem: str, largest: int | None) -> None:
-        """stem: `model` gives `model.safetensors`, or numbered files where one would exceed `largest` bytes."""
+        """stem: `model` gives `model.safetensors`, or numbered files where one would exceed `largest` bytes;
+        `folder/model` lies in a folder of its own."""
         shards = _shards(tensors, largest)
         count = len(shards)
         self.slots: list[Slot] = []
@@ -81,6 +82,7 @@ class FilePlan:
     def create(self, folder: Path) -> None:
         """Make the files in their full size, with their headers, and the index where there are several."""
         for file, header in self._headers.items():
+            (folder / file).parent.mkdir(exist_ok=True)
             with (folder / file).open("wb") as handle:
                 handle.write(header)
                 handle.truncate(self._sizes[file])
