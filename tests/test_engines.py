@@ -1,5 +1,6 @@
 """What serving engines need of the folders that a run writes, which they read by rules of their own."""
 
+import json
 import shutil
 
 import pytest
@@ -37,3 +38,22 @@ def test_a_checkpoint_that_has_moments_beside_weights_is_gone_on_with(base, tmp_
     train(base, output_dir=str(again), resume="auto")
     assert [row["loss"] for row in metrics(again)] == [row["loss"] for row in metrics(out)]
     assert same_weights(out / "model" / "model.safetensors", again / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe"])
+def test_an_adapter_names_its_modules_by_the_last_part(tmp_path, tiny_model, write_rows, chat_rows, family):
+    """lmdeploy looks for modules that end in a dot and this name, and for the name in its own table of merged ones."""
+    rows = write_rows("rows.jsonl", chat_rows)
+    train(settings(tmp_path, tiny_model(family), rows, max_steps=1, tuner="lora"))
+    adapter = tmp_path / "out" / "model"
+    written = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as stored:
+        adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in stored.keys()}  # noqa: SIM118
+    assert written and {*written} <= adapted
+
+
+def test_an_adapter_of_some_layers_names_them(tmp_path, tiny_model, write_rows, chat_rows):
+    rows, some = write_rows("rows.jsonl", chat_rows), ["model.layers.1.self_attn.q_proj"]
+    train(settings(tmp_path, tiny_model("llama"), rows, max_steps=1, tuner="lora", target_modules=[*some, "o_proj"]))
+    written = json.loads((tmp_path / "out" / "model" / "adapter_config.json").read_text())["target_modules"]
+    assert written == [*some, "o_proj"]

@@ -95,7 +95,16 @@ def wrap(model: PreTrainedModel, settings: PeftConfig) -> nn.Module:
         found.base_model_name_or_path = str(base.absolute())
     if found.modules_to_save:  # to which peft adds a classifier's head each time
         found.modules_to_save = list(dict.fromkeys(found.modules_to_save))
+    if isinstance(getattr(found, "target_modules", None), set | list):
+        found.target_modules = _short(model, set(found.target_modules))
     return wrapped
+
+
+def _short(model: PreTrainedModel, targets: set[str]) -> set[str]:
+    """The last parts of modules' names where all that end in it are meant, else whole names: of `all-linear` peft makes
+    whole ones, which lmdeploy and older releases of SGLang find no module by."""
+    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in targets}
+    return {name if (last := name.rpartition(".")[2]) in others else last for name in targets}
 
 
 def refuse_adapted_head(wrapped: nn.Module) -> None:
