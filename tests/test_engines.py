@@ -42,7 +42,6 @@ def test_a_checkpoint_that_has_moments_beside_weights_is_gone_on_with(base, tmp_
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe"])
 def test_an_adapter_names_its_modules_by_the_last_part(tmp_path, tiny_model, write_rows, chat_rows, family):
-    """lmdeploy looks for modules that end in a dot and this name, and for the name in its own table of merged ones."""
     rows = write_rows("rows.jsonl", chat_rows)
     train(settings(tmp_path, tiny_model(family), rows, max_steps=1, tuner="lora"))
     adapter = tmp_path / "out" / "model"

@@ -101,8 +101,9 @@ def wrap(model: PreTrainedModel, settings: PeftConfig) -> nn.Module:
 
 
 def _short(model: PreTrainedModel, targets: set[str]) -> set[str]:
-    """The last parts of modules' names where all that end in it are meant, else whole names: of `all-linear` peft makes
-    whole ones, which lmdeploy and older releases of SGLang find no module by."""
+    """The last parts of modules' names where all that end in it are meant, else whole names. Of `all-linear` peft makes
+    whole ones: older releases of SGLang and lmdeploy find no module by them, and lmdeploy 0.18 mixes them up with the
+    short names of other adapters."""
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in targets}
     return {name if (last := name.rpartition(".")[2]) in others else last for name in targets}
 
