@@ -229,13 +229,18 @@ def test_rows_that_are_wrong_name_file_and_line(run, tmp_path, tiny_model):
     assert not (tmp_path / "out").exists()
 
 
-def test_recipes_are_copied_but_never_over_a_file(run, tmp_path):
+def test_recipes_are_copied_but_never_over_a_file(run, tmp_path, monkeypatch):
     code, out, _ = run("recipes", "copy", "llama3/8b-sft-lora", tmp_path)
     assert code == 0 and (tmp_path / "8b-sft-lora.yaml").is_file()
     code, _, err = run("recipes", "copy", "llama3/8b-sft-lora", tmp_path)
     assert code == 2 and "exists" in err
     for name in shipped_recipes():
         run("recipes", "copy", name, tmp_path / f"{name.replace('/', '-')}.yaml")
+    monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves `~` alone in quotes
+    for destination in ("~/home.yaml", "~/sub/"):
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        assert run("recipes", "copy", "llama3/8b-sft-lora", destination)[0] == 0
+    assert (tmp_path / "home.yaml").is_file() and (tmp_path / "sub" / "8b-sft-lora.yaml").is_file()
     copied = load_recipe(str(tmp_path / "smollm2-135m-quickstart.yaml")).entries["dataset"].value
     assert len(copied) == 2 and all(Path(path).is_file() for path in copied)  # they lie beside the recipe, not the copy
     assert load_recipe(str(tmp_path / "qwen3-8b-sft-lora.yaml")).entries["dataset"].value == "alpaca-cleaned"

@@ -235,6 +235,13 @@ def test_the_command_names_what_is_missing(tmp_path):
     assert "no step is logged yet" in command(tmp_path).output
 
 
+def test_the_command_knows_where_home_is(run, monkeypatch):
+    output = run()
+    monkeypatch.setenv("HOME", str(output.parent))
+    assert f"wrote {output / 'report.html'}\n" in command(f"~/{output.name}").output
+    assert command("~nobody-here/run").exception.where == "~nobody-here/run"
+
+
 def test_the_command_does_not_write_where_nothing_can_be_written(run, monkeypatch):
     output = run()
     monkeypatch.setattr("os.access", lambda _path, mode: mode != os.W_OK)  # the tests may run as root

@@ -306,7 +306,8 @@ def test_refusals_alone_prove_nothing(monkeypatch, compared, code):
 
 def test_where_verdicts_cannot_be_written_none_are_looked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("began"))
-    for report in (tmp_path, tmp_path / "v.json"):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for report in ("~/", tmp_path, tmp_path / "v.json"):
         with pytest.raises(SystemExit) as ended:
             main(["verify", "-a", "llama", "--json", str(report)])
         assert ended.value.code == 2 and "the file cannot be written" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Options of every command that loads a finished model."""
+"""What commands with flags of their own share: the options of those that load a finished model, and `~`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SOURCE = "Model folder, adapter folder, run folder, checkpoint, hub id or short 
 
 
 def at_home(path: Path | None) -> Path | None:
-    """With `~` as a folder, which a shell leaves alone behind `--output=`. A callback of options."""
+    """With `~` as a folder, which a shell leaves alone behind `--output=` and in quotes. A callback of options."""
     with suppress(RuntimeError):  # an unknown ~user: it is the name of a file then
         return path and path.expanduser()
     return path

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swiftlite.cli.model_options import at_home
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def copy(
     from swiftlite.config.recipe import find_recipe, recipe_text
 
     source = find_recipe(name)
-    target = Path(destination or source.name)
+    target = at_home(Path(destination or source.name))
     if target.is_dir() or (destination or "").endswith("/"):
         target = target / source.name
     if target.exists():

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from swiftlite.cli.model_options import at_home
 from swiftlite.errors import UserError
+
+RUN = "Output folder of a run."
 
 
 def register(app: typer.Typer) -> None:
@@ -16,7 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command("report", help="Loss curves and a one-file page of a run.")(report)
 
 
-def report(run: Annotated[Path, typer.Argument(help="Output folder of a run.", metavar="RUN")]) -> None:
+def report(run: Annotated[Path, typer.Argument(help=RUN, metavar="RUN", callback=at_home)]) -> None:
     """Write report.html and loss.png into the run's folder. Raises UserError where it holds no metrics or is read-only,
     and where curves cannot be drawn."""
     from swiftlite.reporting.metrics import damage_in_words
