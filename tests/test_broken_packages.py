@@ -102,6 +102,14 @@ def test_what_a_setting_needs_is_named_with_its_own_error(monkeypatch, broken):
         assert "again" in error.value.fix
 
 
+def test_a_broken_library_is_not_taken_for_a_data_set_that_is_not_there(tmp_path, tiny_model, broken):
+    packages = broken("datasets")
+    words = ("sft", "--model", tiny_model("llama"), "--dataset", "owner/name", "--output-dir", tmp_path / "out")
+    done = swiftlite(packages, *words)
+    assert done.returncode == 2 and "neither a file" not in done.stderr
+    assert "needs the package datasets, whose import fails: RuntimeError: datasets was made for" in done.stderr
+
+
 def test_any_other_is_named(monkeypatch, broken, capsys):
     monkeypatch.syspath_prepend(broken("needed_broken"))
     try:

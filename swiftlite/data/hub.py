@@ -9,11 +9,11 @@ from typing import Any
 from swiftlite.data.sources import DatasetSpec, missing_file
 from swiftlite.errors import UserError, first_line
 from swiftlite.hub import stay_offline_without_network
+from swiftlite.imports import import_package
 
 
 @functools.lru_cache(maxsize=8)
 def _load(name: str, subset: str | None, split: str):  # noqa: ANN202 - a class of a library that is imported lazily
-    stay_offline_without_network()
     import datasets
 
     return datasets.load_dataset(name, subset, split=split)
@@ -21,6 +21,8 @@ def _load(name: str, subset: str | None, split: str):  # noqa: ANN202 - a class 
 
 def load_hub(spec: DatasetSpec):  # noqa: ANN201
     """The split of a hub data set (default `train`). Raises UserError where it cannot be had."""
+    stay_offline_without_network()
+    import_package("datasets", "a data set of the hub")  # its own failure says nothing of the data set
     try:
         return _load(spec.name, spec.subset, spec.split or "train")
     except Exception as error:  # the library raises a dozen unrelated types for absent, private, offline, bad split
