@@ -122,7 +122,7 @@ def test_a_mistake_is_one_block_and_exit_code_2(run, line, said):
 def test_a_data_set_name_that_means_nothing_is_found_in_a_dry_run(run):
     for flag in ("--dataset", "--eval-dataset"):
         code, out, err = run("sft", "--model", "m/x", flag, "a/b#many", "--dry-run")
-        assert (code, out) == (2, "") and "#many is not a count" in err
+        assert (code, out) == (2, "") and "#many is not a count" in err and f"where: {flag} a/b#many" in err
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,7 @@ def test_nothing_left_shows_the_counts(prepare, write_rows):
         UserError, match="4 read, all dropped .no_assistant_turn 3, empty 1.; of the first: the conv"
     ) as failure:
         prepare(path, on_bad_row="skip")
-    assert failure.value.where == str(path)
+    assert failure.value.where == f"--dataset {path}"
     with pytest.raises(UserError, match="no row format has these keys: foo"):
         prepare(write_rows("b.jsonl", [{"foo": 1}]))
 
@@ -412,6 +412,28 @@ def test_an_empty_file(prepare, tmp_path, name):
     (tmp_path / name).write_text("\n" if name != "a.csv" else "instruction,output\n")
     with pytest.raises(UserError, match="holds no row"):
         prepare(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a.jsonl", "holds no row"),
+        ("a.jsonl@test", "neither splits nor subsets"),
+        ("a.jsonl#many", "not a count"),
+        ("a.jsonl#1@b", "in another order"),
+        ("*.jsonl", "a pattern of 1 file"),
+        ("none/a.jsonl", "no such folder"),
+        ("nobody/no-such-data", "neither a file here"),
+    ],
+)
+def test_an_error_names_the_flag_of_its_data_set(prepare, tmp_path, monkeypatch, write_rows, chat_rows, name, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    rows = write_rows("rows.ndjson", chat_rows)
+    for sets, flag in (((name,), "--dataset"), ((rows,), "--eval-dataset")):
+        with pytest.raises(UserError, match=said) as failure:
+            prepare(*sets, eval_dataset=[name] if flag == "--eval-dataset" else [])
+        assert f"{flag} {name}" in f"{failure.value.where} {failure.value.fix}"
 
 
 def test_a_mapped_column_may_be_missing_in_some_rows_but_not_in_all(prepare, write_rows):
@@ -437,6 +459,8 @@ def test_what_the_config_gets_wrong(prepare, write_rows, chat_rows):
     path = write_rows("a.jsonl", chat_rows)
     with pytest.raises(UserError, match="no column dialog"):
         prepare(path, columns={"messages": "dialog"})
+    with pytest.raises(UserError, match="named twice\n.*--eval-dataset"):
+        prepare(path, eval_dataset=[str(path)] * 2)
     with pytest.raises(UserError, match="named twice"):
         prepare(path, path)
     with pytest.raises(UserError, match="pretrain reads `text` rows") as failure:

@@ -31,8 +31,10 @@ def show_plan(resolved: Resolved) -> None:
     """
     from swiftlite.data.sources import parse_spec
 
-    for name in (*resolved.config.dataset, *resolved.config.eval_dataset):
+    for name in resolved.config.dataset:
         parse_spec(name)
+    for name in resolved.config.eval_dataset:
+        parse_spec(name, "--eval-dataset")
     if resolved.config.method in PREFERENCE:
         from swiftlite.training.methods import preference_of  # seconds, for torch
 

@@ -152,14 +152,14 @@ def check_anything_left(entries: list[Entry]) -> None:
     for entry in entries:
         if entry.meta["counts"].get("used", 0):
             continue
-        read, where = entry.meta["counts"].get("read", 0), entry.source.spec.text
+        read, where = entry.meta["counts"].get("read", 0), entry.source.spec.given
         if not read:
             raise UserError("the data set holds no row", where=where, fix="check that it is the right file")
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped_rows([entry]).items())
         first = next(entry.rejected_lines(), None)
         detail = f"; of the first: {json.loads(first)['detail']}" if first else ""  # over-long rows are in no list
         raise UserError(
-            f"no row is left to train on: {read:,} read, all dropped ({reasons}){detail}",
+            f"no row is left: {read:,} read, all dropped ({reasons}){detail}",
             where=where,
             fix="mend the rows (swiftlite inspect shows them); for over_long and no_trained_token raise --max-length",
         )

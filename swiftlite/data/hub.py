@@ -30,7 +30,7 @@ def load_hub(spec: DatasetSpec):  # noqa: ANN201
         reason = first_line(error) or type(error).__name__
         raise UserError(
             f"neither a file here nor a data set that the hub gives: {reason}",
-            where=f"--dataset {spec.text}",
+            where=spec.given,
             fix=f"check the name, the split, the network and `hf auth login`; for a local file: {near}",
         ) from error
 

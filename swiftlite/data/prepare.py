@@ -99,7 +99,7 @@ def prepare_data(
     _check(config)
     identity = tokenizer_key(config, load_tokenizer)
     sources = [resolve(parse_spec(text), config.method) for text in config.dataset]
-    eval_sources = [resolve(parse_spec(text), config.method) for text in config.eval_dataset]
+    eval_sources = [resolve(parse_spec(text, "--eval-dataset"), config.method) for text in config.eval_dataset]
     files = [file for source in (*sources, *eval_sources) for file in source.files]
     check_mapped(files, config.columns, config.sample_by)
     held_out = [_prepare_one(config, source, identity, load_tokenizer, progress) for source in eval_sources]
@@ -158,7 +158,7 @@ def _prepare_stream(
         if source.spec.count is not None:
             raise UserError(
                 "--streaming cannot choose rows of text that it has not read",
-                where=f"--dataset {source.spec.text}",
+                where=source.spec.given,
                 fix="leave #COUNT out, or leave --streaming out",
             )
     options = token_options(config)
@@ -193,9 +193,10 @@ def _prepare_stream(
 def _check(config: RunConfig) -> None:
     if not config.dataset:
         raise UserError("no data set", where="--dataset", fix="give --dataset FILE, a folder or a hub id")
-    twice = next((text for text in config.dataset if config.dataset.count(text) > 1), None)
-    if twice is not None:
-        raise UserError("the data set is named twice", where=f"--dataset {twice}", fix=f"weight it: {twice}*2")
+    for flag, names in (("--dataset", config.dataset), ("--eval-dataset", config.eval_dataset)):
+        twice = next((text for text in names if names.count(text) > 1), None)
+        if twice is not None:
+            raise UserError("the data set is named twice", where=f"{flag} {twice}", fix=f"weight it: {twice}*2")
     if config.streaming and config.method != "pretrain":
         raise UserError(
             f"--streaming is for pretraining text; {config.method} packs and shuffles whole data sets",

@@ -52,17 +52,23 @@ _SUBSET = re.compile(r":([^*#@:/]*)$")
 class DatasetSpec:
     """One `--dataset` value taken apart.
 
-    text: as given; name: path or hub id; path: set where it exists on disk; count: rows to choose, None for all;
-    weight: how many times each row is seen an epoch.
+    text: as given; flag: that gave it; name: path or hub id; path: set where it exists on disk; count: rows to choose,
+    None for all; weight: how many times each row is seen an epoch.
     """
 
     text: str
     name: str
+    flag: str = "--dataset"
     path: Path | None = None
     subset: str | None = None
     split: str | None = None
     count: int | None = None
     weight: float = 1.0
+
+    @property
+    def given(self) -> str:
+        """`--dataset NAME`, for errors."""
+        return f"{self.flag} {self.text}"
 
 
 @dataclass(frozen=True)
@@ -93,37 +99,37 @@ class Source:
     unread: tuple[str, ...] = ()
 
 
-def parse_spec(text: str) -> DatasetSpec:
-    """Take a data set name apart. The longest existing path wins over every suffix.
+def parse_spec(text: str, flag: str = "--dataset") -> DatasetSpec:
+    """Take a data set name apart. The longest existing path wins over every suffix. flag: that gave it.
 
     Raises UserError for a count or weight that is no positive number.
     """
-    spec = DatasetSpec(text=text, name=text)
+    spec = DatasetSpec(text=text, name=text, flag=flag)
     if not text.strip():
-        raise UserError("an empty data set name", where="--dataset", fix=f"give {GRAMMAR}")
+        raise UserError("an empty data set name", where=flag, fix=f"give {GRAMMAR}")
     for pattern, field in ((_WEIGHT, "weight"), (_COUNT, "count"), (_SPLIT, "split"), (_SUBSET, "subset")):
         if path := existing(spec.name):
             return replace(spec, path=path)
         match = pattern.search(spec.name)
         if match and match.start() > 0:
-            value = _suffix_value(field, match.group(1), text)
+            value = _suffix_value(field, match.group(1), spec)
             spec = replace(spec, name=spec.name[: match.start()], **{field: value})
     path = existing(spec.name)
     if path is None and any(existing(spec.name[: mark.start()]) for mark in re.finditer(r"[*#@:]", spec.name)):
         raise UserError(
             "what follows the path is given twice, or in another order",
-            where=f"--dataset {text}",
+            where=spec.given,
             fix=f"give {GRAMMAR}",
         )
     return replace(spec, path=path)
 
 
-def _suffix_value(field: str, value: str, text: str) -> str | int | float:
+def _suffix_value(field: str, value: str, spec: DatasetSpec) -> str | int | float:
     if field in ("split", "subset"):
         if not value:
-            raise UserError(f"the {field} is empty", where=f"--dataset {text}", fix=f"give {GRAMMAR}")
+            raise UserError(f"the {field} is empty", where=spec.given, fix=f"give {GRAMMAR}")
         return value
-    if pattern := _unexpanded(text):
+    if pattern := _unexpanded(spec):
         raise pattern
     try:
         number = int(value) if field == "count" else float(value)
@@ -134,7 +140,7 @@ def _suffix_value(field: str, value: str, text: str) -> str | int | float:
         raise UserError(
             f"{sign}{value} is not a {field}: it must be a {'whole ' if field == 'count' else ''}number above 0"
             + ("" if field == "count" else f", at most {LARGEST_WEIGHT:,}"),
-            where=f"--dataset {text}",
+            where=spec.given,
             fix=f"give {GRAMMAR}, for example data.jsonl#1000*0.5",
         )
     return number
@@ -150,9 +156,7 @@ def resolve(spec: DatasetSpec, method: str = "sft") -> Source:
         files, unread = _folder_files(spec, method)
         return Source(spec, files, tuple(unread))
     if spec.split or spec.subset:
-        raise UserError(
-            "a single file has neither splits nor subsets", where=f"--dataset {spec.text}", fix=f"name {spec.name}"
-        )
+        raise UserError("a single file has neither splits nor subsets", where=spec.given, fix=f"name {spec.name}")
     if not spec.path.is_file():
         raise UserError("the data set is no plain file", where=str(spec.path), fix="name a file or a folder")
     file = as_data_file(spec.path)
@@ -178,28 +182,29 @@ def _looks_like_a_path(name: str) -> bool:
     return known or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
-def _unexpanded(text: str) -> UserError | None:
+def _unexpanded(spec: DatasetSpec) -> UserError | None:
     """The error for a name that a shell would have made into those of several files, None for any other."""
+    text = spec.text
     folder = existing(str(Path(text).parent))
     names = os.listdir(folder) if folder is not None and folder.is_dir() and not existing(text) else []
     found = sorted(fnmatch.filter(names, Path(text).name))
     if not found or Path(text).name in found:  # no pattern, but a link that leads nowhere
         return None
     what = f"this is a pattern of {len(found)} {'files' if len(found) > 1 else 'file'}, such as {folder / found[0]}"
-    return UserError(what, where=f"--dataset {text}", fix="leave its quotes out, or name the folder")
+    return UserError(what, where=spec.given, fix="leave its quotes out, or name the folder")
 
 
 def missing_file(spec: DatasetSpec) -> UserError:
     """The error for a name that is no file, with the nearest names that do exist."""
-    if pattern := _unexpanded(spec.text):
+    if pattern := _unexpanded(spec):
         return pattern
     if ADDRESS.match(spec.name):
         fix = "download it and name the file, or name a data set of the hub as OWNER/NAME"
-        return UserError("data sets are not read from addresses", where=f"--dataset {spec.text}", fix=fix)
+        return UserError("data sets are not read from addresses", where=spec.given, fix=fix)
     folder = existing(str(Path(spec.name).parent))
     if folder is None or not folder.is_dir():
         where = str(Path(spec.name).parent)
-        return UserError("no such folder", where=where, fix=f"check the path of --dataset {spec.text}")
+        return UserError("no such folder", where=where, fix=f"check the path of {spec.given}")
     path = folder / Path(spec.name).name
     if os.path.islink(path):  # false for names that no file can have
         return UserError("the link leads nowhere", where=str(path), fix=f"it names {os.readlink(path)}")
@@ -217,7 +222,7 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
     What runs have written into folders of their own there is no data, and no model is.
     """
     if spec.subset == "..":
-        raise UserError("the subset leaves the folder", where=f"--dataset {spec.text}", fix=f"give {GRAMMAR}")
+        raise UserError("the subset leaves the folder", where=spec.given, fix=f"give {GRAMMAR}")
     root = spec.path / spec.subset if spec.subset else spec.path
     found = sorted(
         path

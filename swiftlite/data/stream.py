@@ -98,7 +98,7 @@ class StreamPlan:
         self._by_source = [(source.spec.text, Tally(options.capacity)) for source in sources]
         self.rejected: list[dict[str, Any]] = []
         if not self._windows:
-            raise UserError("the data set holds no row", where=sources[0].spec.text, fix="check the files")
+            raise UserError("the data set holds no row", where=sources[0].spec.given, fix="check the files")
         self.audit: dict[str, Any] = unread_files(sources)
         first = next(self._places())
         self._ready = {first: self._read(first)}
