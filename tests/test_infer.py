@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from test_data_sources import COMPRESS
 
 from swiftlite.data.special_tokens import stop_tokens
 from swiftlite.errors import RunError, UserError
@@ -315,11 +316,35 @@ def test_a_bad_row_is_named_by_its_line_before_anything_is_loaded(tmp_path, tiny
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.csv.gz"])
 def test_files_of_other_types_are_named(tmp_path, name):
+    with pytest.raises(UserError, match=f"{Path(name).suffix} files are not written"):
+        infer_module._check_output(tmp_path / name)
     (tmp_path / name).write_bytes(b"PAR1")
     with pytest.raises(UserError, match=f"{Path(name).suffix} files are not answered"):
         read_questions(tmp_path / name, None)
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
+def test_rows_may_be_compressed(tmp_path, suffix):
+    path, rows = tmp_path / f"in.jsonl{suffix}", b'\xef\xbb\xbf{"prompt": "a"}\r\n\n{"prompt": "b"}'
+    path.write_bytes(COMPRESS[suffix](rows))
+    found = read_questions(path, None)
+    assert [(question.row, question.where) for question in found] == [
+        ({"prompt": "a"}, f"{path}:1"),
+        ({"prompt": "b"}, f"{path}:3"),
+    ]
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(UserError, match="cannot read the file"):
+        read_questions(path, None)
+
+
+def test_a_json_array_is_answered_as_it_is_trained(tmp_path):
+    path = tmp_path / "in.json"
+    path.write_text('[\n{"prompt": "a"},\n{"prompt": 3}\n]')
+    with pytest.raises(UserError, match="must be a string") as caught:
+        read_questions(path, None)
+    assert caught.value.where == f"{path}:3"
 
 
 def test_a_failure_half_way_leaves_no_output(tmp_path):

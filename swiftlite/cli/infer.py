@@ -11,7 +11,7 @@ from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, at_hom
 
 PRECISION = "auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs."
 TEMPLATE = "`chatml`, a Jinja file, or `none` for plain text. [default: the model's]"
-ROWS = "jsonl rows: messages, prompt, Alpaca, ..."
+ROWS = "jsonl rows, also compressed: messages, prompt, Alpaca, ..."
 
 
 def _answer(*names: str, **details: Any) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from swiftlite.data.sources import COMPRESSED, as_data_file
 from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
 from swiftlite.quick_imports import quick_imports
 from swiftlite.serving.prompts import Question, check_utf8, read_questions
@@ -119,6 +120,10 @@ def _check(options: InferOptions) -> None:
 
 
 def _check_output(output: Path) -> None:
+    kind = as_data_file(output)
+    if output.suffix.lower() in COMPRESSED or (kind is not None and kind.kind not in ("jsonl", "json", "txt")):
+        what = f"{output.suffix} files are not written, only JSON lines"  # whole lines of them can be kept on failure
+        raise UserError(what, where=f"--output {output}", fix="name a .jsonl file, and compress it afterwards")
     if output.exists():
         raise UserError("the output file exists", where=f"--output {output}", fix="move it, or name another file")
     if (partial := _aside(output)).exists():

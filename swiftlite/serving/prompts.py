@@ -1,4 +1,4 @@
-"""Conversations to be answered: the rows of a jsonl file, up to their last question.
+"""Conversations to be answered: the rows of a JSON file, up to their last question.
 
 Answers that stand behind the last question (training data often has them) are left out; the row itself is kept, so
 that they can be compared with what the model says.
@@ -6,7 +6,7 @@ that they can be compared with what the model says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from swiftlite.data.messages import (
     tools_of,
     turns_of,
 )
-from swiftlite.data.sources import as_data_file
+from swiftlite.data.readers import Payload, parse_payload, read_rows
+from swiftlite.data.sources import DataFile, as_data_file
 from swiftlite.errors import UserError
-from swiftlite.untrusted import names_of, parse_json
+from swiftlite.untrusted import names_of
 
 Message = dict[str, Any]
 CONVERSATIONS = ("messages", "conversations")
@@ -46,11 +47,13 @@ class Question:
 
 
 def read_questions(path: Path, system: str | None) -> list[Question]:
-    """All rows of a jsonl file in order. system: put before rows that have no system message of their own.
+    """All rows of a file in order: JSON lines, perhaps compressed, or a JSON array. system: put before rows that have
+    no system message of their own.
 
     Raises UserError naming file and line of the first row that cannot be answered.
     """
-    questions = [_question(line, f"{path}:{number}", system) for number, line in _lines(path)]
+    file = _data_file(path)
+    questions = [_question(payload, file.where(number), system) for number, payload in read_rows(file)]
     if not questions:
         raise UserError("the input file has no rows", where=str(path), fix="write one JSON object a line")
     return questions
@@ -70,30 +73,22 @@ def not_utf8(where: str) -> UserError:
     return UserError("the text is not UTF-8", where=where, fix="convert it, for example with iconv -t UTF-8")
 
 
-def _lines(path: Path) -> list[tuple[int, bytes]]:
+def _data_file(path: Path) -> DataFile:
     if path.is_dir() or not path.exists():  # a pipe is read too
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise UserError(f"the input file {problem}", where=f"--input {path}", fix="name a .jsonl file")
-    kind = as_data_file(path)
-    if kind is not None and (kind.kind not in ("jsonl", "json", "txt") or kind.compressed):
+    file = as_data_file(path) or DataFile(str(path), "jsonl", path)
+    if file.kind not in ("jsonl", "json", "txt"):
         problem = f"{path.suffix} files are not answered, only JSON lines"
         raise UserError(problem, where=f"--input {path}", fix="write its rows as .jsonl, one JSON object a line")
-    try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise UserError(f"the input cannot be read: {error.strerror}", where=str(path), fix="check the file") from error
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return replace(file, kind="jsonl") if file.kind == "txt" else file
 
 
-def _question(line: bytes, where: str, system: str | None) -> Question:
+def _question(payload: Payload, where: str, system: str | None) -> Question:
     try:
-        row = parse_json(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError("the line is not UTF-8", where=where, fix="save the file as UTF-8") from error
-    except ValueError as error:
-        raise UserError(f"not valid JSON: {error}", where=where, fix="write one JSON object a line") from error
-    if not isinstance(row, dict):
-        raise UserError("a row must be a JSON object", where=where, fix="write one JSON object a line")
+        row = parse_payload(payload)
+    except BadRow as bad:
+        raise UserError(bad.detail, where=where, fix="write one JSON object a line, as UTF-8") from bad
     try:
         messages = _messages(row)
         first = optional_text(row, "system") or system
