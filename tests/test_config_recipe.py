@@ -112,10 +112,10 @@ def test_a_bad_value_names_the_line(recipe, text):
 
 def test_found_by_path_name_and_stem(tmp_path, monkeypatch):
     wanted = recipes_folder() / "llama3" / "8b-sft-fsdp.yaml"
-    for name in ("llama3/8b-sft-fsdp", "llama3/8b-sft-fsdp.yaml", "recipes/llama3/8b-sft-fsdp.yaml", "8b-sft-fsdp"):
+    for name in ("llama3/8b-sft-fsdp", "llama3/8b-sft-fsdp.yaml", "recipes/llama3/8b-sft-fsdp.yaml", "8B-sft-FSDP"):
         assert find_recipe(name).resolve() == wanted.resolve()
     with pytest.raises(UserError, match="llama3/8b-sft-lora"):  # two folders have one of this stem
-        find_recipe("8b-sft-lora")
+        find_recipe("8b-sft-LoRA")
     with pytest.raises(UserError, match="did you mean `llama3/8b-sft-fsdp`"):
         find_recipe("llama3/8b-sft-fdsp")
     monkeypatch.chdir(tmp_path)

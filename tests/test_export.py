@@ -65,7 +65,7 @@ def logits(folder, text="What is two plus two?", base=None):
 )
 def test_the_merged_model_answers_as_base_and_adapter(trained, tmp_path, tiny_model, family, flags):
     run = trained(family, **LORA, **flags)
-    done = export(run, tmp_path / "merged", max_shard_size="50KB", dtype="fp32")
+    done = export(run, tmp_path / "merged", max_shard_size="50KB", dtype="FP32")
     wanted = logits(run / "model", base=tiny_model(family))
     assert (logits(tiny_model(family)) - wanted).norm() > 1e-2 * wanted.norm()
     torch.testing.assert_close(logits(tmp_path / "merged"), wanted, rtol=1e-4, atol=1e-5)
@@ -77,7 +77,7 @@ def test_the_merged_model_answers_as_base_and_adapter(trained, tmp_path, tiny_mo
 def test_a_checkpoint_becomes_a_model_of_another_type(trained, tmp_path):
     run = trained(tuner="full")
     checkpoint = list_checkpoints(run)[0]
-    done = export(checkpoint, tmp_path / "half", dtype="bf16")
+    done = export(checkpoint, tmp_path / "half", dtype="BF16")
     mine, whole = load_file(tmp_path / "half" / "model.safetensors"), load_file(run / "model" / "model.safetensors")
     assert mine.keys() == whole.keys()
     assert all(torch.equal(mine[name], tensor.to(torch.bfloat16)) for name, tensor in whole.items())

@@ -15,6 +15,7 @@ from test_data_sources import COMPRESS
 
 from swiftlite.data.special_tokens import stop_tokens
 from swiftlite.errors import RunError, UserError
+from swiftlite.models.tokenizer import read_chat_template
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.serving import infer as infer_module
 from swiftlite.serving.generate import Answer, Answerer, Sampling
@@ -505,7 +506,8 @@ def test_precision(tiny_model):
 
     config = LlamaConfig(dtype=torch.bfloat16)
     assert answer_dtype("bf16", torch.device("cpu"), config) is torch.bfloat16
-    assert answer_dtype("auto", torch.device("cuda"), config) is torch.bfloat16
+    assert answer_dtype("BF16", torch.device("cpu"), config) is answer_dtype("BFloat16", torch.device("cpu"), config)
+    assert answer_dtype("Auto", torch.device("cuda"), config) is torch.bfloat16
     with pytest.raises(UserError, match="unknown precision"):
         answer_dtype("int8", torch.device("cpu"), config)
 
@@ -583,9 +585,13 @@ def test_an_answer_that_is_cut_off_says_so(loaded, streaming, capsys):
     assert "cut off" not in capsys.readouterr().err
 
 
+def test_a_built_in_template_is_known_in_any_case():
+    assert read_chat_template("ChatML") == read_chat_template("chatml")
+
+
 def test_without_a_template_a_prompt_is_plain_text(tiny_model, capsys):
     options = InferOptions(
-        model=str(tiny_model("llama")), prompts=["Once upon a time"], chat_template="none", max_new_tokens=5,
+        model=str(tiny_model("llama")), prompts=["Once upon a time"], chat_template="None", max_new_tokens=5,
         precision="fp32",
     )  # fmt: skip
     run_infer(options)

@@ -304,6 +304,19 @@ def test_refusals_alone_prove_nothing(monkeypatch, compared, code):
     assert ended.value.code == code
 
 
+def test_choices_are_taken_in_any_case(monkeypatch):
+    begun = []
+    monkeypatch.setattr(command, "_run", lambda *arguments: begun.append(arguments))
+    words = ["-a", "LLAMA", "-a", "qwen3_MoE", "-a", "llama", "--method", "DPO", "--method", "sft", "-l", "FSDP"]
+    with pytest.raises(SystemExit):
+        main(["verify", *words, "-l", "TP"])
+    ((_, _, models, subjects, layouts, _),) = begun
+    assert list(models) == ["llama", "qwen3-moe"]
+    assert [subject.name for subject in subjects].count("llama") == 1
+    assert {subject.method for subject in subjects} == {"sft", "dpo"}
+    assert {"fsdp full 2", "fsdp grad_op 2", "tp 2"} <= {case.name for case in layouts}
+
+
 def test_where_verdicts_cannot_be_written_none_are_looked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("began"))
     monkeypatch.setenv("HOME", str(tmp_path))

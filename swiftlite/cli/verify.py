@@ -56,10 +56,12 @@ def verify(
     """Print the table. Exit code 1 where a layout differs, or where all were refused, which proves nothing.
     Raises UserError for names that do not exist.
     """
+    from swiftlite.config.types import plain_word
     from swiftlite.models.toys import shallow_config, toy_architectures, toy_config, write_toy
     from swiftlite.verification.cases import DEFAULT_ARCHITECTURES, subjects
 
-    chosen = tuple(architecture or ([Path(model).name] if model else DEFAULT_ARCHITECTURES))
+    architectures = dict.fromkeys(map(plain_word, architecture or ()))  # one that is given twice counts once
+    chosen = tuple(architectures or ([Path(model).resolve().name] if model else DEFAULT_ARCHITECTURES))
     unknown = [name for name in chosen if name not in toy_architectures()]
     if unknown and model is None:
         known = ", ".join(toy_architectures())
@@ -67,7 +69,8 @@ def verify(
     if model is not None and architecture:
         raise UserError("--model and --architecture both say what to train", fix="leave one of them out")
     methods = {subject.method: None for subject in subjects(chosen)}
-    unknown = [name for name in method or () if name not in methods]
+    wanted_methods = [plain_word(name) for name in method or methods]
+    unknown = [name for name in wanted_methods if name not in methods]
     if unknown:
         raise UserError(f"{unknown[0]} is not verified", where="--method", fix=f"there are: {', '.join(methods)}")
     picked = _pick(nproc_per_node, layout)
@@ -81,7 +84,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="swiftlite-verify-") as folder:
         config = shallow_config(model, layers) if model else None
         models = {name: str(write_toy(Path(folder) / name, config or toy_config(name, layers))) for name in chosen}
-        wanted = [subject for subject in subjects(chosen) if subject.method in (method or methods)]
+        wanted = [subject for subject in subjects(chosen) if subject.method in wanted_methods]
         try:
             _run(Path(folder), nproc_per_node, models, wanted, picked, resume)
         finally:  # hours of verdicts are worth keeping where the last one fails
@@ -104,11 +107,13 @@ def _check_report(path: Path) -> None:
 
 def _pick(processes: int, texts: list[str] | None) -> list[Case]:
     """The layouts of so many processes that have one of the texts in their name."""
+    from swiftlite.config.types import plain_word
     from swiftlite.verification.cases import cases
 
     if processes < 2:
         raise UserError("layouts begin with two processes", where="--nproc-per-node", fix="use 2, 4 or 8")
-    picked = [case for case in cases(processes) if not texts or any(text in case.name for text in texts)]
+    wanted = [plain_word(text) for text in texts or [""]]
+    picked = [case for case in cases(processes) if any(text in plain_word(case.name) for text in wanted)]
     if not picked:
         names = ", ".join(case.name for case in cases(processes))
         raise UserError("no layout has that in its name", where="--layout", fix=f"there are: {names}")

@@ -70,7 +70,7 @@ def find_recipe(name: str) -> Path:
     if path is not None and path.is_dir():
         raise UserError("the recipe is a folder", where=f"--recipe {name}", fix="name a .yaml file in it")
     shipped = shipped_recipes()
-    wanted = name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/")
+    wanted = name.lower().removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/")
     if wanted in shipped:
         return shipped[wanted]
     same_stem = [full for full in shipped if full.rsplit("/", 1)[-1] == wanted]

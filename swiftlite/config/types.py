@@ -63,15 +63,15 @@ class Spelling:
     others: Mapping[str, str] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        table = {_plain(choice): choice for choice in literal_choices(source)}
-        table |= {_plain(theirs): ours for theirs, ours in self.others.items()}
+        table = {plain_word(choice): choice for choice in literal_choices(source)}
+        table |= {plain_word(theirs): ours for theirs, ours in self.others.items()}
 
         def respell(value: Any) -> Any:
             if value is None:
                 return table.get("null")
             if isinstance(value, int):
                 value = str(value)
-            return table.get(_plain(value), value) if isinstance(value, str) else value
+            return table.get(plain_word(value), value) if isinstance(value, str) else value
 
         return core_schema.no_info_before_validator_function(respell, handler(source))
 
@@ -93,7 +93,8 @@ def spelled_words(annotation: Any, marks: Sequence[Any] = ()) -> list[str]:
     return [*words, *others]
 
 
-def _plain(word: str) -> str:
+def plain_word(word: str) -> str:
+    """A word of a choice as all spellings of it are: in small letters, with `-` for `_`."""
     return word.strip().lower().replace("_", "-")
 
 

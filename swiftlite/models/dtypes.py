@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.config.types import DTYPE
+from swiftlite.config.types import DTYPE, plain_word
 from swiftlite.errors import UserError
 from swiftlite.models.processor import instructions
 
@@ -17,12 +17,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BF16_PRODUCTS = {"amx_bf16", "avx512_bf16"}  # extensions of x86
 
 
-def named_dtype(name: str, where: str, *, kind: str = "number type") -> torch.dtype:
-    """What the flag `where`, which also takes `auto`, names. Raises UserError for a name that is none."""
-    name = DTYPE.get(name.lower(), name)
-    if name not in DTYPES:
+def named_dtype(name: str, where: str, *, kind: str = "number type") -> torch.dtype | None:
+    """What the flag `where` names, None for `auto`. Raises UserError for a name that is none."""
+    word = plain_word(name)
+    word = DTYPE.get(word, word)
+    if word != "auto" and word not in DTYPES:
         raise UserError(f"unknown {kind} {name!r}", where=where, fix=f"give auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES.get(word)
 
 
 def source_dtype(config: PretrainedConfig) -> torch.dtype:

@@ -107,8 +107,8 @@ def load_tokenizer(
 
 def read_chat_template(name: str) -> str:
     """The text of a built-in template or of a Jinja file. Raises UserError."""
-    if name in BUILT_IN_TEMPLATES:
-        return BUILT_IN_TEMPLATES[name]
+    if name.lower() in BUILT_IN_TEMPLATES:
+        return BUILT_IN_TEMPLATES[name.lower()]
     path = existing(name)
     if path is None or not path.is_file():
         known = ", ".join(BUILT_IN_TEMPLATES)

@@ -147,7 +147,7 @@ def _dtype(options: ExportOptions, source: ModelSource) -> torch.dtype:
     config = load_config(source.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
     fix = "name the model that it was made from with --model, beside --adapter where there is one"
     check_plain_weights(config, str(source.base), fix)
-    return source_dtype(config) if options.dtype == "auto" else named_dtype(options.dtype, "--dtype")
+    return named_dtype(options.dtype, "--dtype") or source_dtype(config)
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -46,7 +46,7 @@ def load_for_answers(
     config = load_config(source.base, revision=revision, trust_remote_code=trust_remote_code)
     if Path(source.base).expanduser().is_dir():
         inspect_model_folder(Path(source.base).expanduser())
-    plain = chat_template == NO_TEMPLATE
+    plain = chat_template is not None and chat_template.lower() == NO_TEMPLATE
     tokenizer = load_tokenizer(
         source.base,
         tokenizer=source.tokenizer,
@@ -119,8 +119,8 @@ def _check_report(source: str, report: dict, from_adapter: str | None) -> None:
 
 def answer_dtype(precision: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
     """`auto`: on a GPU the type of the model's files, on a CPU bf16 where it is fast, else fp32. Raises UserError."""
-    if precision != "auto":
-        return named_dtype(precision, "--precision", kind="precision")
+    if (named := named_dtype(precision, "--precision", kind="precision")) is not None:
+        return named
     if device.type == "cuda":
         return source_dtype(config)
     return torch.bfloat16 if fast_at_bf16(device) else torch.float32
