@@ -37,25 +37,28 @@ def installed(monkeypatch):
     ],
 )
 def test_what_is_chosen(installed, wanted, model_type, device, divided, chosen):
-    assert choose_kernels(wanted, model_type, device, divided=divided) == chosen
+    assert choose_kernels(wanted, model_type, device, divided=divided, tell=pytest.fail) == chosen
 
 
 def test_auto_does_without_the_package(monkeypatch):
     monkeypatch.setattr("swiftlite.models.kernels.is_installed", lambda name: False)
-    assert choose_kernels("auto", "llama", GPU, divided=False) == "none"
+    assert choose_kernels("auto", "llama", GPU, divided=False, tell=pytest.fail) == "none"
 
 
 def test_auto_does_without_a_package_that_cannot_be_imported(installed, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
-    assert choose_kernels("auto", "llama", GPU, divided=False) == "none"
+    said = []
+    assert choose_kernels("auto", "llama", GPU, divided=False, tell=said.append) == "none"
+    (note,) = said
+    assert note.startswith("--kernels auto does without Liger's kernels, its import fails: ModuleNotFoundError")
     with pytest.raises(UserError, match="its import fails: ModuleNotFoundError"):
-        choose_kernels("liger", "llama", GPU, divided=False)
+        choose_kernels("liger", "llama", GPU, divided=False, tell=pytest.fail)
 
 
 @pytest.mark.parametrize(("model_type", "device", "words"), [("llama", CPU, "need a GPU"), ("gpt2", GPU, "none for")])
 def test_what_was_asked_for_by_name_and_cannot_be_is_refused(installed, model_type, device, words):
     with pytest.raises(UserError, match=words):
-        choose_kernels("liger", model_type, device, divided=False)
+        choose_kernels("liger", model_type, device, divided=False, tell=pytest.fail)
 
 
 def test_contradictions_and_a_missing_package_are_named(monkeypatch):

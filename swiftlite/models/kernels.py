@@ -6,6 +6,7 @@ The output head stays swiftlite's own, which already makes no logits as a whole.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
@@ -16,8 +17,11 @@ from swiftlite.imports import is_installed
 PACKAGE = "liger_kernel"
 
 
-def choose_kernels(wanted: str, model_type: str, device: torch.device, *, divided: bool) -> str:
-    """`liger` or `none`. wanted: of `--kernels`; divided: layers are compiled, or tensor parallelism divides them.
+def choose_kernels(
+    wanted: str, model_type: str, device: torch.device, *, divided: bool, tell: Callable[[str], None]
+) -> str:
+    """`liger` or `none`. wanted: of `--kernels`; divided: layers are compiled, or tensor parallelism divides them;
+    tell: is told why `auto` does without a package that is there.
 
     Raises UserError where Liger was asked for by name and cannot serve.
     """
@@ -28,9 +32,11 @@ def choose_kernels(wanted: str, model_type: str, device: torch.device, *, divide
     try:
         patches = importlib.import_module(f"{PACKAGE}.transformers.monkey_patch")
     except Exception as error:  # each package has its own reasons to fail
+        why = f"its import fails: {kind_and_words(error)[:200]}"
         if wanted == "auto":
+            tell(f"--kernels auto does without Liger's kernels, {why}")
             return "none"
-        raise _cannot(f"its import fails: {kind_and_words(error)[:200]}") from error
+        raise _cannot(why) from error
     if model_type in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
         return "liger"
     if wanted == "auto":

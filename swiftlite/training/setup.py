@@ -241,7 +241,7 @@ def build_trainee(
     sources += read_on_top(model, base, weights, adapter, None if source == str(resume) else resume)
     fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, new_head))
     check_expert_parallel(base, layout)
-    kernels = _fuse(config, base, world.device, layout)
+    kernels = _fuse(config, base, world.device, layout, notes.append)
     to_master_precision(model, precision.masters)
     need = estimate_need(config, model_config, model, base, precision, world.device)
     free = int(world.same("free memory", str(free_bytes(world.device))))  # or ranks would decide differently
@@ -294,10 +294,12 @@ def _grow(base: PreTrainedModel, config: RunConfig, load_tokenizer: Callable[[],
         grow_vocabulary(base, len(load_tokenizer()))
 
 
-def _fuse(config: RunConfig, base: PreTrainedModel, device: torch.device, layout: Layout) -> str:
+def _fuse(
+    config: RunConfig, base: PreTrainedModel, device: torch.device, layout: Layout, tell: Callable[[str], None]
+) -> str:
     """Exchange what `--kernels` says. Returns whose kernels are used."""
     divided = config.compile or layout.tp > 1
-    kernels = choose_kernels(config.kernels, base.config.model_type, device, divided=divided)
+    kernels = choose_kernels(config.kernels, base.config.model_type, device, divided=divided, tell=tell)
     if kernels == "liger":
         apply_liger(base)
     return kernels
