@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from swiftlite.errors import UserError, kind_and_words
 
 OURS = ("__main__", "swiftlite", "transformers_modules")  # the last is code that comes with a model
 
-_broken: dict[str, Exception] = {}  # what the import of each hidden package raised
+# What libraries try to import and do without, where no swiftlite run needs it: each `import` stands in a
+# `try: ... except ImportError:`, past which any other error of a broken package would go.
+TRIED = ("brotli", "brotlicffi", "zstandard", "triton", "torch_xla")
+
+_broken: dict[str, Exception] = {}  # what the import of each hidden or tried package raised
 
 
 def default_cache() -> Path:
@@ -46,6 +55,30 @@ def hide_broken(name: str) -> None:
         sys.modules[name], _broken[name] = None, error
 
 
+class _Tried(MetaPathFinder):
+    """Finds the packages of `TRIED`, and makes an ImportError of whatever they raise."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in TRIED else None
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(_execute_tried, spec.loader.exec_module)
+        return spec
+
+
+def _execute_tried(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        execute(module)
+    except Exception as error:  # each has its own reasons to fail
+        _broken[module.__name__] = error
+        raise ImportError(kind_and_words(error), name=module.__name__) from error
+
+
+def do_without_broken() -> None:
+    """From here on those who try to import a package of `TRIED` that is broken do without it."""
+    if not any(isinstance(finder, _Tried) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Tried())
+
+
 def failed_import(error: BaseException) -> str | None:
     """The package whose code was being executed for the first time, None where it is no other's."""
     modules = [
@@ -66,6 +99,7 @@ def import_package(name: str, flag: str, extra: str | None = None) -> ModuleType
 
     flag: or what else needs it; extra: that brings it, of the package's name by default.
     """
+    do_without_broken()
     package = name.partition(".")[0]
     if package not in _broken and not is_installed(package):
         raise UserError(

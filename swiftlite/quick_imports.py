@@ -31,7 +31,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from swiftlite.errors import UserError
-from swiftlite.imports import default_cache, hide_broken
+from swiftlite.imports import default_cache, do_without_broken, hide_broken
 
 COMPILER = "torch._dynamo"
 META_KERNELS = "torch._meta_registrations"
@@ -56,6 +56,7 @@ def quick_imports() -> Iterator[None]:
     collections pass it over as well."""
     was_enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()
+    do_without_broken()
     finder, torch = _Finder(), sys.modules.get("torch")
     sys.meta_path.insert(0, finder)
     try:

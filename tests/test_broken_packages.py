@@ -1,5 +1,6 @@
 """Packages that are installed and cannot be imported, such as those that were made for another torch."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -12,13 +13,14 @@ from swiftlite.cli.errors import show_error
 from swiftlite.config.resolve import resolve_config
 from swiftlite.config.save import dump_config
 from swiftlite.errors import UserError
-from swiftlite.imports import hide_broken, import_package
+from swiftlite.imports import do_without_broken, hide_broken, import_package
 from swiftlite.reporting.trackers import check_trackers
 
 NOT_NEEDED = (
     *("PIL", "torchvision", "cv2", "torchaudio", "torchcodec", "soundfile", "soxr", "librosa"),
     *("bitsandbytes", "torchao", "hqq", "kernels", "gptqmodel", "optimum", "flash_attn", "tensorflow"),
     *("sentencepiece", "tiktoken", "scipy", "sklearn", "wandb", "deepspeed"),
+    *("brotli", "brotlicffi", "zstandard", "triton", "torch_xla", "liger_kernel"),
 )
 
 
@@ -102,12 +104,33 @@ def test_what_a_setting_needs_is_named_with_its_own_error(monkeypatch, broken):
         assert "again" in error.value.fix
 
 
+@pytest.mark.parametrize("name", imports.TRIED)
+def test_who_tries_a_broken_package_does_without_it(monkeypatch, broken, name):
+    monkeypatch.setattr(imports, "_broken", {})
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules[name]
+    monkeypatch.syspath_prepend(broken(name))
+    do_without_broken()
+    with pytest.raises(ImportError, match=f"RuntimeError: {name} was made for") as error:
+        importlib.import_module(name)
+    assert error.value.name == name
+    with pytest.raises(UserError, match=f"whose import fails: RuntimeError: {name} was"):
+        import_package(name, "--compile")
+
+
 def test_a_broken_library_is_not_taken_for_a_data_set_that_is_not_there(tmp_path, tiny_model, broken):
     packages = broken("datasets")
     words = ("sft", "--model", tiny_model("llama"), "--dataset", "owner/name", "--output-dir", tmp_path / "out")
     done = swiftlite(packages, *words)
     assert done.returncode == 2 and "neither a file" not in done.stderr
     assert "needs the package datasets, whose import fails: RuntimeError: datasets was made for" in done.stderr
+
+
+def test_a_library_does_without_what_it_tries(tmp_path, tiny_model, broken):
+    words = ("inspect", "--model", tiny_model("llama"), "--dataset", "owner/name")
+    done = swiftlite(broken("zstandard"), *words)  # which fsspec tries for datasets
+    assert done.returncode == 2 and "error: neither a file here nor a data set that the hub gives" in done.stderr
 
 
 def test_any_other_is_named(monkeypatch, broken, capsys):
