@@ -14,9 +14,10 @@ from test_run import same_weights
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.checkpoint.state import read_trainer_state
 from swiftlite.config.resolve import resolve_config
-from swiftlite.errors import RunError
+from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_judged, toy_pairs
 from swiftlite.training import reference, setup, setup_method
+from swiftlite.training import run as run_module
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.step import DirectStep
 
@@ -119,6 +120,22 @@ def test_resume_continues_bit_for_bit(start, tmp_path, method, more, forgets):
             assert resumed[name] == row[name], name
     file = "adapter_model.safetensors" if more["tuner"] == "lora" else "model.safetensors"
     assert same_weights(out / "model" / file, again / "model" / file)
+
+
+@pytest.mark.parametrize(("loss", "goes_on"), [("sigmoid", False), ("simpo", True)])
+def test_a_reference_that_is_gone_is_told_before_anything_is_loaded(start, tmp_path, monkeypatch, loss, goes_on):
+    more = {"tuner": "lora", "loss": [loss], "save_steps": 1}
+    start("first", max_steps=1, **more)
+    adapter = tmp_path / "first" / "model"
+    more |= {"adapter": str(adapter)}
+    start(max_steps=1, **more)
+    shutil.rmtree(adapter)
+    if goes_on:
+        assert len(start(max_steps=2, resume="auto", **more)) == 2
+        return
+    monkeypatch.setattr(run_module, "prepare_data", lambda *_: pytest.fail("went on"))
+    with pytest.raises(UserError, match="no adapter_config.json in the adapter folder"):
+        start(max_steps=2, resume="auto", **more)
 
 
 def test_evaluations_of_another_loss_are_no_measure(start, tmp_path, capsys):

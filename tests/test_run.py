@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from test_parity import metrics, settings, train_alone
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
-from swiftlite.config.resolve import resolve_config
+from swiftlite.config.recipe import load_recipe
+from swiftlite.config.resolve import resolve, resolve_config
+from swiftlite.config.validate import Given
 from swiftlite.data import windows
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, write_toy
@@ -378,6 +380,28 @@ def test_training_goes_on_from_an_adapter(base, tmp_path, dora):
     train(base | tokenizer, model=str(merged), output_dir=str(tmp_path / "same"))
     first = {name: metrics(tmp_path / name)[0]["loss"] for name in ("out", "more", "same")}
     assert first["more"] == pytest.approx(first["same"], rel=1e-6) and first["more"] < first["out"]
+
+
+@pytest.mark.parametrize("by_recipe", [False, True], ids=["flags", "config.yaml"])
+def test_a_run_goes_on_without_the_adapter_it_began_with(base, tmp_path, capsys, by_recipe):
+    adapter, out, again = tmp_path / "first" / "model", tmp_path / "out", tmp_path / "again"
+    train(base, tuner="lora", new_tokens=NEW_TOKENS, max_steps=1, output_dir=str(tmp_path / "first"))
+    values = base | {"tuner": "lora", "adapter": str(adapter)}
+    train(values)
+    shutil.copytree(out, again)
+    shutil.rmtree(list_checkpoints(again)[0])
+    shutil.rmtree(again / "model")
+    shutil.rmtree(adapter)
+    more = {"resume": "auto", "output_dir": str(again)}
+    if by_recipe:
+        more = {name: Given(value, name, "flag") for name, value in more.items()}
+        train_alone(resolve(None, more, load_recipe(str(again / "config.yaml"))).config)
+    else:
+        train(values, **more)
+    assert f"note: {adapter} holds no adapter any more" in capsys.readouterr().out
+    assert metrics(again)[-1]["loss"] == metrics(out)[-1]["loss"]
+    for name in ("adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / "model" / name).read_bytes() == (again / "model" / name).read_bytes(), name
 
 
 def test_training_does_not_go_on_from_an_adapter_of_a_deeper_model(base, tmp_path):

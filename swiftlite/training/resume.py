@@ -10,6 +10,7 @@ from swiftlite.checkpoint.claim import Claim
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints, newest_checkpoint
 from swiftlite.checkpoint.space import check_place
 from swiftlite.config.changes import FIXED, changed_settings
+from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.errors import UserError
 from swiftlite.parallel.world import World
 
@@ -104,6 +105,16 @@ def _named_checkpoint(folder: Path, output: Path, used: bool) -> Path:
             fix="give another --output-dir, which leaves them as they are",
         )
     return folder
+
+
+def without_gone_adapter(config: RunConfig, resume: Path | None, say: Callable[[str], None]) -> RunConfig:
+    """What to read by where the folder of `--adapter` is gone: the checkpoint has its weights and the tokenizer. What
+    is saved keeps the names that were given, since a checkpoint is deleted some day."""
+    if config.adapter is None or resume is None or (Path(config.adapter).expanduser() / ADAPTER_CONFIG).is_file():
+        return config
+    say(f"note: {config.adapter} holds no adapter any more: its weights and tokenizer are those of the checkpoint")
+    of_adapter = config.tokenizer in (None, config.adapter)
+    return config.model_copy(update={"tokenizer": str(resume)}) if of_adapter else config
 
 
 def run_settings(checkpoint: Path) -> Path:

@@ -50,9 +50,10 @@ from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
-from swiftlite.training.resume import find_resume, run_settings
+from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
-from swiftlite.training.setup_method import MethodParts, build_method
+from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
+from swiftlite.training.sources import find_weights
 from swiftlite.training.stopping import Stopped, stop_requests
 from swiftlite.training.watchdog import watchdog
 
@@ -78,14 +79,17 @@ def run_training(
     reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
     with reporter, closing(Claim(output)) as claim, other_memory_errors():
         resume = find_resume(config, output, claim, world, reporter.message)
-        load = tokenizer_loader(config, reporter.message)
+        reading = without_gone_adapter(config, resume, reporter.message)
+        load = tokenizer_loader(reading, reporter.message)
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, resume)
             loss = preference_of(config)
+            if needs_reference(loss):
+                find_weights(config, None)  # the start of a run that goes on has to be there still
         for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
-            prepared = prepare_data(config, load, update, vocabulary_of(config, model_config))
+            prepared = prepare_data(reading, load, update, vocabulary_of(config, model_config))
         if losses := losses_in_words(prepared.audit):
             reporter.message(f"note: {losses}")
         if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):

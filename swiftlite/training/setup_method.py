@@ -46,6 +46,11 @@ class MethodParts:
     same: Callable[[str, str], str]
 
 
+def needs_reference(loss: Preference | Unpaired | RewardModel | None) -> bool:
+    """Whether a loss compares with the model as it was before the first step."""
+    return isinstance(loss, Unpaired) or (isinstance(loss, Preference) and loss.needs_reference)
+
+
 def build_method(parts: MethodParts) -> Method:
     """The method of the config, with the reference that it needs."""
     config, trainee, loss = parts.config, parts.trainee, parts.loss
@@ -54,7 +59,7 @@ def build_method(parts: MethodParts) -> Method:
     if isinstance(loss, RewardModel):
         return Rewarded(loss, starts_at_zero=trainee.has_new_head)
     if isinstance(loss, Preference):
-        return Paired(loss, _reference(parts, None) if loss.needs_reference else None)
+        return Paired(loss, _reference(parts, None) if needs_reference(loss) else None)
     mismatched = mismatched_of(config, parts.load_tokenizer().bos_token_id) if loss.needs_mismatched else None
     reference = _reference(parts, mismatched)
     policy = LiveReference(trainee.divided.runner, _modules(trainee), nullcontext)

@@ -37,12 +37,12 @@ PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)(masked_bias|position_ids)$")  
 def find_weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | None]:
     """(where the model's weights are, the adapter to go on from). A checkpoint has all of them where all are trained;
     frozen ones may have been rounded to its type."""
-    adapter = None if config.adapter is None else Path(config.adapter).expanduser()
-    if adapter is not None and not (adapter / ADAPTER_CONFIG).is_file():
-        fix = "check --adapter" + result_inside(adapter, ADAPTER_CONFIG)
-        raise UserError(f"no {ADAPTER_CONFIG} in the adapter folder", where=str(adapter), fix=fix)
-    if config.tuner == "lora" and resume is not None:
-        adapter = resume
+    adapter = resume if config.tuner == "lora" else None
+    if adapter is None and config.adapter is not None:
+        adapter = Path(config.adapter).expanduser()
+        if not (adapter / ADAPTER_CONFIG).is_file():
+            fix = "check --adapter" + result_inside(adapter, ADAPTER_CONFIG)
+            raise UserError(f"no {ADAPTER_CONFIG} in the adapter folder", where=str(adapter), fix=fix)
     return (str(resume) if config.tuner == "full" and resume is not None else config.model), adapter
 
 
