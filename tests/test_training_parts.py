@@ -12,7 +12,7 @@ from swiftlite.training import precision
 from swiftlite.training.flops import peak_flops
 from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.precision import resolve_precision
-from swiftlite.training.schedule import rate_at, schedule_note, warmup_steps
+from swiftlite.training.schedule import rate_at, schedule_notes, warmup_steps
 from swiftlite.training.step import derive_seed
 
 
@@ -43,18 +43,22 @@ def test_wsd_is_flat_then_falls_over_the_last_part():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"warmup_steps": 11}, "the run has 10"),
+        ({"warmup_steps": 11}, "-steps 11, and the run has 10 steps: the learning rate is at its peak in the last one"),
+        ({"warmup_steps": 10, "lr_scheduler": "wsd"}, "and does not decay"),
+        ({"warmup_ratio": 1.0}, "--warmup-ratio 1, and the run has 10 steps"),
+        ({"warmup_ratio": 0.9}, None),
         ({"warmup_steps": 11, "lr_scheduler": "constant"}, None),  # which is noted to have no warm-up at all
-        ({"warmup_steps": 10}, None),
         ({"warmup_steps": 6, "lr_scheduler": "wsd", "decay_ratio": 0.5}, "overlap"),
         ({"warmup_steps": 5, "lr_scheduler": "wsd", "decay_ratio": 0.5}, None),
+        ({"early_stopping_patience": 4, "eval_steps": 2}, "acts at step 10 at the earliest, and the run has 10"),
+        ({"early_stopping_patience": 3, "eval_steps": 2}, None),
         ({}, None),
     ],
 )
-def test_a_warmup_that_does_not_fit_the_run_is_told(values, said):
+def test_a_schedule_that_does_not_fit_the_run_is_told(values, said):
     config = RunConfig(**values)
-    note = schedule_note(config, 10, warmup_steps(10, config.warmup_steps, config.warmup_ratio))
-    assert said in note if said else note is None
+    notes = [*schedule_notes(config, 10, warmup_steps(10, config.warmup_steps, config.warmup_ratio))]
+    assert len(notes) == bool(said) and all(said in note for note in notes)
 
 
 def test_linear_and_constant():

@@ -23,7 +23,7 @@ from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moment
 from swiftlite.training.precision import LossScale, Precision
 from swiftlite.training.profiler import StepProfiler
 from swiftlite.training.reference import evaluating
-from swiftlite.training.schedule import rate_at, schedule_note, warmup_steps
+from swiftlite.training.schedule import rate_at, schedule_notes, warmup_steps
 from swiftlite.training.share import Sharing, StepShare
 from swiftlite.training.step import StepOutcome, StepRunner
 from swiftlite.training.stopping import Stopped
@@ -126,7 +126,7 @@ class Loop:
             module.train()
         if self._has_ended():
             return
-        if note := schedule_note(config, total, self._warmup):
+        for note in schedule_notes(config, total, self._warmup):
             self._listener.message(f"note: {note}")
         if config.warm_check and not self._parts.ample_memory:
             self._warm_up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,19 +15,23 @@ def warmup_steps(total: int, steps: int | None, ratio: float) -> int:
     return min(total, steps if steps is not None else math.ceil(total * ratio))
 
 
-def schedule_note(config: RunConfig, total: int, warmup: int) -> str | None:
-    """What is not as `--warmup-steps` says in a run of so many steps, if anything is not. warmup: as they are taken."""
-    steps, kind = config.warmup_steps, config.lr_scheduler
-    if steps is None or kind == "constant":
-        return None
-    if steps > total:
-        return f"--warmup-steps {steps:,}, but the run has {total:,}: the learning rate rises to its peak in these"
+def schedule_notes(config: RunConfig, total: int, warmup: int) -> Iterator[str]:
+    """What settings that do not fit a run of so many steps do. warmup: its steps as they are taken."""
+    steps, kind, patience = config.warmup_steps, config.lr_scheduler, config.early_stopping_patience
     decay = math.ceil(total * config.decay_ratio)
-    if kind == "wsd" and warmup + decay > total:
-        return (
-            f"warm-up ({warmup:,} steps) and decay ({decay:,}) overlap: from its peak the learning rate falls at once"
+    if kind != "constant" and warmup == total > 1:
+        given = f"--warmup-ratio {config.warmup_ratio:g}" if steps is None else f"--warmup-steps {steps:,}"
+        yield (
+            f"{given}, and the run has {total:,} steps: the learning rate is at its peak in the last one, and does not "
+            "decay"
         )
-    return None
+    elif kind == "wsd" and steps is not None and warmup + decay > total:
+        yield f"warm-up ({warmup:,} steps) and decay ({decay:,}) overlap: from its peak the learning rate falls at once"
+    if patience is not None and config.eval_steps is not None and (patience + 1) * config.eval_steps >= total:
+        yield (
+            f"--early-stopping-patience {patience:,} with --eval-steps {config.eval_steps:,} acts at step "
+            f"{(patience + 1) * config.eval_steps:,} at the earliest, and the run has {total:,}"
+        )
 
 
 def rate_at(
