@@ -180,6 +180,24 @@ def test_only_rank_0_speaks(run, monkeypatch):
     assert code == 2 and "MASTER_ADDR" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("report", ""), "error: a word of the line is empty\nwhere: swiftlite report\n"),
+        (("recipes", "copy", "x", " "), "error: a word of the line is empty\nwhere: swiftlite recipes\n"),
+        (("infer", "-m", ""), "error: the value of -m is empty\nwhere: swiftlite infer\n"),
+        (("export", "-m", "x", "--output_dir="), "error: the value of --output-dir is empty\n"),
+        (("infer", "-m", "no", "--prompt"), "`swiftlite infer --help` shows what there is"),
+        (("infer", "-m", "no", "--system", "", "-p", "x"), "error: the model is neither a folder nor a hub id\n"),
+        (("infer", "-m", "no", "--system=", "-p", "x="), "error: the model is neither a folder nor a hub id\n"),
+        (("inspect", "--model", "m/x", "--dataset", "d/x", "--rows", "1.5"), "'1.5', not a whole number"),
+    ],
+)
+def test_words_that_are_missing_or_empty_are_told(run, words, said):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "") and said in err
+
+
 def test_a_working_folder_that_is_gone_is_told(run, tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")

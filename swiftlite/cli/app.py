@@ -24,6 +24,7 @@ ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
 
 SHORT = re.compile("-[a-zA-Z]")
+MAY_BE_EMPTY = "--system"  # of `infer`: some templates write a message of their own where there is none
 NO_COMMAND = re.compile("No such command '(.*)'")
 ELSEWHERE = {  # what other tools call a command
     "chat": "infer", "convert": "export", "finetune": "sft", "fine-tune": "sft", "generate": "infer",
@@ -56,6 +57,7 @@ def _run(words: list[str], session: Session) -> int:
             words = [words[0], *session.line.canonical()]
         else:
             words = _plain_words(words)
+            _check_filled(words)
         code = build_app(chosen)(words, prog_name="swiftlite", standalone_mode=False, obj=session)
         if code == 128 + signal.SIGINT:  # Typer's answer to a KeyboardInterrupt
             print("interrupted", file=sys.stderr)
@@ -70,7 +72,7 @@ def _run(words: list[str], session: Session) -> int:
             if seen == signal.SIGINT:  # the other one is told at once
                 print("interrupted", file=sys.stderr)
             return 128 + seen
-        return _report(_usage_error(error) if isinstance(error, TyperException) else error, session)
+        return _report(_usage_error(error, words) if isinstance(error, TyperException) else error, session)
 
 
 def _check_working_folder() -> None:
@@ -106,6 +108,15 @@ def _plain_words(words: list[str]) -> list[str]:
         elif word != "--debug":
             plain.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
     return [*plain, "--help"] if plain in ([], ["recipes"]) else plain
+
+
+def _check_filled(words: list[str]) -> None:
+    """Raises UserError for an empty word, as the schema's commands do: as a path it would be the working folder."""
+    for before, word in zip(["", *words], words, strict=False):
+        option, equals, value = word.partition("=") if word.startswith("-") else (before, "", word)
+        if (equals or not word.startswith("-")) and not value.strip() and option != MAY_BE_EMPTY:
+            of = f"the value of {option}" if option.startswith("-") else "a word of the line"
+            raise UserError(f"{of} is empty", where=f"swiftlite {words[0]}", fix="is a variable of your shell unset?")
 
 
 def run_commands() -> dict[str, RunCommand]:
@@ -156,11 +167,11 @@ def _top(
     """`--debug` is read before anything can fail, in `main`."""
 
 
-def _usage_error(error: Any) -> UserError:
-    """Click's own complaint about a command or one of its own flags."""
+def _usage_error(error: Any, words: list[str]) -> UserError:
+    """Click's own complaint about a command or one of its own flags. words: of the line."""
     text = error.format_message().replace("\n", " ").rstrip(".")
     context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "swiftlite"
+    command = context.command_path if context is not None else f"swiftlite {words[0]}"  # where a value is missing
     hint = ""
     if (wrong := NO_COMMAND.fullmatch(text)) and command == "swiftlite":  # Click has no other that is alike
         word = wrong[1].lower()

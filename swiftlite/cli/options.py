@@ -127,7 +127,9 @@ def own_value(flag: Flag, value: Any) -> Any:
         return types[flag.kind](value)
     except ValueError as error:
         raise UserError(
-            f"{flag.option} is {value!r}, not a number", where=flag.option, fix=f"give a number, such as {flag.default}"
+            f"{flag.option} is {value!r}, not a {'whole ' if flag.kind == 'int' else ''}number",
+            where=flag.option,
+            fix=f"give a number, such as {flag.default}",
         ) from error
 
 
