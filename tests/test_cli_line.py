@@ -180,6 +180,9 @@ def test_only_rank_0_speaks(run, monkeypatch):
     assert code == 2 and "MASTER_ADDR" in err
 
 
+LONG = "x" * 300
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -187,13 +190,18 @@ def test_only_rank_0_speaks(run, monkeypatch):
         (("recipes", "copy", "x", " "), "error: a word of the line is empty\nwhere: swiftlite recipes\n"),
         (("infer", "-m", ""), "error: the value of -m is empty\nwhere: swiftlite infer\n"),
         (("export", "-m", "x", "--output_dir="), "error: the value of --output-dir is empty\n"),
+        (("report", LONG), "error: no file or folder can have this name"),
+        (("report", "~nobody-here/run"), "\nwhere: run\n"),
+        (("recipes", "copy", "135m-quickstart", LONG), "\nwhere: DEST\n"),
+        (("export", "-m", "x", "-o", LONG), "\nwhere: --output-dir\n"),
+        (("infer", "-m", "no", "--input", LONG), "\nwhere: --input\n"),
         (("infer", "-m", "no", "--prompt"), "`swiftlite infer --help` shows what there is"),
         (("infer", "-m", "no", "--system", "", "-p", "x"), "error: the model is neither a folder nor a hub id\n"),
         (("infer", "-m", "no", "--system=", "-p", "x="), "error: the model is neither a folder nor a hub id\n"),
         (("inspect", "--model", "m/x", "--dataset", "d/x", "--rows", "1.5"), "'1.5', not a whole number"),
     ],
 )
-def test_words_that_are_missing_or_empty_are_told(run, words, said):
+def test_words_that_can_be_no_value_are_told(run, words, said):
     code, out, err = run(*words)
     assert (code, out) == (2, "") and said in err
 

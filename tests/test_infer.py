@@ -461,6 +461,12 @@ def test_sources_that_lead_nowhere(tmp_path, tiny_model, adapter):
         assert caught.value.fix
 
 
+def test_a_file_of_a_model_is_no_model_but_its_folder_is(tiny_model):
+    with pytest.raises(UserError, match="neither a folder") as error:
+        find_source(str(tiny_model("llama") / "model.safetensors"), None)
+    assert error.value.fix == f"name the folder of the file: {tiny_model('llama')}"
+
+
 def test_a_truncated_weight_file_is_refused(tiny_model, tmp_path):
     folder = tmp_path / "cut"
     shutil.copytree(tiny_model("llama"), folder)

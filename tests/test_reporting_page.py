@@ -239,7 +239,14 @@ def test_the_command_knows_where_home_is(run, monkeypatch):
     output = run()
     monkeypatch.setenv("HOME", str(output.parent))
     assert f"wrote {output / 'report.html'}\n" in command(f"~/{output.name}").output
-    assert command("~nobody-here/run").exception.where == "~nobody-here/run"
+
+
+def test_the_command_names_the_run_that_is_near(run, tmp_path):
+    output = run()
+    (output / "model").mkdir()
+    inside = (output / "model", output / "metrics.jsonl", output / "checkpoints" / "step-1", output.parent)
+    for folder in inside:
+        assert command(folder).exception.fix.endswith(f", such as {output}")
 
 
 def test_the_command_does_not_write_where_nothing_can_be_written(run, monkeypatch):

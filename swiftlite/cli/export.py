@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, at_home, model_option
+from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, given_path, model_option
 from swiftlite.quick_imports import quick_imports
 from swiftlite.sizes import in_words
 
@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help=FOLDER, callback=at_home)],
+    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help=FOLDER, callback=given_path)],
     model: Model = None,
     adapter: Annotated[str | None, model_option(help="LoRA adapter to merge into the model.", metavar="PATH")] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE)] = "auto",

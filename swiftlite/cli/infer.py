@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, at_home, model_option
+from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, given_path, model_option
 
 PRECISION = "auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs."
 TEMPLATE = "`chatml`, a Jinja file, or `none` for plain text. [default: the model's]"
@@ -23,7 +23,7 @@ def _file(*names: str, **details: Any) -> Any:
 
 
 def _path(**details: Any) -> Any:
-    return _file(metavar="FILE", callback=at_home, **details)
+    return _file(metavar="FILE", callback=given_path, **details)
 
 
 def register(app: typer.Typer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +10,20 @@ import typer
 SOURCE = "Model folder, adapter folder, run folder, checkpoint, hub id or short name."
 
 
-def at_home(path: Path | None) -> Path | None:
-    """With `~` as a folder, which a shell leaves alone behind `--output=` and in quotes. A callback of options."""
-    with suppress(RuntimeError):  # an unknown ~user: it is the name of a file then
-        return path and path.expanduser()
-    return path
+def at_home(path: Path, where: str) -> Path:
+    """With `~` as a folder, which a shell leaves alone behind `--output=` and in quotes. where: who gave it.
+
+    Raises UserError for what can be no name of a file.
+    """
+    from swiftlite.config.names import check_name
+
+    check_name(str(path), where)
+    return path.expanduser()
+
+
+def given_path(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The same as a callback of options and arguments."""
+    return path and at_home(path, max(param.opts, key=len))
 
 
 def model_option(*names: str, **details: Any) -> Any:

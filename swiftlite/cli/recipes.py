@@ -62,7 +62,7 @@ def copy(
     from swiftlite.config.recipe import find_recipe, recipe_text
 
     source = find_recipe(name)
-    target = at_home(Path(destination or source.name))
+    target = at_home(Path(destination or source.name), "DEST")
     if target.is_dir() or (destination or "").endswith("/"):
         target = target / source.name
     if target.exists():

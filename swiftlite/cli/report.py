@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from swiftlite.cli.model_options import at_home
+from swiftlite.cli.model_options import given_path
 from swiftlite.errors import UserError
 
 RUN = "Output folder of a run."
+METRICS = "metrics.jsonl"
 
 
 def register(app: typer.Typer) -> None:
@@ -19,18 +20,19 @@ def register(app: typer.Typer) -> None:
     app.command("report", help="Loss curves and a one-file page of a run.")(report)
 
 
-def report(run: Annotated[Path, typer.Argument(help=RUN, metavar="RUN", callback=at_home)]) -> None:
+def report(run: Annotated[Path, typer.Argument(help=RUN, metavar="RUN", callback=given_path)]) -> None:
     """Write report.html and loss.png into the run's folder. Raises UserError where it holds no metrics or is read-only,
     and where curves cannot be drawn."""
     from swiftlite.reporting.metrics import damage_in_words
     from swiftlite.reporting.page import write_report_page
     from swiftlite.reporting.plots import write_loss_plot
 
-    if not run.is_dir():
-        problem = "this is a file" if run.exists() else "there is no such folder"
-        raise UserError(problem, where=str(run), fix="name the --output-dir of a run, which holds metrics.jsonl")
-    if not (run / "metrics.jsonl").is_file():
-        raise UserError("the folder holds no metrics.jsonl", where=str(run), fix="name the --output-dir of a run")
+    if not (run / METRICS).is_file():
+        problem = f"the folder holds no {METRICS}" if run.is_dir() else "there is no such folder"
+        near = [*run.absolute().parents[:3], *(sorted(run.iterdir()) if run.is_dir() else ())]  # inside it, or beside
+        such = next((f", such as {folder}" for folder in near if (folder / METRICS).is_file()), "")
+        fix = f"name the --output-dir of a run, which holds {METRICS}{such}"
+        raise UserError("this is a file" if run.is_file() else problem, where=str(run), fix=fix)
     if not os.access(run, os.W_OK):
         fix = "copy the run to a folder that can be written, and name that one"
         raise UserError("the folder cannot be written", where=str(run), fix=fix)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swiftlite.cli.errors import show_error
-from swiftlite.cli.model_options import at_home
+from swiftlite.cli.model_options import given_path
 from swiftlite.errors import UserError
 from swiftlite.quick_imports import quick_imports
 
@@ -50,7 +50,7 @@ def verify(
         bool, typer.Option("--resume", help="Each layout goes on from a checkpoint of the one before it.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE", callback=at_home)
+        Path | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE", callback=given_path)
     ] = None,
 ) -> None:
     """Print the table. Exit code 1 where a layout differs, or where all were refused, which proves nothing.

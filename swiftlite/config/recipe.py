@@ -68,7 +68,7 @@ def find_recipe(name: str) -> Path:
     if path is not None and path.is_file():
         return path
     if path is not None and path.is_dir():
-        raise UserError("the recipe is a folder", where=f"--recipe {name}", fix="name a .yaml file in it")
+        raise UserError("the recipe is a folder", where=name, fix="name a .yaml file in it")
     shipped = shipped_recipes()
     wanted = name.lower().removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/")
     if wanted in shipped:

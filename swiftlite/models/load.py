@@ -42,10 +42,13 @@ def check_model_path(model: str) -> None:
         _check_config(path / "config.json")
         return
     if path.exists() or not HUB_ID.fullmatch(model):
+        of_model = path.is_file() and any((path.parent / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
         raise UserError(
             "the model is neither a folder nor a hub id",
             where=f"--model {model}",
-            fix="check the path, or name a model of the hub as OWNER/NAME",
+            fix=f"name the folder of the file: {path.parent}"
+            if of_model
+            else "check the path, or name a model of the hub as OWNER/NAME",
         )
 
 
