@@ -97,7 +97,7 @@ def quiet_bitsandbytes() -> None:
 def import_package(name: str, flag: str, extra: str | None = None) -> ModuleType:
     """Import it, or a module in it. Raises UserError where it is not installed, or fails.
 
-    flag: or what else needs it; extra: that brings it, of the package's name by default.
+    flag: or what else needs it; extra: that brings it, None for a package that comes with swiftlite.
     """
     do_without_broken()
     package = name.partition(".")[0]
@@ -105,7 +105,8 @@ def import_package(name: str, flag: str, extra: str | None = None) -> ModuleType
         raise UserError(
             f"{flag} needs the package {package}",
             where=flag,
-            fix=f"pip install 'swiftlite[{extra or package}]', or leave {flag} out",
+            fix=f"pip install '{f'swiftlite[{extra}]' if extra else package}'"
+            + (f", or leave {flag} out" if flag.startswith("--") else ""),
         )
     try:
         return importlib.import_module(name)

@@ -133,6 +133,19 @@ def test_a_library_does_without_what_it_tries(tmp_path, tiny_model, broken):
     assert done.returncode == 2 and "error: neither a file here nor a data set that the hub gives" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "extra", "fix"),
+    [
+        ("--report-to wandb", "wandb", "pip install 'swiftlite[wandb]', or leave --report-to wandb out"),
+        ("the adapter", None, "pip install 'not_here'"),  # no extra of swiftlite brings what it always needs
+    ],
+)
+def test_what_is_not_installed_is_told_with_what_brings_it(flag, extra, fix):
+    with pytest.raises(UserError, match=f"{flag} needs the package not_here") as error:
+        import_package("not_here", flag, extra)
+    assert error.value.fix == fix
+
+
 def test_any_other_is_named(monkeypatch, broken, capsys):
     monkeypatch.syspath_prepend(broken("needed_broken"))
     try:

@@ -26,7 +26,7 @@ class Tracker(Protocol):
 def check_trackers(names: Iterable[str]) -> None:
     """Raises UserError where a tracker's package is not installed, or cannot be imported."""
     for name in names:
-        import_package(name, f"--report-to {name}")
+        import_package(name, f"--report-to {name}", name)
 
 
 def open_trackers(

@@ -162,9 +162,9 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 def check_model(config: RunConfig, layout: Layout, device: torch.device, resume: Path | None) -> PretrainedConfig:
     """Everything that can be known of the model without its weights. Raises UserError where it cannot be trained."""
     if config.optimizer == "adamw_8bit":
-        import_package("bitsandbytes", "--optimizer adamw_8bit")
+        import_package("bitsandbytes", "--optimizer adamw_8bit", "bitsandbytes")
     if config.quantization != "none":
-        import_package("bitsandbytes", f"--quantization {config.quantization}")
+        import_package("bitsandbytes", f"--quantization {config.quantization}", "bitsandbytes")
     if config.kernels == "liger":
         import_package(PACKAGE, "--kernels liger", "liger")
     if config.fp8 != "none":
