@@ -376,6 +376,7 @@ def test_a_failure_half_way_leaves_no_output(tmp_path):
         ({"output": Path("new.jsonl")}, "--input is missing"),
         ({"prompts": ["x"], "input": Path("a"), "output": Path("new")}, "both given"),
         ({"input": Path("a"), "output": Path(__file__)}, "exists"),
+        ({"input": Path("a"), "output": Path(__file__).parent}, "is a folder"),
         ({"input": Path("a"), "output": Path("/proc/x.jsonl")}, "cannot be written"),
         ({"input": Path("a"), "output": Path("no/such/folder/x")}, "folder of the output"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),

@@ -123,9 +123,12 @@ def _check_output(output: Path) -> None:
     kind = as_data_file(output)
     if output.suffix.lower() in COMPRESSED or (kind is not None and kind.kind not in ("jsonl", "json", "txt")):
         what = f"{output.suffix} files are not written, only JSON lines"  # whole lines of them can be kept on failure
-        raise UserError(what, where=f"--output {output}", fix="name a .jsonl file, and compress it afterwards")
+        fix = "name a .jsonl file, which you may pack or convert afterwards"
+        raise UserError(what, where=f"--output {output}", fix=fix)
     if output.exists():
-        raise UserError("the output file exists", where=f"--output {output}", fix="move it, or name another file")
+        what = "the output is a folder" if output.is_dir() else "the output file exists"
+        fix = "name a .jsonl file in it" if output.is_dir() else "move it, or name another file"
+        raise UserError(what, where=f"--output {output}", fix=fix)
     if (partial := _aside(output)).exists():
         what = "answers of a run that did not end are there"
         raise UserError(what, where=str(partial), fix="move or delete that file, or name another --output")
@@ -172,7 +175,7 @@ def answer_file(answerer, questions: list[Question], output: Path, batch_size: i
             raise UserError("the row has `response` and `reference`", where=question.where, fix="rename one of them")
     prompts = [answerer.encode(each.messages, each.where, each.tools, plain=each.plain) for each in questions]
     if some := sum(question.plain for question in questions) if answerer.has_template else 0:
-        say(f"{some} rows have prompt and completion as texts: they are gone on with as they are, without template")
+        say(f"rows whose prompt and completion are texts: {some}; they are gone on with as they are, without template")
     cut: Counter[str] = Counter()
     with _written_aside(output, len(questions)) as write, _progress(len(questions)) as advance:
         for start in range(0, len(prompts), ROWS_AT_A_TIME * batch_size):
@@ -184,9 +187,9 @@ def answer_file(answerer, questions: list[Question], output: Path, batch_size: i
             finally:  # of a chunk that is broken off too
                 write([_answered(answerer, questions[start + i], answers[i].text) for i in sorted(answers)])
             cut.update(answerer.limit(chunk[i]) for i, answer in answers.items() if not answer.complete)
-    say(f"{len(questions)} answers in {output}")
+    say(f"wrote {output}, answers: {len(questions)}")
     for limit, count in cut.items():
-        say(f"{count} of them were cut off by {limit}")
+        say(f"cut off by {limit}: {count}")
 
 
 def _answered(answerer, question: Question, text: str) -> str:  # noqa: ANN001
