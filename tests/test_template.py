@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 from swiftlite.data.encode import overlaps
 from swiftlite.data.forms import BadRow
 from swiftlite.data.rows import detect_format, read_row
-from swiftlite.data.special_tokens import stop_tokens
+from swiftlite.data.stops import stop_tokens
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_tokenizer

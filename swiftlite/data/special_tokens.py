@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 SPARE = re.compile(r"pad|reserved|unused", re.IGNORECASE)  # names of tokens that no text has
 
@@ -59,34 +59,6 @@ def behind_space(text: str, place: int) -> int:
     return len(text) - len(text[place:].lstrip())
 
 
-def stop_tokens(settings: GenerationConfig | PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: all that the settings name, the tokenizer's end of text, the template's end of a turn."""
-    given = settings.eos_token_id
-    stops = list(given) if isinstance(given, list | tuple) else [given]
-    stops += [tokenizer.eos_token_id, _end_of_turn(tokenizer)]
-    return list(dict.fromkeys(stop for stop in stops if stop is not None))
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The added token that the chat template writes behind an answer, if it writes one."""
-    if tokenizer.chat_template is None:
-        return None
-    mark = "MARK"
-    try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], tokenize=False
-        )
-    except Exception:  # foreign code; a template that refuses this refuses the conversation too, and says so then
-        return None
-    ids = tokenizer(text.rpartition(mark)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return ids[0] if ids and (ids[0] in tokenizer.all_special_ids or ids[0] in tokenizer.added_tokens_decoder) else None
-
-
-def padding_token(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of a token that may fill up rows, since it ends no answer: the model's own, the tokenizer's, or another
-    special one. None where all of them end answers."""
-    stops = stop_tokens(model_config, tokenizer)
-    special = [(id_, str(token)) for id_, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
-    special.sort(key=lambda item: SPARE.search(item[1]) is None)  # others open something, and end nothing either
-    named = (model_config.pad_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
-    return next((id_ for id_ in (*named, *(id_ for id_, _ in special)) if id_ not in (None, *stops)), None)
+def squash(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())

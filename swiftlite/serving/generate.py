@@ -14,7 +14,7 @@ import torch
 from swiftlite.config.names import most_positions
 from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.roles import with_known_roles
-from swiftlite.data.special_tokens import stop_tokens
+from swiftlite.data.stops import stop_tokens
 from swiftlite.errors import UserError
 from swiftlite.serving.prompts import check_utf8
 

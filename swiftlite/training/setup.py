@@ -23,7 +23,7 @@ from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED
 from swiftlite.config.names import most_positions
-from swiftlite.data.special_tokens import padding_token
+from swiftlite.data.stops import padding_token
 from swiftlite.errors import UserError
 from swiftlite.imports import import_package
 from swiftlite.models import attention, fp8
