@@ -1,12 +1,35 @@
 """What stands before a trained answer: the prompt that the model is asked with, in shapes that real templates have."""
 
-from test_template import GLM
+import pytest
+from test_template import CHATML_MARKED, GLM, MISTRAL_SYSTEM, THINKING_PROMPT, TWO_TURNS, chat, trained_texts
 from transformers import GenerationConfig
 
+from swiftlite.data.forms import BadRow
 from swiftlite.data.stops import stop_tokens
+from swiftlite.data.template import ChatRenderer
 from swiftlite.models.toys import toy_tokenizer
 
+DATE = "2025-03-09"
+# As DeepSeek V3.1's: the prompt says that there is no thinking.
+NO_THINKING = """{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant
+</think>{{ m.content.split('</think>')[-1] }}<|im_end|>
+{% else %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+</think>{% endif %}"""
+# As Qwen3.8's: a thought is written of every answer, and read from its own key only.
+OWN_KEY = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think>
+{{ m.reasoning_content or '' }}
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+# As that of the larger Gemma 4 models: the prompt has an empty thought, what was said earlier has none.
 PLAIN = toy_tokenizer().chat_template
+EMPTY_THOUGHT = PLAIN.replace("assistant\n{% endif %}", "assistant\n<|t>thought\n<t|>{% endif %}")
 
 
 def tokenizer_of(template, special=(), bos=None):
@@ -16,6 +39,108 @@ def tokenizer_of(template, special=(), bos=None):
         tokenizer.add_special_tokens({"bos_token": bos})
     tokenizer.chat_template = template
     return tokenizer
+
+
+def call(name="add"):
+    return {"type": "function", "function": {"name": name, "arguments": {"a": 1}}}
+
+
+def messages_of(texts):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_marks_in_a_history_that_the_answer_changes():
+    """As in TRL's of gpt-oss: the model is asked with what the template leaves out once the answer is there."""
+    said = "{{- ' ' + m.content + eos_token }}"
+    marked = MISTRAL_SYSTEM.replace(said, "{% generation %}" + said + "{% endgeneration %}")
+    for template in (marked, MISTRAL_SYSTEM):
+        parts = ChatRenderer(tokenizer_of(template, bos="<s>"), DATE).render(chat(TWO_TURNS, system="Be short."))
+        assert [part.text for part in parts] == [
+            "<s>[INST] Be short.\n\nWho are you?[/INST] I am small.<|im_end|>",
+            "<s>[INST] Who are you?[/INST] I am small.<|im_end|>"
+            "[INST] Be short.\n\nAnd now?[/INST] Now I answer.<|im_end|>",
+        ]
+        assert [part.text[start:end] for part in parts for start, end in part.spans] == [
+            " I am small.<|im_end|>", " Now I answer.<|im_end|>",
+        ]  # fmt: skip
+
+
+def test_an_answer_that_comes_first_is_trained_without_its_header():
+    header = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    with_header = CHATML_MARKED.replace(header, "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n")
+    with_header = with_header.replace("{% else %}", "{% else %}<|im_start|>{{ m.role }}\n")
+    unasked = PLAIN.replace("{% if add_generation_prompt %}", "{% if true %}")
+    first = chat([{"role": "assistant", "content": "Ask me."}, *messages_of(TWO_TURNS)])
+    for template in (with_header, THINKING_PROMPT, unasked):
+        learnt = trained_texts(tokenizer_of(template), first)
+        assert learnt == [["Ask me.<|im_end|>", "I am small.<|im_end|>", "Now I answer.<|im_end|>"]]
+
+
+def test_an_answer_that_comes_first_and_has_no_header_is_refused():
+    """As in Yi's, which write it with the question: the first token of a text is never predicted."""
+    bare = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_start|>{% endif %}{% endfor %}"
+    with pytest.raises(BadRow, match="does not open an answer that no question comes before"):
+        ChatRenderer(tokenizer_of(bare), DATE).render(chat([{"role": "assistant", "content": "Ask me."}]))
+
+
+def test_a_tag_that_begins_as_the_prompt_goes_on_is_trained_whole():
+    calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}<|im_end|>"
+    tokenizer = tokenizer_of(THINKING_PROMPT.replace("<|im_end|>", calls))
+    row = chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call()]}])
+    assert trained_texts(tokenizer, row) == [["<tool_call>add</tool_call><|im_end|>"]]
+
+
+def test_an_answer_goes_behind_the_empty_thought_that_the_model_is_asked_with():
+    tokenizer = tokenizer_of(EMPTY_THOUGHT, ["<|t>", "<t|>"])
+    parts = ChatRenderer(tokenizer, DATE).render(chat(TWO_TURNS))
+    assert [part.text for part in parts] == [
+        "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n<|t>thought\n<t|>I am small.<|im_end|>\n",
+        "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\nI am small.<|im_end|>\n"
+        "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n<|t>thought\n<t|>Now I answer.<|im_end|>\n",
+    ]
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["I am small.<|im_end|>"], ["Now I answer.<|im_end|>"]]
+    assert all(part.asked for part in parts)
+    (thinks,) = ChatRenderer(tokenizer, DATE).render(chat(["Hi", "<|t>thought\nhm<t|>Hello."]))
+    assert [thinks.text[start:end] for start, end in thinks.spans] == ["<|t>thought\nhm<t|>Hello.<|im_end|>"]
+    assert not thinks.asked
+
+
+def test_a_header_of_other_white_space_is_not_trained():
+    template = PLAIN.replace("assistant\n{% endif %}", "assistant  {% endif %}")
+    (part,) = ChatRenderer(tokenizer_of(template), DATE).render(chat(TWO_TURNS))
+    assert [part.text[start:end].strip() for start, end in part.spans] == [
+        "I am small.<|im_end|>", "Now I answer.<|im_end|>",
+    ]  # fmt: skip
+    assert not part.asked
+
+
+def test_thinking_behind_a_prompt_that_closes_it_is_refused():
+    (part,) = ChatRenderer(tokenizer_of(NO_THINKING), DATE).render(chat(TWO_TURNS))
+    assert part.asked
+    thinks = chat(["Hi", "Hello."])
+    thinks.messages[1]["reasoning_content"] = "hm"
+    kept = NO_THINKING.replace(".split('</think>')[-1]", "")  # as Kimi K2.5's
+    inside = chat(["Hi", "<think>hm</think>Hello."])
+    for template, row in ((NO_THINKING, thinks), (NO_THINKING, inside), (kept, inside)):
+        with pytest.raises(BadRow, match="closes the thinking before message 1"):
+            ChatRenderer(tokenizer_of(template), DATE).render(row)
+
+
+def test_thinking_in_the_text_goes_where_the_template_has_a_place_for_it():
+    inside = chat(["Hi", "<think>\nhm\n</think>\n\nHello.", "Sure?", "Yes."])
+    learnt = ["hm\n</think>\n\nHello.<|im_end|>", "\n</think>\n\nYes.<|im_end|>"]
+    assert trained_texts(tokenizer_of(OWN_KEY), inside) == [learnt]
+    other = OWN_KEY.replace("reasoning_content", "thinking")  # as gpt-oss names it
+    assert trained_texts(tokenizer_of(other), inside) == [learnt]
+
+
+def test_white_space_that_marks_leave_out_behind_the_prompt_is_trained():
+    template = "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %} {% generation %}{{ m.content }}"
+    template += "<|im_end|>{% endgeneration %}{% else %} {{ m.content }} {% endif %}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    (part,) = ChatRenderer(tokenizer_of(template), DATE).render(chat(TWO_TURNS))
+    assert [part.text[start:end] for start, end in part.spans] == [" I am small.<|im_end|>", " Now I answer.<|im_end|>"]
+    assert part.asked
 
 
 def test_generation_ends_where_trained_answers_end():

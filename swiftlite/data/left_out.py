@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from swiftlite.data.forms import Chat
-from swiftlite.data.template import squash
+from swiftlite.data.special_tokens import squash
 
 
 def leaves_out_tools(chat: Chat, texts: Sequence[str]) -> bool:

@@ -8,7 +8,6 @@ prefix; the conversation is then split, and each part trains only the answers th
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 from collections import Counter
@@ -17,56 +16,54 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import CALL, with_fitting_arguments
+from swiftlite.data.chat_template import PROBE, ChatTemplate, Span
 from swiftlite.data.forms import BadRow, Chat
 from swiftlite.data.messages import REASONING_KEYS, TRAIN_KEYS
 from swiftlite.data.roles import with_known_roles
-from swiftlite.data.special_tokens import SpecialTokens, behind_space, special_tokens_of
-from swiftlite.errors import UserError
+from swiftlite.data.special_tokens import SpecialTokens, behind_space, special_tokens_of, squash
+from swiftlite.data.thoughts import OPENS, THOUGHT, with_placed_thoughts, with_thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 OPENING = 64  # characters; a generation prompt that goes on behind its header (`<think>`) is far shorter
-_PROBE = [{"role": "user", "content": "x"}]
 _ANSWER = "ANSWER"
-_THOUGHT = "</think>"  # what ends the thinking of DeepSeek R1 and of most that came after it
+_OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
+_TAG = re.compile(r"[<\[][^<>\[\]\s]+[>\]]")
 
 
 @dataclass(frozen=True)
 class Rendered:
     """text: the whole conversation or a part of it; spans: trained characters, ascending; add_eos: the template ends
-    answers with no token at all, so that the tokenizer's end-of-text has to be appended and trained."""
+    answers with no token at all, so that the tokenizer's end-of-text has to be appended and trained; asked: the model
+    is asked for each of the answers with what stands before it."""
 
     text: str
     spans: list[Span]
     add_eos: bool
+    asked: bool
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """One trained answer: the text up to its end, the spans within it, whether an end-of-turn token closes it, and the
-    role of the message behind it."""
+    """One trained answer: the text up to its end, the spans within it, whether an end-of-turn token closes it, the role
+    of the message behind it, and whether the model is asked for it with what stands before it."""
 
     text: str
     spans: list[Span]
     closed: bool
     next_role: str
+    asked: bool
 
 
 class ChatRenderer:
     """Renders conversations with a tokenizer's own chat template through transformers' public interface."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_date: str) -> None:
-        """template_date: ISO date for templates that write today's date, so that a run does not depend on the day.
-
-        Raises UserError where there is no template, it cannot be compiled, or its date cannot be pinned.
-        """
+        """Raises UserError where there is no template, it cannot be compiled, or its date cannot be pinned."""
         self._tokenizer = tokenizer
-        self._date = datetime.date.fromisoformat(template_date)
-        self._templates = {with_tools: self._prepare(with_tools) for with_tools in (False, True)}
+        self._template = ChatTemplate(tokenizer, template_date)
+        self._render = self._template.render
         self._shown: dict[tuple[str, str, bool], bool] = {}
         end = self._behind_an_answer()
         self._end, self._endless = end or "", end == ""
@@ -81,7 +78,8 @@ class ChatRenderer:
         def rendered(given: list[dict[str, Any]]) -> str:
             return self._render(replace(chat, messages=given), len(given))
 
-        messages = with_fitting_arguments(with_known_roles(chat.messages, rendered), rendered)
+        messages = with_placed_thoughts(with_known_roles(chat.messages, rendered), rendered)
+        messages = with_fitting_arguments(messages, rendered)
         chat = replace(chat, messages=messages)
         turns = [self._turn(chat, index) for index, trained in enumerate(chat.trained) if trained]
         groups = [[turns[0]]]
@@ -96,7 +94,7 @@ class ChatRenderer:
     def unknown_keys(self, chat: Chat) -> set[str]:
         """Keys of the messages of which the template makes nothing. The thinking of an answer to learn is checked by
         itself."""
-        template, found = self._templates[bool(chat.tools)], set()
+        template, found = self._template.text_for(chat), set()
         for message, trained in zip(chat.messages, chat.trained, strict=True):
             keys = message.keys() - {"role", "content"} - found - ({*REASONING_KEYS} if trained else set())
             for key in keys:
@@ -109,7 +107,7 @@ class ChatRenderer:
         """Whether a text under this key in a message of this role changes what is written. A template that names the
         key may mean that of a tool's call."""
         if (place := (role, key, bool(tools))) not in self._shown:
-            user, answer = _PROBE[0], {"role": "assistant", "content": "x"}
+            user, answer = PROBE[0], {"role": "assistant", "content": "x"}
             before = {"assistant": [user], "tool": CALL}.get(role, [])
             after = {"system": [user, answer], "assistant": []}.get(role, [answer])
             plain = {"role": role, "content": "x"}
@@ -126,10 +124,7 @@ class ChatRenderer:
     # ---- one answer ---------------------------------------------------------------------------------------------
 
     def _turn(self, chat: Chat, index: int) -> _Turn:
-        if _GENERATION.search(self._templates[bool(chat.tools)]):
-            text, spans = self._marked(chat, index)
-        else:
-            text, spans = self._between(chat, index)
+        text, spans, asked = self._located(chat, index) if index else self._first(chat)
         start, end = spans[-1]
         last = text[start:end].rstrip()
         ends = self._special.closing(last)
@@ -144,13 +139,14 @@ class ChatRenderer:
         self._check_content(chat, index, text[: spans[0][0]], "".join(text[s:e] for s, e in spans))
         following = chat.messages[index + 1 : index + 2]
         next_role = following[0]["role"] if following else ""
-        return _Turn(text, spans, closed=bool(ends) and not self._endless, next_role=next_role)
+        return _Turn(text, spans, closed=bool(ends) and not self._endless, next_role=next_role, asked=asked)
 
     def _joined(self, turns: list[_Turn]) -> Rendered:
         """The sequence of some answers; an end-of-text stands right behind the last of them."""
         last = turns[-1]
         spans = [span for turn in turns[:-1] for span in self._ended(turn, last.text)] + last.spans
-        return Rendered(last.text if last.closed else last.text[: spans[-1][1]], spans, add_eos=not last.closed)
+        text = last.text if last.closed else last.text[: spans[-1][1]]
+        return Rendered(text, spans, add_eos=not last.closed, asked=all(turn.asked for turn in turns))
 
     def _ended(self, turn: _Turn, text: str) -> list[Span]:
         """The spans of an answer within a longer conversation.
@@ -166,30 +162,42 @@ class ChatRenderer:
             return turn.spans
         return [*turn.spans[:-1], (start, place + len(token))]
 
-    def _marked(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
+    def _located(self, chat: Chat, index: int) -> tuple[str, list[Span], bool]:
+        """(text up to the end of the answer, its spans, whether the model is asked with what stands before them)."""
+        prompt = self._render(chat, index, generation=True)
+        text, spans = (self._marked if self._template.is_marked(chat) else self._between)(chat, index, prompt)
+        start = spans[0][0]
+        if text.startswith(prompt[:start]) and _thinks_nothing(prompt[start:], text[start:]):
+            text, spans = prompt + text[start:], _moved(spans, len(prompt) - start)
+        return text, spans, text[: spans[0][0]] == prompt
+
+    def _first(self, chat: Chat) -> tuple[str, list[Span], bool]:
+        """The same of an answer that no question comes before: it is written as behind one."""
+        behind = replace(chat, messages=[*PROBE, chat.messages[0]])
+        asked, spans, _ = self._located(behind, 1)
+        header, answer = asked[len(self._render(behind, 1)) : spans[0][0]], asked[spans[0][0] :]
+        text = self._answered(chat, 0)
+        if text == answer or not text.endswith(header + answer):
+            raise BadRow("template_error", "the template does not open an answer that no question comes before")
+        return text, _moved(spans, len(text) - len(asked)), True
+
+    def _marked(self, chat: Chat, index: int, prompt: str) -> tuple[str, list[Span]]:
         """(text up to the end of the answer, spans the template marks for it).
 
-        Some mark the header too, or an end-of-text behind the last answer: neither is the answer's.
+        Some mark the header too, or an end-of-text behind the last answer: neither is the answer's. Some leave out the
+        white space behind the generation prompt, which the model has to write.
         """
-        text, marks = self._render_marks(chat, index + 1)
-        begin = self._answer_start(chat, index, text) if index else 0
-        if begin is None:  # earlier messages are written anew, so only the number of marks tells whose they are
-            answers = [i for i in range(index) if chat.messages[i]["role"] == "assistant"]
-            marks = marks[len(self._render_marks(chat, answers[-1] + 1)[1]) if answers else 0 :]
-        spans = _without_gaps([(max(start, begin or 0), end) for start, end in marks])
+        text, marks = self._template.render_marks(chat, index + 1)
+        begin = self._start(chat, index, text, prompt)
+        if begin is None:  # the marks are of a text that the model is not asked with
+            return self._between(chat, index, prompt)
+        spans = _without_gaps([(max(start, begin), end) for start, end in marks])
         if not spans:
             raise BadRow("template_error", f"the template's generation marks leave out message {index}")
+        if text[begin : spans[0][0]].isspace():
+            spans[0] = (begin, spans[0][1])
         end = self._over_end_token(text, spans[-1][1], chat.messages[index]["content"].rstrip())
         return text, [*spans[:-1], (spans[-1][0], end)]
-
-    def _answer_start(self, chat: Chat, index: int, text: str) -> int | None:
-        """Where a marked answer starts at the earliest; None where the text does not go on from the question's."""
-        prompt = self._render(chat, index, generation=True)
-        if text.startswith(prompt):
-            return len(prompt)
-        before = self._render(chat, index)
-        same = text.startswith(before) and os.path.commonprefix([text, prompt]) != before
-        return self._after_header(chat, index, text, prompt, len(before)) if same else None
 
     def _over_end_token(self, text: str, end: int, content: str) -> int:
         """The end of the span, moved over an end-of-turn token that the template leaves outside its marks."""
@@ -198,17 +206,20 @@ class ChatRenderer:
             return end
         return end + len(self._special.at(text, end))
 
-    def _between(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
+    def _between(self, chat: Chat, index: int, prompt: str) -> tuple[str, list[Span]]:
         """(text up to the end of the answer, the one span behind the generation prompt)."""
         text = self._answered(chat, index)
-        prompt = self._render(chat, index, generation=True) if index else self._opening_prompt(chat, text)
-        if text.startswith(prompt):
-            return text, [(len(prompt), len(text))]
-        before = self._render(chat, index) if index else ""
-        if text.startswith(before):
-            return text, [(self._after_header(chat, index, text, prompt, len(before)), len(text))]
-        text = prompt + self._behind_question(chat, index, text, prompt)
-        return text, [(len(prompt), len(text))]
+        start = self._start(chat, index, text, prompt)
+        if start is None:
+            text, start = prompt + self._behind_question(chat, index, text, prompt), len(prompt)
+        return text, [(start, len(text))]
+
+    def _start(self, chat: Chat, index: int, text: str, prompt: str) -> int | None:
+        """Where the answer starts in the text; None where that does not go on from the question. Raises BadRow."""
+        if (place := _behind_like(text, prompt)) is not None:
+            return place
+        before = self._render(chat, index)
+        return self._after_header(chat, index, text, prompt, len(before)) if text.startswith(before) else None
 
     def _answered(self, chat: Chat, index: int) -> str:
         """The conversation up to and with an answer.
@@ -216,8 +227,8 @@ class ChatRenderer:
         DeepSeek R1's template drops what stands before an answer's `</think>`, be it the one that is learnt. Such an
         answer goes whole where the template writes the rest of it, as the model gives it; the earlier ones stay cut.
         """
-        text, content = self._render(chat, index + 1), _with_thinking(chat.messages[index])
-        rest = content.rpartition(_THOUGHT)[2]
+        text, content = self._render(chat, index + 1), with_thinking(chat.messages[index])
+        rest = content.rpartition(THOUGHT)[2]
         if rest == content or squash(content) in squash(text):
             return text
         if any(squash(self._saying(chat, index, what)) != squash(text) for what in (content, rest)):
@@ -243,28 +254,20 @@ class ChatRenderer:
             raise BadRow("template_error", f"the template does not begin message {index} with its generation prompt")
         return text[place + len(question) :]
 
-    def _opening_prompt(self, chat: Chat, text: str) -> str:
-        """The generation prompt where nothing comes before the answer: found by what it adds to another question."""
-        probe = Chat(_PROBE, [False], chat.tools)
-        asked, prompt = self._render(probe, 1), self._render(probe, 1, generation=True)
-        header = prompt[len(asked) :] if prompt.startswith(asked) else ""
-        start = text.find(header)
-        if not header or start < 0:
-            raise BadRow("template_error", "the template does not open an answer that no question comes before")
-        return text[: start + len(header)]
-
     def _after_header(self, chat: Chat, index: int, text: str, prompt: str, before: int) -> int:
         """Where the answer starts if the generation prompt says more than the header of a given answer has.
 
         Templates of thinking models end their generation prompt with `<think>`, which is not there in an answer
         without thinking: what both share is the header, as long as it says more than the `before` characters before it.
+        What an answer begins with may be shared by chance: another answer has the same header, and no tag is cut.
         """
-        shared = len(os.path.commonprefix([text, prompt]))
+        other = replace(chat, messages=[*chat.messages[:index], {"role": "assistant", "content": _ANSWER}])
+        shared = min(len(os.path.commonprefix([one, prompt])) for one in (text, self._render(other, index + 1)))
+        if cut := _OPEN_TAG.search(text, before, shared):
+            shared = cut.start()
         if shared <= before:
             raise BadRow("template_error", f"the template does not begin message {index} with its generation prompt")
-        content, body = chat.messages[index]["content"].strip(), text.rstrip().removesuffix(self._end).rstrip()
-        start = len(body) - len(content) if content and body.endswith(content) else shared
-        return min(shared, start)  # the answer may begin as what the prompt says more
+        return shared
 
     def _check_content(self, chat: Chat, index: int, before: str, trained: str) -> None:
         """The answer must stand in the trained text, white space aside: some templates drop a part of it.
@@ -279,32 +282,19 @@ class ChatRenderer:
         lost = [key for key in parts if not _ends_within(squash(message[key]), opening, found)]
         if any(calls.count(name) < times for name, times in names.items()):  # some write only the first call
             lost.append("tool_calls")
+        if (said := squash(with_thinking(message))).startswith(OPENS) and THOUGHT + said in opening + found:
+            what = f"the chat template closes the thinking before message {index}, which thinks for itself"
+            raise BadRow("template_error", what)
         if lost:
             what = f"the chat template leaves out a part of message {index}, of its {' and '.join(lost)}"
             raise BadRow("template_drops_content", what)
 
-    # ---- the template -------------------------------------------------------------------------------------------
-
-    def _prepare(self, with_tools: bool) -> str:
-        try:
-            template = self._tokenizer.get_chat_template(None, _PROBE if with_tools else None)
-        except ValueError as error:
-            raise UserError(
-                "the tokenizer has no chat template, and the rows are conversations",
-                fix="give --chat-template chatml or a .jinja file; to train plain text use `prompt` and `completion`",
-            ) from error
-        pinned = _DATE_CALL.sub(lambda call: repr(self._date.strftime(call.group(2))), template)
-        if "strftime_now(" in pinned:
-            raise UserError(
-                "the chat template asks for today's date in a way that cannot be pinned to --template-date",
-                fix="write the date format in the template as a literal string, and give it with --chat-template",
-            )
-        return pinned
+    # ---- the end of a turn --------------------------------------------------------------------------------------
 
     def _behind_an_answer(self, following: Sequence[dict[str, str]] = ()) -> str | None:
         """What the template writes behind an answer, without white space around it; None where it refuses to.
         following: messages after it."""
-        messages = [*_PROBE, {"role": "assistant", "content": _ANSWER}, *following]
+        messages = [*PROBE, {"role": "assistant", "content": _ANSWER}, *following]
         try:
             text = self._render(Chat(messages, []), len(messages))
         except BadRow:  # a template that refuses this may take the rows
@@ -320,38 +310,35 @@ class ChatRenderer:
         ends = self._special.opening(self._end)
         if not ends or ends[-1] < len(self._end):
             return self._end[: min(ends, default=0)]
-        between = self._behind_an_answer(_PROBE) or ""
+        between = self._behind_an_answer(PROBE) or ""
         shared = len(os.path.commonprefix([self._end, between]))
         return self._end[: max((end for end in ends if end <= shared), default=ends[0])]
 
-    def _render(self, chat: Chat, count: int, *, generation: bool = False) -> str:
-        """The first `count` messages as text. Raises BadRow with the template's own message."""
-        try:
-            return self._tokenizer.apply_chat_template(
-                chat.messages[:count],
-                tools=chat.tools,
-                chat_template=self._templates[bool(chat.tools)],
-                add_generation_prompt=generation,
-                tokenize=False,
-            )
-        except Exception as error:
-            raise _template_failure(error) from error
 
-    def _render_marks(self, chat: Chat, count: int) -> tuple[str, list[Span]]:
-        """The first `count` messages as text, and the spans that the template marks."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+def _behind_like(text: str, prompt: str) -> int | None:
+    """The place in the text behind what is the prompt, white space aside; None where it does not begin so."""
+    place = at = len(os.path.commonprefix([text, prompt]))
+    while at < len(prompt):
+        if prompt[at].isspace():
+            at += 1
+        elif text[place : place + 1].isspace():
+            place += 1
+        elif text[place : place + 1] == prompt[at]:
+            place, at = place + 1, at + 1
+        else:
+            return None
+    return place
 
-        try:
-            texts, marks = render_jinja_template(
-                conversations=[chat.messages[:count]],
-                tools=chat.tools,
-                chat_template=self._templates[bool(chat.tools)],
-                return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
-            )
-        except Exception as error:
-            raise _template_failure(error) from error
-        return texts[0], marks[0]
+
+def _thinks_nothing(more: str, answer: str) -> bool:
+    """Whether what a generation prompt says more than a header is a thought that is closed at once, as Gemma 4's
+    `<|channel>thought\n<channel|>`, and the answer has none of its own: it goes behind that."""
+    tags = _TAG.findall(more)
+    return len(tags) > 1 and more.rstrip().endswith(tags[-1]) and not answer.lstrip().startswith(tags[0])
+
+
+def _moved(spans: list[Span], by: int) -> list[Span]:
+    return [(start + by, end + by) for start, end in spans]
 
 
 def _without_gaps(spans: list[Span]) -> list[Span]:
@@ -365,31 +352,7 @@ def _without_gaps(spans: list[Span]) -> list[Span]:
     return found
 
 
-def _template_failure(error: Exception) -> Exception:
-    """A template is foreign code and may raise anything: its syntax is the user's to mend, the rest is the row's."""
-    import jinja2
-
-    if isinstance(error, jinja2.TemplateSyntaxError):
-        return UserError(f"the chat template is not valid Jinja: {error}", fix="mend it, or give --chat-template")
-    return BadRow("template_error", f"the chat template refuses the row: {str(error)[:300]}")
-
-
-def _with_thinking(message: dict[str, Any]) -> str:
-    """The answer with its thinking, as models give it whose thinking ends with `</think>`."""
-    content = message["content"]
-    thinking = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
-    if not thinking or _THOUGHT in content:
-        return content
-    thinking, answer = thinking.strip("\n"), content.lstrip("\n")
-    return f"<think>\n{thinking}\n{_THOUGHT}\n\n{answer}"
-
-
 def _ends_within(part: str, opening: str, found: str) -> bool:
     """Whether `part` stands in opening + found and at least its last character in found."""
     reach = min(len(opening), max(0, len(part) - 1))
     return part in opening[len(opening) - reach :] + found
-
-
-def squash(text: str) -> str:
-    """The text without white space."""
-    return "".join(text.split())

@@ -1,0 +1,64 @@
+"""Thinking of answers as a chat template takes it: in the text up to `</think>`, or under a key of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from swiftlite.data.messages import REASONING_KEYS
+from swiftlite.data.special_tokens import squash
+
+Message = dict[str, Any]
+OPENS, THOUGHT = "<think>", "</think>"  # of DeepSeek R1 and of most that came after it
+_IN_TEXT = re.compile(rf"\s*{OPENS}(.*?){THOUGHT}(.*)", re.DOTALL)
+_THINKS, _SAYS = "abcdefgh4", "abcdefgh5"
+
+
+def with_thinking(message: Message) -> str:
+    """The answer with its thinking, as models give it whose thinking ends with `</think>`."""
+    content = message["content"]
+    thinking = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
+    if not thinking or THOUGHT in content:
+        return content
+    thinking, answer = thinking.strip("\n"), content.lstrip("\n")
+    return f"{OPENS}\n{thinking}\n{THOUGHT}\n\n{answer}"
+
+
+def with_placed_thoughts(messages: Sequence[Message], render: Callable[[list[Message]], str]) -> list[Message]:
+    """The messages, of which the thinking in the text stands under a key where the template has a place for it.
+
+    It would come behind an empty thought there (Qwen3.8), or in the answer that is shown (gpt-oss).
+    render: the template; it may raise.
+    """
+    if not any(_thinks_in_text(message) for message in messages) or (key := _key(render)) is None:
+        return list(messages)
+    return [_placed(message, key) for message in messages]
+
+
+def _thinks_in_text(message: Message) -> bool:
+    own = any(message.get(key) for key in REASONING_KEYS)
+    return message["role"] == "assistant" and not own and _IN_TEXT.match(message["content"]) is not None
+
+
+def _placed(message: Message, key: str) -> Message:
+    if not _thinks_in_text(message):
+        return message
+    thinking, answer = _IN_TEXT.match(message["content"]).groups()
+    return message | {key: thinking.strip("\n"), "content": answer.lstrip("\n")}
+
+
+def _key(render: Callable[[list[Message]], str]) -> str | None:
+    """The key under which the template writes thinking that it does not find in the text."""
+
+    def written(answer: Message) -> str:
+        try:
+            return squash(render([{"role": "user", "content": "x"}, {"role": "assistant"} | answer]))
+        except Exception:  # foreign code may raise anything
+            return ""
+
+    texts = {key: written({"content": _SAYS, key: _THINKS}) for key in REASONING_KEYS}
+    key = next((key for key, text in texts.items() if _THINKS in text), None)
+    if key is None or texts[key] == written({"content": with_thinking({"content": _SAYS, key: _THINKS})}):
+        return None
+    return key
