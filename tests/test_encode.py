@@ -82,7 +82,7 @@ def test_trained_tokens_are_those_that_offsets_show(kind, parts):
         if trained:
             spans.append((len(text), len(text) + len(word)))
         text += word
-    ids, trained = TextEncoder(tokenizer)([text], [spans], special_tokens=False)[0]
+    ids, trained, _ = TextEncoder(tokenizer)([text], [spans], special_tokens=False)[0]
     expected_ids, expected = by_offsets(tokenizer, text, spans)
     assert ids.tolist() == expected_ids and ids.dtype == np.int32
     assert trained.tolist() == expected.tolist()
@@ -104,9 +104,9 @@ def test_a_template_of_special_tokens_needs_no_offsets(monkeypatch):
     start, end = text.index("Émile"), len(text) - 1
     for make in (toy_tokenizer, composing, stripping):
         tokenizer = make()
-        ids, trained = encoder_without_offsets(tokenizer, monkeypatch)([text], [[(start, end)]], special_tokens=False)[
-            0
-        ]
+        ids, trained, _ = encoder_without_offsets(tokenizer, monkeypatch)(
+            [text], [[(start, end)]], special_tokens=False
+        )[0]
         assert tokenizer.decode(ids[trained]) == text[start:end]
 
 
@@ -116,11 +116,11 @@ def test_texts_without_spans_are_trained_whole_with_the_tokenizer_s_own_tokens(m
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
-    ids, trained = TextEncoder(tokenizer)(["Hello you"], [None], special_tokens=True)[0]
+    ids, trained, _ = TextEncoder(tokenizer)(["Hello you"], [None], special_tokens=True)[0]
     assert ids[0] == tokenizer.bos_token_id and trained.all() and len(trained) == len(ids)
-    ids, trained = TextEncoder(tokenizer)(["Hello you"], [[(5, 9)]], special_tokens=True)[0]
+    ids, trained, _ = TextEncoder(tokenizer)(["Hello you"], [[(5, 9)]], special_tokens=True)[0]
     assert tokenizer.decode(ids[trained]) == " you"
-    ids, _ = encoder_without_offsets(tokenizer, monkeypatch)(["Hello you"], [[(0, 9)]], special_tokens=False)[0]
+    ids, _, _ = encoder_without_offsets(tokenizer, monkeypatch)(["Hello you"], [[(0, 9)]], special_tokens=False)[0]
     assert tokenizer.decode(ids) == "Hello you"
 
 
@@ -130,7 +130,7 @@ def test_what_a_tokenizer_s_class_does_to_texts_is_done():
             return super()._encode_plus([each.upper() for each in text], *positional, **named)
 
     tokenizer = Shouting(tokenizer_object=toy_tokenizer().backend_tokenizer)
-    ids, _ = TextEncoder(tokenizer)(["Hello"], [[(0, 5)]], special_tokens=False)[0]
+    ids, _, _ = TextEncoder(tokenizer)(["Hello"], [[(0, 5)]], special_tokens=False)[0]
     assert tokenizer.decode(ids) == "HELLO"
 
 
@@ -140,5 +140,5 @@ def test_truncation_and_padding_that_a_tokenizer_s_file_asks_for_are_off(monkeyp
     tokenizer.backend_tokenizer.enable_padding(length=64)
     text = "Hello you, how are you today?"
     for spans in ([(0, len(text))], None):
-        ids, trained = encoder_without_offsets(tokenizer, monkeypatch)([text], [spans], special_tokens=False)[0]
+        ids, trained, _ = encoder_without_offsets(tokenizer, monkeypatch)([text], [spans], special_tokens=False)[0]
         assert tokenizer.decode(ids) == text and trained.all()

@@ -5,8 +5,10 @@ from test_template import CHATML_MARKED, GLM, MISTRAL_SYSTEM, THINKING_PROMPT, T
 from transformers import GenerationConfig
 
 from swiftlite.data.forms import BadRow
+from swiftlite.data.rows import detect_format
 from swiftlite.data.stops import stop_tokens
 from swiftlite.data.template import ChatRenderer
+from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenOptions
 from swiftlite.models.toys import toy_tokenizer
 
 DATE = "2025-03-09"
@@ -43,6 +45,11 @@ def tokenizer_of(template, special=(), bos=None):
 
 def call(name="add"):
     return {"type": "function", "function": {"name": name, "arguments": {"a": 1}}}
+
+
+def counts_of(tokenizer, row):
+    options = TokenOptions("sft", 1000, "error", DATE, {})
+    return RowTokenizer(tokenizer, options, [])([RawRow(0, 1, 0, detect_format(row, "sft").name, row)]).counts
 
 
 def messages_of(texts):
@@ -132,6 +139,20 @@ def test_thinking_in_the_text_goes_where_the_template_has_a_place_for_it():
     assert trained_texts(tokenizer_of(OWN_KEY), inside) == [learnt]
     other = OWN_KEY.replace("reasoning_content", "thinking")  # as gpt-oss names it
     assert trained_texts(tokenizer_of(other), inside) == [learnt]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "otherwise"),
+    [
+        (THINKING_PROMPT, {"messages": messages_of(["Hi", "Hello."])}, 1),
+        (THINKING_PROMPT, {"messages": messages_of(["Hi", "<think>\nhm\n</think>\nHello."])}, 0),
+        (PLAIN, {"messages": messages_of(TWO_TURNS)}, 0),
+        (None, {"prompt": "Two words: ", "completion": "small."}, 1),
+        (None, {"prompt": "Two words:", "completion": " small."}, 0),
+    ],
+)
+def test_answers_behind_other_tokens_than_the_model_is_asked_with_are_counted(template, row, otherwise):
+    assert counts_of(tokenizer_of(template), row)["asked_otherwise"] == otherwise
 
 
 def test_white_space_that_marks_leave_out_behind_the_prompt_is_trained():

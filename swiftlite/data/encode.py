@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids int32 `[tokens]`, trained bool `[tokens]`
+Encoded = tuple[np.ndarray, np.ndarray, bool]  # the same, and whether a span begins within a token
 Spans = list[tuple[int, int]]  # `[start, end)` in characters
 
 PROBE = "Two words, 2 numbers: 31.\n"
@@ -33,9 +34,9 @@ class TextEncoder:
         if self._bytes and self._bytes.trained(PROBE, self._bytes.encode([PROBE])[0], [(0, len(PROBE))]) is None:
             self._bytes = None
 
-    def __call__(self, texts: list[str], spans: list[Spans | None], *, special_tokens: bool) -> list[Tokens]:
+    def __call__(self, texts: list[str], spans: list[Spans | None], *, special_tokens: bool) -> list[Encoded]:
         """spans: of each text, None for all of it; special_tokens: with those that the tokenizer puts around a text."""
-        found: list[Tokens | None] = [None] * len(texts)
+        found: list[Encoded | None] = [None] * len(texts)
         if self._bytes and (not special_tokens or self._bytes.stand_alone):
             found = self._by_bytes(self._bytes, texts, spans)
         left = [i for i, tokens in enumerate(found) if tokens is None]
@@ -45,15 +46,15 @@ class TextEncoder:
                 found[i] = tokens
         return found
 
-    def _by_bytes(self, of_tokens: _TokenBytes, texts: list[str], spans: list[Spans | None]) -> list[Tokens | None]:
+    def _by_bytes(self, of_tokens: _TokenBytes, texts: list[str], spans: list[Spans | None]) -> list[Encoded | None]:
         """None for a text that asks for offsets."""
-        found: list[Tokens | None] = []
+        found: list[Encoded | None] = []
         for text, ids, wanted in zip(texts, of_tokens.encode(texts), spans, strict=True):
             trained = np.ones(len(ids), dtype=np.bool_) if wanted is None else of_tokens.trained(text, ids, wanted)
-            found.append(None if trained is None else (np.asarray(ids, dtype=np.int32), trained))
+            found.append(None if trained is None else (np.asarray(ids, dtype=np.int32), trained, False))
         return found
 
-    def _by_offsets(self, texts: list[str], spans: list[Spans | None], special_tokens: bool) -> list[Tokens]:
+    def _by_offsets(self, texts: list[str], spans: list[Spans | None], special_tokens: bool) -> list[Encoded]:
         encoded = self._tokenizer(
             texts,
             add_special_tokens=special_tokens,
@@ -64,13 +65,14 @@ class TextEncoder:
         )
         found = []
         for place, wanted in enumerate(spans):
-            ids = np.asarray(encoded["input_ids"][place], dtype=np.int32)
+            ids, torn = np.asarray(encoded["input_ids"][place], dtype=np.int32), False
             if wanted is None:
                 trained = np.ones(len(ids), dtype=np.bool_)
             else:
                 offsets = np.asarray(encoded["offset_mapping"][place], dtype=np.int32).reshape(-1, 2)
                 trained = overlaps(offsets, wanted)
-            found.append((ids, trained))
+                torn = any(((offsets[:, 0] < start) & (offsets[:, 1] > start)).any() for start, _ in wanted)
+            found.append((ids, trained, torn))
         return found
 
 

@@ -85,12 +85,14 @@ class TokenBatch:
 @dataclass(frozen=True)
 class _Text:
     """A text to tokenise. spans: trained characters, None for all of them; plain: with the tokenizer's own special
-    tokens (a chat template has written them itself); add_eos: close it with the end-of-text token."""
+    tokens (a chat template has written them itself); add_eos: close it with the end-of-text token; asked: the model is
+    asked with what stands before the spans."""
 
     text: str
     spans: Spans | None
     plain: bool
     add_eos: bool
+    asked: bool = True
 
 
 class RowTokenizer:
@@ -127,7 +129,8 @@ class RowTokenizer:
                 self._count_left_out(*sound[-1][1:], batch)
         encoded = iter(self._encode([text for _, _, texts in sound for text in texts]))
         for raw, row, texts in sound:
-            sequences = [next(encoded) for _ in texts]
+            sequences, torn = zip(*(next(encoded) for _ in texts), strict=True)
+            batch.counts["asked_otherwise"] += any(torn) or not all(text.asked for text in texts)
             if isinstance(row, Pair | Judged):
                 self._finish_answers(raw, row, sequences, batch)
             else:
@@ -169,7 +172,7 @@ class RowTokenizer:
                 self._renderer = ChatRenderer(self._tokenizer, self._options.template_date)
             parts = self._renderer.render(row)
             return [
-                _Text(string(part.text, "the conversation"), part.spans, plain=False, add_eos=part.add_eos)
+                _Text(string(part.text, "the conversation"), part.spans, False, part.add_eos, part.asked)
                 for part in parts
             ]
         if isinstance(row, Completion):
@@ -185,9 +188,12 @@ class RowTokenizer:
             )
         return texts
 
-    def _encode(self, texts: list[_Text]) -> list[Tokens]:
-        """Tokens of all texts in order: one call of the tokenizer for those of one kind, which uses every core."""
-        found: list[Tokens | None] = [None] * len(texts)
+    def _encode(self, texts: list[_Text]) -> list[tuple[Tokens, bool]]:
+        """Tokens of all texts in order, and whether a prompt ends within one.
+
+        It is one call of the tokenizer for those of one kind, which uses every core.
+        """
+        found: list[tuple[Tokens, bool] | None] = [None] * len(texts)
         for plain in (False, True):
             chosen = [i for i, text in enumerate(texts) if text.plain == plain]
             if not chosen:
@@ -195,8 +201,8 @@ class RowTokenizer:
             encoded = self._encoder(
                 [texts[i].text for i in chosen], [texts[i].spans for i in chosen], special_tokens=plain
             )
-            for i, tokens in zip(chosen, encoded, strict=True):
-                found[i] = self._close(texts[i], *tokens)
+            for i, (ids, trained, torn) in zip(chosen, encoded, strict=True):
+                found[i] = self._close(texts[i], ids, trained), torn
         return found
 
     def _close(self, text: _Text, ids: np.ndarray, trained: np.ndarray) -> Tokens:
