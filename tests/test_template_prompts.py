@@ -175,3 +175,21 @@ def test_generation_ends_where_trained_answers_end():
         tokenizer = tokenizer_of(template, special)
         found = tokenizer.convert_ids_to_tokens(stop_tokens(GenerationConfig(), tokenizer))
         assert found == [tokenizer.eos_token, *stops]
+
+
+def test_what_opens_the_next_turn_unasked_is_not_trained():
+    """As in Cohere's Command A: special tokens alone, of which all turns have the first."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}<|done|>{% endfor %}"
+    template = (
+        "<|turn|><|system|>Be kind.<|end|>{% for m in messages %}<|turn|><|{{ m.role }}|>{{ m.content }}"
+        + calls
+        + "{% if m.role == 'assistant' and not m.tool_calls %}<|said|>{% endif %}<|end|>"
+        + "{% endfor %}<|turn|><|assistant|>"
+    )
+    special = [f"<|{name}|>" for name in ("turn", "system", "user", "assistant", "tool", "said", "done", "end")]
+    messages = messages_of(TWO_TURNS)
+    messages[1] = {"role": "assistant", "content": "", "tool_calls": [call()]}
+    learnt = trained_texts(tokenizer_of(template, special), chat(messages))
+    assert learnt == [["add<|done|><|end|>", "Now I answer.<|said|><|end|>"]]
+    own = chat(["Which ends a turn?", "It is <|turn|>"])
+    assert trained_texts(tokenizer_of(template, special), own) == [["It is <|turn|><|said|><|end|>"]]

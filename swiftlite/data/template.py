@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import CALL, with_fitting_arguments
@@ -70,6 +71,7 @@ class ChatRenderer:
         added = map(str, tokenizer.added_tokens_decoder.values())  # of which those of --new-tokens are not special
         special = special_tokens_of(tokenizer) | {token for token in added if self._end.startswith(token)}
         self._special = SpecialTokens(special)
+        self._openers = self._opening_tokens()
         self._end_of_turn = self._learnt_end()
 
     def render(self, chat: Chat) -> list[Rendered]:
@@ -127,7 +129,7 @@ class ChatRenderer:
         text, spans, asked = self._located(chat, index) if index else self._first(chat)
         start, end = spans[-1]
         last = text[start:end].rstrip()
-        ends = self._special.closing(last)
+        ends = self._before_opener(last, self._special.closing(last))
         if self._end_of_turn and last.endswith(self._end):
             spans = [*spans[:-1], (start, start + len(last) - len(self._end) + len(self._end_of_turn))]
         elif ends:  # what stands behind the end-of-turn token belongs to the template, not to the answer
@@ -305,14 +307,30 @@ class ChatRenderer:
         """What of `_end` belongs to the answer: its first special token.
 
         Or several, if these are all that it is, and stand behind an answer that is not the last one too: Cohere's
-        Command R7B has two. Phi-3 adds one at the very end, the first Llama 3 opens the next answer, asked or not.
+        Command R7B has two. Phi-3 adds one at the very end; the first Llama 3 and Command A open the next answer, asked
+        or not.
         """
         ends = self._special.opening(self._end)
         if not ends or ends[-1] < len(self._end):
             return self._end[: min(ends, default=0)]
         between = self._behind_an_answer(PROBE) or ""
         shared = len(os.path.commonprefix([self._end, between]))
-        return self._end[: max((end for end in ends if end <= shared), default=ends[0])]
+        closing = self._before_opener(self._end, ends)
+        return self._end[: max((end for end in closing if end <= shared), default=ends[0])]
+
+    def _opening_tokens(self) -> set[str]:
+        """The special tokens that a text begins with: they open turns, and end none."""
+        try:
+            text = self._render(Chat(PROBE, []), 1)
+        except BadRow:  # a template that refuses this may take the rows
+            return set()
+        ends = self._special.opening(text)
+        return {text[start:end].strip() for start, end in pairwise([0, *ends])}
+
+    def _before_opener(self, text: str, ends: list[int]) -> list[int]:
+        """Where the special tokens of a row of them end, up to one that opens the next turn."""
+        opened = (i for i, (start, end) in enumerate(pairwise(ends), 1) if text[start:end].strip() in self._openers)
+        return ends[: next(opened, len(ends))]
 
 
 def _behind_like(text: str, prompt: str) -> int | None:
