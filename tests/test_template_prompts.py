@@ -193,3 +193,21 @@ def test_what_opens_the_next_turn_unasked_is_not_trained():
     assert learnt == [["add<|done|><|end|>", "Now I answer.<|said|><|end|>"]]
     own = chat(["Which ends a turn?", "It is <|turn|>"])
     assert trained_texts(tokenizer_of(template, special), own) == [["It is <|turn|><|said|><|end|>"]]
+
+
+def test_a_system_message_ends_no_answer():
+    """GLM's models stop at a user's or a tool's token, not at that."""
+    tokenizer = tokenizer_of(GLM, ["<|user|>", "<|assistant|>", "<|system|>", "<sop>"])
+    messages = messages_of(TWO_TURNS)
+    messages.insert(2, {"role": "system", "content": "Be kind."})
+    assert trained_texts(tokenizer, chat(messages)) == [["\nI am small.", "\nNow I answer."]]
+
+
+def test_white_space_behind_an_answer_without_an_end_is_not_trained():
+    """As LLaVA's template has it: the blank is of one token with the word that follows."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    tokenizer = tokenizer_of(template + "{% if add_generation_prompt %}assistant:{% endif %}")
+    messages = messages_of(["Hi", "You.", "the", "Yes \n"])
+    (part,) = ChatRenderer(tokenizer, DATE).render(chat(messages))
+    assert [part.text[start:end] for start, end in part.spans] == [" You.", " Yes \n"]
+    assert part.text.endswith(" Yes \n") and part.add_eos

@@ -138,6 +138,9 @@ class ChatRenderer:
             spans = [*spans[:-1], (start, start + ends[min(own, len(ends) - 1)])]
         elif self._end and text[:end].rstrip().endswith(self._end):  # an end in plain text
             spans = [*spans[:-1], (start, len(text[:end].rstrip()))]
+        elif not self._end:  # a token of white space and of what follows is none of the answer's
+            own = chat.messages[index]["content"]
+            spans = [*spans[:-1], (start, end - max(0, _blanks(text[:end]) - _blanks(own)))]
         self._check_content(chat, index, text[: spans[0][0]], "".join(text[s:e] for s, e in spans))
         following = chat.messages[index + 1 : index + 2]
         next_role = following[0]["role"] if following else ""
@@ -154,13 +157,13 @@ class ChatRenderer:
         """The spans of an answer within a longer conversation.
 
         Models whose template ends no answer (GLM) stop at the special token that opens the next turn, of a user or a
-        tool: it is the answer's end. The header of another answer is not, nor what opens every text.
+        tool: it is the answer's end. The header of another answer is not, nor a system's, nor what opens every text.
         """
         start, end = turn.spans[-1]
         place = behind_space(text, end)
         token = self._special.at(text, place)
         bos = self._tokenizer.bos_token
-        if not self._endless or turn.next_role == "assistant" or not token or token == bos:
+        if not self._endless or turn.next_role not in ("user", "tool") or not token or token == bos:
             return turn.spans
         return [*turn.spans[:-1], (start, place + len(token))]
 
@@ -353,6 +356,11 @@ def _thinks_nothing(more: str, answer: str) -> bool:
     `<|channel>thought\n<channel|>`, and the answer has none of its own: it goes behind that."""
     tags = _TAG.findall(more)
     return len(tags) > 1 and more.rstrip().endswith(tags[-1]) and not answer.lstrip().startswith(tags[0])
+
+
+def _blanks(text: str) -> int:
+    """How many characters of white space end a text."""
+    return len(text) - len(text.rstrip())
 
 
 def _moved(spans: list[Span], by: int) -> list[Span]:
