@@ -22,7 +22,7 @@ from swiftlite.data.forms import BadRow, Chat
 from swiftlite.data.messages import REASONING_KEYS, TRAIN_KEYS
 from swiftlite.data.roles import with_known_roles
 from swiftlite.data.special_tokens import SpecialTokens, behind_space, special_tokens_of, squash
-from swiftlite.data.thoughts import OPENS, THOUGHT, with_placed_thoughts, with_thinking
+from swiftlite.data.thoughts import OPENS, THOUGHT, thought_key, with_placed_thoughts, with_thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +66,7 @@ class ChatRenderer:
         self._template = ChatTemplate(tokenizer, template_date)
         self._render = self._template.render
         self._shown: dict[tuple[str, str, bool], bool] = {}
+        self._thought_keys: dict[bool, str | None] = {}
         end = self._behind_an_answer()
         self._end, self._endless = end or "", end == ""
         added = map(str, tokenizer.added_tokens_decoder.values())  # of which those of --new-tokens are not special
@@ -80,7 +81,12 @@ class ChatRenderer:
         def rendered(given: list[dict[str, Any]]) -> str:
             return self._render(replace(chat, messages=given), len(given))
 
-        messages = with_placed_thoughts(with_known_roles(chat.messages, rendered), rendered)
+        def key_of_thoughts() -> str | None:
+            if (with_tools := bool(chat.tools)) not in self._thought_keys:
+                self._thought_keys[with_tools] = thought_key(rendered)
+            return self._thought_keys[with_tools]
+
+        messages = with_placed_thoughts(with_known_roles(chat.messages, rendered), key_of_thoughts)
         messages = with_fitting_arguments(messages, rendered)
         chat = replace(chat, messages=messages)
         turns = [self._turn(chat, index) for index, trained in enumerate(chat.trained) if trained]

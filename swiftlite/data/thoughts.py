@@ -25,13 +25,13 @@ def with_thinking(message: Message) -> str:
     return f"{OPENS}\n{thinking}\n{THOUGHT}\n\n{answer}"
 
 
-def with_placed_thoughts(messages: Sequence[Message], render: Callable[[list[Message]], str]) -> list[Message]:
+def with_placed_thoughts(messages: Sequence[Message], find_key: Callable[[], str | None]) -> list[Message]:
     """The messages, of which the thinking in the text stands under a key where the template has a place for it.
 
     It would come behind an empty thought there (Qwen3.8), or in the answer that is shown (gpt-oss).
-    render: the template; it may raise.
+    find_key: gives the template's `thought_key`.
     """
-    if not any(_thinks_in_text(message) for message in messages) or (key := _key(render)) is None:
+    if not any(_thinks_in_text(message) for message in messages) or (key := find_key()) is None:
         return list(messages)
     return [_placed(message, key) for message in messages]
 
@@ -48,8 +48,8 @@ def _placed(message: Message, key: str) -> Message:
     return message | {key: thinking.strip("\n"), "content": answer.lstrip("\n")}
 
 
-def _key(render: Callable[[list[Message]], str]) -> str | None:
-    """The key under which the template writes thinking that it does not find in the text."""
+def thought_key(render: Callable[[list[Message]], str]) -> str | None:
+    """The key under which a template writes thinking that it does not find in the text. render: it; it may raise."""
 
     def written(answer: Message) -> str:
         try:

@@ -15,7 +15,7 @@ from swiftlite.config.names import most_positions
 from swiftlite.data.arguments import with_fitting_arguments
 from swiftlite.data.roles import with_known_roles
 from swiftlite.data.stops import stop_tokens
-from swiftlite.data.thoughts import with_placed_thoughts
+from swiftlite.data.thoughts import thought_key, with_placed_thoughts
 from swiftlite.errors import UserError
 from swiftlite.serving.prompts import check_utf8
 
@@ -74,7 +74,7 @@ class Answerer:
         if self.has_template and not plain:
             render = partial(self._tokenizer.apply_chat_template, tools=tools, tokenize=False)
             try:
-                messages = with_placed_thoughts(with_known_roles(messages, render), render)
+                messages = with_placed_thoughts(with_known_roles(messages, render), partial(thought_key, render))
                 messages = with_fitting_arguments(messages, render)
                 text = render(messages, add_generation_prompt=True)
             except Exception as error:  # a template is foreign code and may raise anything
