@@ -211,3 +211,14 @@ def test_white_space_behind_an_answer_without_an_end_is_not_trained():
     (part,) = ChatRenderer(tokenizer, DATE).render(chat(messages))
     assert [part.text[start:end] for start, end in part.spans] == [" You.", " Yes \n"]
     assert part.text.endswith(" Yes \n") and part.add_eos
+
+
+def test_a_thought_before_a_call_may_exclude_any_text():
+    """As gpt-oss's template has it."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    refuses = "{% if m.thinking and m.content %}{{ raise_exception('not both') }}{% endif %}"
+    template = THINKING_PROMPT.replace("assistant\n<think>", "assistant")
+    tokenizer = tokenizer_of(template.replace("{{ m.content }}", refuses + "{{ m.thinking }}{{ m.content }}" + calls))
+    messages = messages_of(["hm?", ""])
+    messages[1] |= {"thinking": "hm", "tool_calls": [call()]}
+    assert trained_texts(tokenizer, chat(messages)) == [["hmadd<|im_end|>"]]

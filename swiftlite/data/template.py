@@ -238,14 +238,22 @@ class ChatRenderer:
         DeepSeek R1's template drops what stands before an answer's `</think>`, be it the one that is learnt. Such an
         answer goes whole where the template writes the rest of it, as the model gives it; the earlier ones stay cut.
         """
-        text, content = self._render(chat, index + 1), with_thinking(chat.messages[index])
+        text, message = self._render(chat, index + 1), chat.messages[index]
+        content = with_thinking(message)
+        thoughts = [content] if content == message["content"] else [message.get(key) or "" for key in REASONING_KEYS]
         rest = content.rpartition(THOUGHT)[2]
-        if rest == content or squash(content) in squash(text):
+        if rest == content or self._adds(chat, index, text, thoughts):
             return text
         if any(squash(self._saying(chat, index, what)) != squash(text) for what in (content, rest)):
             return text  # it does something else
         before, found, behind = self._saying(chat, index, _ANSWER).rpartition(_ANSWER)
         return before + content + behind if found else text
+
+    def _adds(self, chat: Chat, index: int, text: str, parts: list[str]) -> bool:
+        """Whether the parts of an answer stand in what it adds to the text before it."""
+        before = self._render(chat, index) if index else ""
+        added = squash(text.removeprefix(before))
+        return all(squash(part) in added for part in parts)
 
     def _saying(self, chat: Chat, index: int, content: str) -> str:
         """The conversation up to an answer that says something else."""
