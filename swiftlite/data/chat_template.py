@@ -7,12 +7,12 @@ import re
 from typing import TYPE_CHECKING
 
 from swiftlite.data.forms import BadRow, Chat
+from swiftlite.data.spans import Span
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
 PROBE = [{"role": "user", "content": "x"}]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")

@@ -17,10 +17,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import CALL, with_fitting_arguments
-from swiftlite.data.chat_template import PROBE, ChatTemplate, Span
+from swiftlite.data.chat_template import PROBE, ChatTemplate
 from swiftlite.data.forms import BadRow, Chat
 from swiftlite.data.messages import REASONING_KEYS, TRAIN_KEYS
 from swiftlite.data.roles import with_known_roles
+from swiftlite.data.spans import Span, behind_like, blanks_behind, ends_within, moved, thinks_nothing, without_gaps
 from swiftlite.data.special_tokens import SpecialTokens, behind_space, special_tokens_of, squash
 from swiftlite.data.thoughts import OPENS, THOUGHT, thought_key, with_placed_thoughts, with_thinking
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 OPENING = 64  # characters; a generation prompt that goes on behind its header (`<think>`) is far shorter
 _ANSWER = "ANSWER"
 _OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
-_TAG = re.compile(r"[<\[][^<>\[\]\s]+[>\]]")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class ChatRenderer:
             spans = [*spans[:-1], (start, len(text[:end].rstrip()))]
         elif not self._end:  # a token of white space and of what follows is none of the answer's
             own = chat.messages[index]["content"]
-            spans = [*spans[:-1], (start, end - max(0, _blanks(text[:end]) - _blanks(own)))]
+            spans = [*spans[:-1], (start, end - max(0, blanks_behind(text[:end]) - blanks_behind(own)))]
         self._check_content(chat, index, text[: spans[0][0]], "".join(text[s:e] for s, e in spans))
         following = chat.messages[index + 1 : index + 2]
         next_role = following[0]["role"] if following else ""
@@ -178,8 +178,8 @@ class ChatRenderer:
         prompt = self._render(chat, index, generation=True)
         text, spans = (self._marked if self._template.is_marked(chat) else self._between)(chat, index, prompt)
         start = spans[0][0]
-        if text.startswith(prompt[:start]) and _thinks_nothing(prompt[start:], text[start:]):
-            text, spans = prompt + text[start:], _moved(spans, len(prompt) - start)
+        if text.startswith(prompt[:start]) and thinks_nothing(prompt[start:], text[start:]):
+            text, spans = prompt + text[start:], moved(spans, len(prompt) - start)
         return text, spans, text[: spans[0][0]] == prompt
 
     def _first(self, chat: Chat) -> tuple[str, list[Span], bool]:
@@ -190,7 +190,7 @@ class ChatRenderer:
         text = self._answered(chat, 0)
         if text == answer or not text.endswith(header + answer):
             raise BadRow("template_error", "the template does not open an answer that no question comes before")
-        return text, _moved(spans, len(text) - len(asked)), True
+        return text, moved(spans, len(text) - len(asked)), True
 
     def _marked(self, chat: Chat, index: int, prompt: str) -> tuple[str, list[Span]]:
         """(text up to the end of the answer, spans the template marks for it).
@@ -202,7 +202,7 @@ class ChatRenderer:
         begin = self._start(chat, index, text, prompt)
         if begin is None:  # the marks are of a text that the model is not asked with
             return self._between(chat, index, prompt)
-        spans = _without_gaps([(max(start, begin), end) for start, end in marks])
+        spans = without_gaps([(max(start, begin), end) for start, end in marks])
         if not spans:
             raise BadRow("template_error", f"the template's generation marks leave out message {index}")
         if text[begin : spans[0][0]].isspace():
@@ -227,7 +227,7 @@ class ChatRenderer:
 
     def _start(self, chat: Chat, index: int, text: str, prompt: str) -> int | None:
         """Where the answer starts in the text; None where that does not go on from the question. Raises BadRow."""
-        if (place := _behind_like(text, prompt)) is not None:
+        if (place := behind_like(text, prompt)) is not None:
             return place
         before = self._render(chat, index)
         return self._after_header(chat, index, text, prompt, len(before)) if text.startswith(before) else None
@@ -298,7 +298,7 @@ class ChatRenderer:
         opening, found = squash(before[-OPENING:]), squash(trained)
         calls = found.replace(squash(message["content"]), "", 1)  # a call may be named by a word of the answer
         names = Counter(squash(call["function"]["name"]) for call in message.get("tool_calls") or [])
-        lost = [key for key in parts if not _ends_within(squash(message[key]), opening, found)]
+        lost = [key for key in parts if not ends_within(squash(message[key]), opening, found)]
         if any(calls.count(name) < times for name, times in names.items()):  # some write only the first call
             lost.append("tool_calls")
         if (said := squash(with_thinking(message))).startswith(OPENS) and THOUGHT + said in opening + found:
@@ -348,51 +348,3 @@ class ChatRenderer:
         """Where the special tokens of a row of them end, up to one that opens the next turn."""
         opened = (i for i, (start, end) in enumerate(pairwise(ends), 1) if text[start:end].strip() in self._openers)
         return ends[: next(opened, len(ends))]
-
-
-def _behind_like(text: str, prompt: str) -> int | None:
-    """The place in the text behind what is the prompt, white space aside; None where it does not begin so."""
-    place = at = len(os.path.commonprefix([text, prompt]))
-    while at < len(prompt):
-        if prompt[at].isspace():
-            at += 1
-        elif text[place : place + 1].isspace():
-            place += 1
-        elif text[place : place + 1] == prompt[at]:
-            place, at = place + 1, at + 1
-        else:
-            return None
-    return place
-
-
-def _thinks_nothing(more: str, answer: str) -> bool:
-    """Whether what a generation prompt says more than a header is a thought that is closed at once, as Gemma 4's
-    `<|channel>thought\n<channel|>`, and the answer has none of its own: it goes behind that."""
-    tags = _TAG.findall(more)
-    return len(tags) > 1 and more.rstrip().endswith(tags[-1]) and not answer.lstrip().startswith(tags[0])
-
-
-def _blanks(text: str) -> int:
-    """How many characters of white space end a text."""
-    return len(text) - len(text.rstrip())
-
-
-def _moved(spans: list[Span], by: int) -> list[Span]:
-    return [(start + by, end + by) for start, end in spans]
-
-
-def _without_gaps(spans: list[Span]) -> list[Span]:
-    """The spans that hold anything, with those that touch as one."""
-    found: list[Span] = []
-    for start, end in spans:
-        if end > start and found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
-        elif end > start:
-            found.append((start, end))
-    return found
-
-
-def _ends_within(part: str, opening: str, found: str) -> bool:
-    """Whether `part` stands in opening + found and at least its last character in found."""
-    reach = min(len(opening), max(0, len(part) - 1))
-    return part in opening[len(opening) - reach :] + found
