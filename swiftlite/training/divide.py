@@ -124,7 +124,7 @@ def divide(
         direct = mesh.device.type == "cpu" and mesh.stored is None and not config.optimizer_in_backward
         if direct:
             use_direct_embeddings(model)
-            if precision.dtype == HALF and not config.compile:
+            if precision.dtype == HALF and config.fp8 == "none" and not config.compile:  # fp8 exchanges plain layers
                 use_half_products(model)
         scorer = TokenScorer(model, base, summed=_is_summed(config), direct=direct, alone=alone)
         parts = [Part(scorer, model, base)]
