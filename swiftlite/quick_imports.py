@@ -41,12 +41,10 @@ MARKS = ("allow_in_graph", "assume_constant_result", "disallow_in_graph")
 NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 # What transformers and peft find and import, but text and the layers that swiftlite trains have no use for.
 UNUSED = (
-    "torch_distributed",
     *("torchvision", "cv2", "torchaudio", "torchcodec", "soundfile", "soxr", "librosa"),
-    *("accelerate", "torchao", "hqq", "scipy", "sklearn"),
+    *("torch_distributed", "accelerate", "torchao", "hqq", "scipy", "sklearn"),
 )
 OTHER_LAYERS = ("torchao", "gptqmodel", "aqlm", "eetq", "hqq", "inc", "te_pytorch", "bnb", "bnb_4bit")
-BITS = "bitsandbytes"
 SCAN = "create_import_structure_from_path"
 
 
@@ -141,8 +139,7 @@ class _Finder(MetaPathFinder):
 
 def _change_utilities(execute: Callable[[ModuleType], None], utilities: ModuleType) -> None:
     """transformers' module that tells what there is. accelerate spreads models over devices, which swiftlite does; the
-    rest is for images and for weights of other kinds. Where it fails to be imported, as torchvision does beside
-    another torch, no text needs to know."""
+    rest is for images and other weights. Where its import fails, as torchvision's may, no text needs to know."""
     for name in ("PIL", "sentencepiece", "kernels"):  # some tokenizers use the first ones; the last come from the hub
         hide_broken(name)
     execute(utilities)
@@ -161,10 +158,10 @@ def _change_adapters(execute: Callable[[ModuleType], None], utilities: ModuleTyp
 
 def _change_helpers(execute: Callable[[ModuleType], None], helpers: ModuleType) -> None:
     """peft's helpers, which import bitsandbytes where it is, for seconds, to know its layers. Those here are ours."""
-    unused = sys.modules.setdefault(BITS, None) is None  # Python finds no module that is None
+    unused = sys.modules.setdefault("bitsandbytes", None) is None  # Python finds no module that is None
     execute(helpers)
     if unused:
-        del sys.modules[BITS]
+        del sys.modules["bitsandbytes"]
 
 
 def _never(*_: Any, **__: Any) -> bool:

@@ -57,17 +57,10 @@ def verify(
     Raises UserError for names that do not exist.
     """
     from swiftlite.config.types import plain_word
-    from swiftlite.models.toys import shallow_config, toy_architectures, toy_config, write_toy
-    from swiftlite.verification.cases import DEFAULT_ARCHITECTURES, subjects
+    from swiftlite.models.toys import shallow_config, toy_config, write_toy
+    from swiftlite.verification.cases import subjects
 
-    architectures = dict.fromkeys(map(plain_word, architecture or ()))  # one that is given twice counts once
-    chosen = tuple(architectures or ([Path(model).resolve().name] if model else DEFAULT_ARCHITECTURES))
-    unknown = [name for name in chosen if name not in toy_architectures()]
-    if unknown and model is None:
-        known = ", ".join(toy_architectures())
-        raise UserError(f"no toy model is called {unknown[0]}", where="--architecture", fix=f"use {known}")
-    if model is not None and architecture:
-        raise UserError("--model and --architecture both say what to train", fix="leave one of them out")
+    chosen = _architectures(architecture, model)
     methods = {subject.method: None for subject in subjects(chosen)}
     wanted_methods = [plain_word(name) for name in method or methods]
     unknown = [name for name in wanted_methods if name not in methods]
@@ -94,6 +87,24 @@ def verify(
     _show(verdicts)
     if not all(verdict.passed for verdict in verdicts) or all(verdict.refused for verdict in verdicts):
         raise typer.Exit(1)
+
+
+def _architectures(names: list[str] | None, model: str | None) -> tuple[str, ...]:
+    """What to train, by name. Raises UserError for names that do not exist."""
+    from swiftlite.config.types import plain_word
+    from swiftlite.models.toys import toy_architectures
+    from swiftlite.verification.cases import DEFAULT_ARCHITECTURES
+
+    if model is not None and names:
+        raise UserError("--model and --architecture both say what to train", fix="leave one of them out")
+    if model is not None:
+        return (Path(model).resolve().name,)
+    chosen = tuple(dict.fromkeys(map(plain_word, names or DEFAULT_ARCHITECTURES)))  # given twice, one counts once
+    unknown = [name for name in chosen if name not in toy_architectures()]
+    if unknown:
+        known = ", ".join(toy_architectures())
+        raise UserError(f"no toy model is called {unknown[0]}", where="--architecture", fix=f"use {known}")
+    return chosen
 
 
 def _check_report(path: Path) -> None:
