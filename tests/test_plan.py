@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
 from swiftlite.planning.search import CP, EP, PP, TP, candidates
 from swiftlite.training.needs import choose_checkpointing
 from swiftlite.training.plan import Fleet, outline_of, settle
+from swiftlite.training.setup import Trainee
 from swiftlite.verification.run import resolve_in_world
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -78,6 +80,9 @@ def test_auto_counts_the_gradients_that_add_up(tmp_path, rows, mode):
     free = int(find_device("h100").memory)
     chosen, held = choose_checkpointing(resolved.config, outline, Choice(resolved.layout, False, ""), 0, free)
     assert chosen == mode and held.total <= 0.85 * free
+    words = Trainee.memory_words.fget
+    assert words(SimpleNamespace(held=held, free=free)).endswith("of 74.51 GiB free on a device")
+    assert "`swiftlite plan` shows what would fit" in words(SimpleNamespace(held=held, free=free // 2))
 
 
 # --- weights, gradients and moments of real ranks -------------------------------------------------------------------

@@ -143,7 +143,7 @@ def _table(shown: list[tuple[tuple[int, int], Proposal]]) -> Table:
             config.activation_checkpointing,
             str(config.micro_batch_size),
             in_words(proposal.footprint.total),
-            f"{proposal.pace.seconds:.2f}" if fits else "too large",
+            f"{proposal.pace.seconds:.3g}" if fits else "too large",
             f"{proposal.tokens_per_second:,.0f}" if fits else "",
             style=None if fits else "dim",
         )
@@ -185,7 +185,7 @@ def _parts(best: Proposal) -> Table:
 
 
 def _say_refused(console: Console, plans: list[Plan]) -> None:
-    refused = {str(error): error for plan in plans for error in plan.refused}
+    refused = {error.what: error for plan in plans for error in reversed(plan.refused)}
     if refused:
         console.print("\n[bold]Refused[/]")
     for error in refused.values():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name
-from swiftlite.errors import SwiftliteError, UserError
+from swiftlite.errors import SwiftliteError, UserError, is_out_of_memory
 from swiftlite.hub import stay_offline_without_network
 from swiftlite.quick_imports import quick_imports, register_meta_kernels
 from swiftlite.untrusted import read_json_file
@@ -175,6 +175,7 @@ def _parameters_on_meta() -> Iterator[None]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     drawing = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+    empty = torch.ops.aten.empty.memory_format
     register = nn.Module.register_parameter
 
     class Construction(TorchDispatchMode):
@@ -184,10 +185,16 @@ def _parameters_on_meta() -> Iterator[None]:
             named = kwargs or {}
             try:
                 return operator(*args, **named)
-            except NotImplementedError:
+            except NotImplementedError:  # which is a RuntimeError
                 if not register_meta_kernels():
                     raise
                 return operator(*args, **named)
+            except RuntimeError as error:
+                if operator is not empty or not is_out_of_memory(error):
+                    raise
+                return operator(
+                    *args, **named | {"device": "meta"}
+                )  # experts of a layer may be larger than the machine
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)

@@ -60,17 +60,30 @@ def step_pace(
     micro_batches: int,
     plan: StagePlan | None,
     unevenness: float = 1.0,
+    sync_every_microbatch: bool = False,
 ) -> Pace:
     """flops: of the whole step on all devices, recomputation included; per_machine: devices; plan: of the pipeline;
-    unevenness: work of the slowest stage over that of the mean one."""
+    unevenness: work of the slowest stage over that of the mean one. What runs beside one kind of messages hides no
+    other kind as well.
+    """
     compute = flops / layout.world / (REACHED_FLOPS * device.flops) * unevenness
     idle = 0.0 if plan is None else compute * _bubble(plan, micro_batches)
+    once = compute if sync_every_microbatch else compute / micro_batches  # what runs beside one exchange of weights
+    left = {
+        "all": compute,
+        "forward": once * (1 - BACKWARD),
+        "backward": once * BACKWARD,
+        "other micro-batches": compute - compute / micro_batches,
+    }
     messages = []
     for entry in traffic:
         between = _span(layout, entry.dimension) > per_machine
         seconds = entry.size / (REACHED_LINK * (device.network if between else device.link))
-        hidden = _hidden_by(entry, layout, compute, micro_batches)
-        messages.append(Message(entry, between, seconds, max(0.0, seconds - hidden)))
+        beside = _beside(entry, layout)
+        hidden = min(seconds, left.get(beside, 0.0))
+        if hidden:
+            left[beside] -= hidden
+        messages.append(Message(entry, between, seconds, seconds - hidden))
     return Pace(compute, idle, tuple(messages))
 
 
@@ -95,14 +108,14 @@ def _span(layout: Layout, dimension: str) -> int:
     return inner.get(dimension, layout.dp_shard * layout.cp * layout.tp)
 
 
-def _hidden_by(entry: Traffic, layout: Layout, compute: float, micro_batches: int) -> float:
-    """Seconds of arithmetic that run beside messages: weights are gathered and gradients scattered beside all of it,
-    or beside the last backward pass where they travel once a step; those of a pipeline beside other micro-batches.
-    What tensor, context and expert parallelism exchange is waited for."""
+def _beside(entry: Traffic, layout: Layout) -> str | None:
+    """The arithmetic that messages run beside: weights are gathered beside all of it, or beside a forward pass where
+    they travel once; gradients beside a backward pass; what a pipeline hands on beside other micro-batches. What
+    tensor, context and expert parallelism exchange is waited for."""
     if entry.dimension in ("tp", "cp", "ep"):
-        return 0.0
+        return None
     if entry.dimension == "pp":
-        return compute * (1 - 1 / max(1, micro_batches))
-    if entry.collective == "all-gather" and layout.sharding == "full" and layout.pp == 1:
-        return compute
-    return compute / micro_batches * (BACKWARD if entry.what == "gradients" else 1.0)
+        return "other micro-batches"
+    if entry.what == "gradients":
+        return "backward"
+    return "all" if layout.sharding == "full" and layout.pp == 1 else "forward"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,10 @@ def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:
     plan = Plan()
     given = {name: getattr(resolved.config, name) for name in resolved.given}
     started = {"nproc_per_node": fleet.per_machine} | ({"nnodes": fleet.machines} if fleet.machines > 1 else {})
+    shared = {}
+    if not {GLOBAL, ACCUMULATION} & given.keys():  # all layouts train the same steps
+        with suppress(UserError):
+            shared[GLOBAL] = _variant(resolved, started).config.global_batch_size
     for flags in candidates(
         given,
         world=fleet.machines * fleet.per_machine,
@@ -121,13 +126,13 @@ def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:
         experts=int(experts_of_token(outline.model_config) and _experts(outline.base)),
     ):
         try:
-            variant = _variant(resolved, started | flags)
+            variant = _variant(resolved, started | shared | flags)
             _check(variant, outline)
         except UserError as error:
             if str(error) not in map(str, plan.refused):
                 plan.refused.append(error)
             continue
-        plan.proposals.append(settle(variant, outline, fleet, flags))
+        plan.proposals.append(settle(variant, outline, fleet, shared | flags))
     plan.proposals.sort(key=_preference, reverse=True)
     return plan
 
@@ -138,7 +143,9 @@ def settle(resolved: Resolved, outline: Outline, fleet: Fleet, flags: Mapping[st
 
 
 def _preference(proposal: Proposal) -> tuple[bool, float]:
-    return proposal.fits, proposal.tokens_per_second if proposal.fits else -proposal.footprint.total
+    """What differs by less than a hundredth is alike: the first, which is the simpler one, is taken."""
+    speed = float(f"{proposal.tokens_per_second:.2e}")
+    return proposal.fits, speed if proposal.fits else -proposal.footprint.total
 
 
 def _experts(base: PreTrainedModel) -> int:
@@ -222,6 +229,7 @@ def _pace(config: RunConfig, layout: Layout, stages: StagePlan | None, outline: 
         micro_batches=count,
         plan=stages,
         unevenness=_unevenness(stages, outline, config.max_length),
+        sync_every_microbatch=config.sync_every_microbatch,
     )
 
 

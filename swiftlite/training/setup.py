@@ -95,8 +95,8 @@ class Trainee:
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
     ample_memory: an estimate is far from what is free; bears_copy: so it would be with a second copy of the weights;
-    kernels: `liger` or `none`; held: what a device will hold, where that is known; alone: why documents have rows of
-    their own, if they have. notes: what the user should know of how the model is trained.
+    kernels: `liger` or `none`; held: what a device will hold, where that is known, of `free` bytes; alone: why
+    documents have rows of their own, if they have. notes: what the user should know of how the model is trained.
     """
 
     model: nn.Module
@@ -113,6 +113,7 @@ class Trainee:
     has_new_head: bool = False
     kernels: str = "none"
     held: Footprint | None = None
+    free: int = 0
     alone: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -128,7 +129,10 @@ class Trainee:
 
     @property
     def memory_words(self) -> str | None:
-        return None if self.held is None else f"about {in_words(self.held.total)} of a device at the peak of a step"
+        if self.held is None:
+            return None
+        words = f"about {in_words(self.held.total)} at the peak of a step, of {in_words(self.free)} free on a device"
+        return words if self.held.total <= self.free else f"{words}; `swiftlite plan` shows what would fit"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this process has to save of everything that belongs to the model's files, by its name in the whole."""
@@ -252,7 +256,8 @@ def build_trainee(
     checkpointing, held = choose_checkpointing(config, outline, choice, room, free)
     trainee = _on_meta(config, model, base, choice, mesh, precision, need, room, checkpointing, of_files)
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
-    trainee.kernels, trainee.alone, trainee.notes, trainee.held = kernels, alone, notes, held
+    trainee.kernels, trainee.alone, trainee.notes = kernels, alone, notes
+    trainee.held, trainee.free = held, free
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device, world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
