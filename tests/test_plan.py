@@ -85,6 +85,20 @@ def test_auto_counts_the_gradients_that_add_up(tmp_path, rows, mode):
     assert "`swiftlite plan` shows what would fit" in words(SimpleNamespace(held=held, free=free // 2))
 
 
+def test_experts_larger_than_this_machine_can_be_planned(tmp_path):
+    """A layer of DeepSeek V3, whose experts take 60 GB in one tensor."""
+    from transformers import DeepseekV3Config
+
+    config = DeepseekV3Config(
+        num_hidden_layers=1, first_k_dense_replace=0, n_routed_experts=1024, num_experts_per_tok=8
+    )
+    config.save_pretrained(tmp_path)
+    given = {"model": Given(str(tmp_path), "--model", "flag"), "tuner": Given("full", "--tuner", "flag")}
+    resolved = resolve("sft", given, env={}, needs_rows=False)
+    outline = outline_of(resolved.config, config, "cuda")
+    assert outline.need.trained > 45e9 and all(p.is_meta for p in outline.base.parameters())
+
+
 # --- weights, gradients and moments of real ranks -------------------------------------------------------------------
 
 LAYOUTS = {

@@ -19,7 +19,7 @@ from swiftlite.reporting.run import RunReporter
 
 
 def config(**changes):
-    values = {"report_to": [], "run_name": None, "method": "sft"} | changes
+    values = {"report_to": [], "run_name": None, "method": "sft", "tuner": "full"} | changes
     return SimpleNamespace(**values, model_dump=lambda mode: {"model": "m", "learning_rate": 1e-4})
 
 
@@ -98,6 +98,21 @@ def test_curves_that_cannot_be_drawn_do_not_make_a_finished_run_a_failure(tmp_pa
     assert f"swiftlite infer --model '{tmp_path / 'my model'}'" in stream.getvalue()
     state = read_run_state(tmp_path)
     assert state["state"] == "finished" and state["messages"] == [{"step": 1, "text": said}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"), [({}, None), ({"dora": True}, "DoRA"), ({"new_tokens": ["<a>"]}, "new tokens")]
+)
+def test_an_adapter_that_engines_refuse_is_to_be_merged_first(tmp_path, asked, words):
+    adapter, stream = {"tuner": "lora", "dora": False, "modules_to_save": [], "new_tokens": []}, io.StringIO()
+    with RunReporter(config(**(adapter | asked)), tmp_path, stream) as reporter:
+        reporter.start(1, FACTS)
+        reporter.log(row(1))
+        reporter.finish(tmp_path / "model")
+    assert ("serve it:" in stream.getvalue()) is (words is not None)
+    if words:
+        assert f"swiftlite export --model {tmp_path / 'model'} " in stream.getvalue()
+        assert f"engines take no adapter with {words}" in stream.getvalue()
 
 
 def test_a_full_disk_at_the_end_is_told_as_one(tmp_path, monkeypatch):

@@ -61,6 +61,15 @@ class QuietReporter(AbstractContextManager["QuietReporter"]):
         """Rank 0 tells of it."""
 
 
+def to_merge(config: RunConfig) -> str:
+    """What of an adapter serving engines refuse (docs/reliability.md has what was tried), in words; empty where they
+    take it as it is."""
+    if config.tuner != "lora" or config.method == "rm":
+        return ""
+    kinds = {"DoRA": config.dora, "whole modules": config.modules_to_save, "new tokens": config.new_tokens}
+    return " and ".join(words for words, asked in kinds.items() if asked)
+
+
 class RunReporter:
     """Use as a context manager, so that the terminal is given back whatever happens."""
 
@@ -127,6 +136,9 @@ class RunReporter:
         lines["model"] = str(model)
         if self._config.method != "rm":  # which gives scores, not answers
             lines["try it"] = f"swiftlite infer --model {shlex.quote(str(model))}"
+        if merged := to_merge(self._config):
+            words = f"swiftlite export --model {shlex.quote(str(model))} --output-dir FOLDER"
+            lines["serve it"] = f"{words} first: engines take no adapter with {merged}"
         running.write_state("finished")
         try:
             _draw(self._output)
