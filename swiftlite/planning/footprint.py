@@ -15,7 +15,6 @@ from torch import nn
 
 from swiftlite.models.anatomy import dissect
 from swiftlite.models.experts import find_experts
-from swiftlite.objectives.head import CHUNK_BYTES
 from swiftlite.parallel.stages import StagePlan
 from swiftlite.planning.communication import PIPELINE_ROUND, Parameters
 from swiftlite.planning.memory import Kept
@@ -78,8 +77,8 @@ class NumberBytes:
 class Work:
     """What a device does in a step. tokens: of a micro-batch, as whole rows; micro_batches: of a step on one data rank;
     kept: what a layer keeps of a token; recomputed: what it keeps where nothing is made again; hidden: their width;
-    divides_tokens: tensor-parallel ranks do, between blocks; accumulates: gradients are not reduced before the last
-    micro-batch; offload: states are in the host's memory; chunk: bytes of logits at a time.
+    chunk: bytes of logits at a time; divides_tokens: tensor-parallel ranks do, between blocks; accumulates: gradients
+    are not reduced before the last micro-batch; offload: states are in the host's memory.
     """
 
     tokens: int
@@ -87,10 +86,10 @@ class Work:
     kept: Kept
     recomputed: Kept
     hidden: int
+    chunk: int
     divides_tokens: bool = True
     accumulates: bool = True
     offload: bool = False
-    chunk: int = CHUNK_BYTES["cuda"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from swiftlite.config.methods import pack_capacity
 from swiftlite.models.anatomy import dissect, has_head_norms
 from swiftlite.models.quantize import BLOCK, count_quantizable
 from swiftlite.models.tuners import count_parameters
+from swiftlite.objectives.head import CHUNK_BYTES
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.stages import StagePlan, choose_schedule, plan_stages
 from swiftlite.planning.choose import (
@@ -156,6 +157,7 @@ class Outline:
             kept=self._keeps({"none": spared, "offload": "full"}.get(mode, mode), config),
             recomputed=self._keeps("none", config),
             hidden=self.model_config.get_text_config().hidden_size,
+            chunk=CHUNK_BYTES[self.device.type],
             divides_tokens=self.device.type != "cpu" and not config.compile,
             accumulates=not config.sync_every_microbatch,
             offload=config.offload == "cpu",
