@@ -66,6 +66,21 @@ def test_what_the_first_process_left_behind_is_not_collected_by_the_other(config
     assert prepare_data(config, must_not_be_called).audit["rows"]["used"] == 32
 
 
+def test_nothing_is_collected_on_the_way_into_the_other_process(config):
+    """Libraries do things there (filelock makes new tables): the collector may run at any of them."""
+    made, entered = AbortsElsewhere(), []
+    os.register_at_fork(after_in_child=lambda: entered and gc.isenabled() and gc.collect())
+    gc.collect()  # it is old by now, and will not be looked at soon
+    entered.append(True)
+    del made
+    started = time.monotonic()
+    with prepared_in_background(config, tokenizer_loader(config)):
+        while multiprocessing.active_children() and time.monotonic() < started + 60:
+            time.sleep(0.05)
+    entered.clear()
+    assert gc.isenabled() and prepare_data(config, must_not_be_called).audit["rows"]["used"] == 32
+
+
 FRESH = """
 import json, multiprocessing, sys, time
 from swiftlite.config.resolve import resolve_config

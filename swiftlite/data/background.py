@@ -43,7 +43,8 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
     given = config, load_tokenizer, os.getpid()
     process = multiprocessing.get_context("fork").Process(target=_fill_cache, args=given)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    process.start()
+    with _nothing_collected():
+        process.start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     try:
         yield
@@ -55,9 +56,22 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
         process.join()
 
 
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Garbage of the process that forks holds threads that are not in the other one: collecting it there may abort."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer, parent: int) -> None:
     end_with_parent(parent)
-    gc.freeze()  # garbage of the process that forked holds threads that are not here: collecting it may abort
+    gc.freeze()  # what the other process has left is not collected here
+    gc.enable()
     os.nice(NICENESS)
     os.setpgrp()  # its worker processes belong to it, so that one signal ends them all
     quiet = os.open(os.devnull, os.O_WRONLY)
