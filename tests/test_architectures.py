@@ -316,6 +316,15 @@ def test_what_becomes_of_logits_is_found_by_running_the_model(what):
     assert "forward" not in vars(model.get_decoder()) and "forward" not in vars(model.get_output_embeddings())
 
 
+@pytest.mark.parametrize("kind", ["Mamba2Config", "MambaConfig"])
+def test_hidden_states_that_are_cast_for_the_head_are_no_scale(kind):
+    """State space models cast them to its type."""
+    sizes = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32}
+    sizes |= {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1} if kind == "Mamba2Config" else {}
+    model = hf.AutoModelForCausalLM.from_config(getattr(hf, kind)(**sizes)).bfloat16()
+    assert dissect(model).transform == LogitTransform()
+
+
 def test_anything_else_that_becomes_of_logits_is_refused(monkeypatch):
     for change in (lambda logits: logits**3, lambda logits: logits + 1, lambda logits: logits.clamp(-5, 5)):
         monkeypatch.setattr(hf.LlamaForCausalLM, "forward", changed(hf.LlamaForCausalLM.forward, change))
