@@ -26,7 +26,7 @@ from swiftlite.planning.footprint import Blocks, NumberBytes, Work, footprint, i
 from swiftlite.planning.memory import Kept
 from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
 from swiftlite.planning.search import CP, EP, PP, TP, candidates
-from swiftlite.training.needs import choose_checkpointing
+from swiftlite.training.needs import choose_checkpointing, choose_layout
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.training.setup import Trainee
 from swiftlite.verification.run import resolve_in_world
@@ -197,7 +197,8 @@ WORK = Work(tokens=64, micro_batches=4, kept=Kept(10, 30), recomputed=Kept(10, 3
     ("layout", "work", "gradients", "gathered"),
     [
         (Layout(), {}, 4 * 5200, 2 * 5200),
-        (Layout(dp_replicate=2), {}, 4 * 5200, 2 * 5200),
+        # replicas are FSDP's too, which makes copies of what a rank holds whole
+        (Layout(dp_replicate=2), {}, 4 * 5200, 2 * 4000 + (4 + 2) * 1200),
         # two layers in bf16; the ends in fp32, which autocast casts; gradients add up whole
         (Layout(dp_shard=2, sharding="full"), {}, 4 * 5200, 2 * 2000 + (4 + 2) * 1200),
         (Layout(dp_shard=2, sharding="grad_op"), {}, 4 * 5200, 2 * 4000 + (4 + 2) * 1200),
@@ -219,6 +220,29 @@ def test_the_fullest_rank_of_a_pipeline_counts():
     held = footprint(BLOCKS, Layout(pp=2), plan, BYTES, WORK)
     assert held.weights == 4 * 3600  # of the first rank, which has two micro-batches in flight
     assert held.activations == 2 * 3 * 64 * 40
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2), Layout(dp_shard=2, sharding="grad_op")])
+def test_four_bits_are_gathered_as_they_are(tmp_path, layout):
+    """Those of layers; embedding and head stay in bf16."""
+    resolved, outline = outlined(tmp_path, LLAMA, quantization="nf4")
+    held = outline.holds(resolved.config.model_copy(update={"activation_checkpointing": "none"}), layout, None)
+    ends = 2 * 2 * 128256 * 4096
+    packed = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) * (1 / 2 + 2 / 64)
+    adapters = outline.need.trained
+    assert held.gathered == pytest.approx(ends + packed + 2 * adapters, rel=0.01)
+    assert held.weights == pytest.approx((ends + packed + 4 * adapters) / layout.shards, rel=0.01)
+
+
+def test_replicas_are_chosen_where_copies_of_their_weights_fit_too(tmp_path):
+    """FSDP copies frozen weights of replicas as well: 32B in bf16 are 61 GiB, twice."""
+    resolved, outline = outlined(
+        tmp_path, "Qwen/Qwen2.5-32B-Instruct", nproc_per_node=2, activation_checkpointing="none"
+    )
+    choice = choose_layout(resolved.config, outline.need, 141 * 10**9, resolved.layout)
+    assert choice.layout.sharding == "full"
+    held = outline.holds(resolved.config, Layout(dp_replicate=2), None)
+    assert outline.need.gathered == pytest.approx(held.gathered, rel=0.02)
 
 
 def test_a_device_is_known_by_any_spelling():

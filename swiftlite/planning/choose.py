@@ -35,7 +35,8 @@ class Need:
     trained, frozen: parameters; frozen_bytes: of a frozen one, on average; largest_unit: bytes of the largest group of
     weights that is whole for a moment; activations: bytes of a micro-batch, of which context parallel ranks have a
     slice each; trained_bytes: of a trained parameter; copies: bytes of whole weights in the type of products, which
-    autocast makes of fp32 ones (FSDP gathers them as such, a unit at a time).
+    autocast makes of fp32 ones (FSDP gathers them as such, a unit at a time); gathered: of those that FSDP makes of all
+    weights for a step where they are replicas.
     """
 
     trained: int
@@ -45,6 +46,7 @@ class Need:
     activations: int
     trained_bytes: float = TRAINED_BYTES
     copies: int = 0
+    gathered: int = 0
 
     @property
     def states(self) -> int:
@@ -69,7 +71,7 @@ def choose_data_layout(layout: Layout, need: Need, free: int) -> Choice:
     split = layout.tp * layout.pp
     ranks = layout.data_ranks
     activations = need.activations // layout.cp
-    replicated = (need.states + need.copies) / split + activations
+    replicated = (need.states + need.gathered) / split + activations
     sharded = need.states / split / ranks + 2 * need.largest_unit + activations
     limit = USABLE * free
     room = f"of {in_words(free)} free on a device"

@@ -121,7 +121,8 @@ class Step:
 
     tokens: of a micro-batch, as whole rows; trained: those of them that have a label; micro_batches: of a step;
     compute: bytes of a number in products of matrices; stored: those of weights as they are kept and of hidden states
-    between layers (4 in full tuning; 2 where LoRA's base is bf16); schedule: None without a pipeline.
+    between layers (4 in full tuning; 2 where LoRA's base is bf16); schedule: None without a pipeline; frozen: bytes of
+    a layer's frozen number as it is gathered, where those are fewer than in products.
     """
 
     tokens: int
@@ -131,6 +132,7 @@ class Step:
     stored: int = 4
     sync_every_microbatch: bool = False
     schedule: Schedule | None = None
+    frozen: float | None = None
 
 
 def step_traffic(layout: Layout, model: ModelShape, step: Step) -> list[Traffic]:
@@ -177,7 +179,9 @@ class _Plan:
             trained += model.experts.trained / layout.tp
         if layout.pp > 1:  # of a tied weight both ends have a copy
             ends, ends_trained = ends + model.tied / layout.tp, ends_trained + model.tied / layout.tp
-        gathered = self._gathers() * layers * self.step.compute + self._gathers(ends=True) * ends * self.step.stored
+        frozen = self.step.compute if self.step.frozen is None else min(self.step.frozen, self.step.compute)
+        in_layers = trained * self.step.compute + (layers - trained) * frozen
+        gathered = self._gathers() * in_layers + self._gathers(ends=True) * ends * self.step.stored
         yield from self._share("fsdp", layout.dp_shard * layout.cp, gathered, trained + ends_trained)
 
     def expert_weights(self) -> Iterator[Traffic]:

@@ -62,8 +62,8 @@ def _ids(part: nn.Module) -> set[int]:
 
 @dataclass(frozen=True)
 class NumberBytes:
-    """Bytes of a number of the model. weight, gradient, moments: of a trained one; frozen: of another one, on average;
-    stored: of those that are in neither layer; compute: in products of matrices."""
+    """Bytes of a number of the model. weight, gradient, moments: of a trained one; frozen: of another one in a layer,
+    on average; stored: of one that is in no layer; compute: in products of matrices."""
 
     weight: float
     gradient: float
@@ -176,8 +176,10 @@ class _Device:
         return Footprint(*states[:1], self._gradients(), *states[2:], self._gathered(), *self._of_tokens())
 
     def _states(self) -> tuple[float, float, float]:
-        count, trained = _sum([*self.stored, self.ends])
-        weights = trained * self.of.weight + (count - trained) * self.of.frozen
+        in_layers, trained_there = _sum(self.stored)
+        trained = trained_there + self.ends[1]
+        weights = trained * self.of.weight
+        weights += (in_layers - trained_there) * self.of.frozen + (self.ends[0] - self.ends[1]) * self.of.stored
         return weights / self.shards, trained * self.of.gradient / self.shards, trained * self.of.moments / self.shards
 
     def _gradients(self) -> float:
@@ -188,22 +190,21 @@ class _Device:
         if self.of.gradient and (self.layout.pp > 1 or (self.work.accumulates and self.work.micro_batches > 1)):
             return trained * REDUCED
         shard = 0 if self.work.offload else self._states()[1]
-        return shard + (self._largest(1) * LIVE_UNITS + self.ends[1]) * REDUCED * (self.shards > 1)
+        largest = max((trained for _, trained in self.units), default=0)
+        return shard + (largest * LIVE_UNITS + self.ends[1]) * REDUCED * (self.shards > 1)
 
     def _gathered(self) -> float:
-        """Layers are gathered in the type of products; embedding, norm and head as they are stored, and autocast casts
-        them. Where nothing is gathered, autocast has copies of the trained weights for a micro-batch."""
-        count, trained = _sum([*self.units, self.ends])
+        """Layers are gathered in the type of products, or in 4 bits; embedding, norm and head as they are stored, and
+        autocast casts them. FSDP copies what one rank holds as well, of replicas. Without FSDP autocast has copies of
+        the trained weights for a micro-batch."""
         cast = self.of.compute if self.of.weight != self.of.compute else 0
         if not self.by_fsdp:
-            return trained * cast
-        ends = self.ends[0] * (self.of.stored if self.shards > 1 else 0) + self.ends[1] * cast
+            return _sum([*self.units, self.ends])[1] * cast
+        ends = self.ends[0] * self.of.stored + self.ends[1] * cast
         whole = self.layout.pp > 1 or self.layout.sharding != "full"
-        layers = count - self.ends[0] if whole else min(LIVE_UNITS, len(self.units)) * self._largest(0)
-        return ends + layers * self.of.compute
-
-    def _largest(self, which: int) -> float:
-        return max((unit[which] for unit in self.units), default=0)
+        frozen = min(self.of.frozen, self.of.compute)
+        units = [(count - trained) * frozen + trained * self.of.compute for count, trained in self.units]
+        return ends + (sum(units) if whole else min(LIVE_UNITS, len(units)) * max(units, default=0))
 
     def _of_tokens(self) -> tuple[float, float]:
         """(what layers keep, what one of them and the head need meanwhile)."""

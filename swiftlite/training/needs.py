@@ -61,12 +61,15 @@ def estimate_need(
         spared = count_quantizable(dissect(base).layers) * (size - 1 / 2 - size / BLOCK)
     per_token = activation_bytes_per_token(model_config, precision.dtype, hidden_dtype=weights)
     cast = total if weights != precision.dtype else trained if precision.masters != precision.dtype else 0
+    frozen_bytes, units = weights.itemsize - spared / max(1, total - trained), _unit_sizes(base)
+    outside = units[-1] * weights.itemsize if weights != precision.dtype else 0  # of layers, whose type FSDP leaves
     return Need(
         trained=trained,
         frozen=total - trained,
-        frozen_bytes=weights.itemsize - spared / max(1, total - trained),
+        frozen_bytes=frozen_bytes,
         copies=size * cast,
-        largest_unit=size * max(_unit_sizes(base)),
+        gathered=round(trained * size + (total - trained) * min(frozen_bytes, size) + outside),
+        largest_unit=size * max(units),
         activations=per_token * config.micro_batch_size * pack_capacity(config),
         trained_bytes=trained_bytes(
             moments=moment_bytes(config.optimizer, device.type),
@@ -99,7 +102,8 @@ def choose_layout(config: RunConfig, need: Need, free: int, layout: Layout) -> C
 def room_left(choice: Choice, need: Need, mesh: Mesh, free: int) -> float:
     """Bytes that weights, gradients and optimizer states will leave free."""
     elsewhere, layout = choice.offload and mesh.device.type != "cpu", choice.layout
-    copies = need.copies if layout.dp_shard * layout.cp == 1 else 0
+    copies = need.gathered if layout.dp_replicate > 1 else need.copies
+    copies = copies if layout.dp_shard * layout.cp == 1 else 0
     return USABLE * free - (0 if elsewhere else (need.states + copies) / layout.shards)
 
 
@@ -145,7 +149,10 @@ class Outline:
         share = masters / STATE_BYTES["weights"]
         gradient = 0 if config.optimizer_in_backward else STATE_BYTES["gradients"] * share
         moments = self.need.trained_bytes - STATE_BYTES["weights"] * share - gradient
-        return NumberBytes(masters, gradient, moments, self.need.frozen_bytes, stored, self.precision.dtype.itemsize)
+        in_layers = sum(part.count - part.trained for part in (*self.blocks.layers, *self.blocks.experts))
+        spared = (stored - self.need.frozen_bytes) * self.need.frozen  # by 4 bits, which layers alone have
+        frozen = stored - spared / max(1, in_layers)
+        return NumberBytes(masters, gradient, moments, frozen, stored, self.precision.dtype.itemsize)
 
     def holds(self, config: RunConfig, layout: Layout, stages: StagePlan | None) -> Footprint:
         """What the fullest device does. config: with every setting of memory settled."""

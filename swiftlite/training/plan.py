@@ -216,6 +216,7 @@ def _pace(config: RunConfig, layout: Layout, stages: StagePlan | None, outline: 
         micro_batches=count,
         compute=of.compute,
         stored=of.stored,
+        frozen=of.frozen,
         sync_every_microbatch=config.sync_every_microbatch,
         schedule=stages.schedule if stages else None,
     )
