@@ -329,6 +329,39 @@ def test_what_fits_nowhere_and_what_is_wrong_is_told(capsys, shape):
     assert code == 2 and "neither a folder nor a hub id" in err
 
 
+@pytest.mark.parametrize("words", [("--link", -5), ("--network", "nan"), ("--link", "inf")])
+def test_links_have_a_speed(capsys, shape, words):
+    code, out, err = plan(capsys, "--model", shape, "--device", "h100", *words)
+    assert code == 2 and not out and err.startswith(f"error: {words[0]} is ")
+
+
+@pytest.mark.parametrize(("flag", "size", "least"), [("--mesh", "2x4", "8"), ("--pp", 3, "3"), ("--tp", 2, "2")])
+def test_sizes_that_are_given_say_how_many_devices_it_takes(capsys, shape, flag, size, least):
+    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", flag, size)
+    devices = [line.split()[0] for line in out.splitlines() if " GiB " in line and line[1:2].isdigit()]
+    assert code == 0 and devices[0] == least
+    assert f"--nproc-per-node {least}" in out.splitlines()[-1]
+
+
+def test_a_size_that_no_number_of_devices_makes_right(capsys, shape):
+    code, _, err = plan(capsys, "--model", shape, "--device", "h100", "--tp", 3)
+    assert code == 2 and "32 attention heads do not divide by 3" in err
+
+
+def test_what_training_refuses_of_a_config_is_refused(capsys, shape):
+    code, _, err = plan(capsys, "--model", shape, "--device", "h100", "--max-length", 200_000)
+    assert code == 2 and "131072 positions" in err
+    config = json.loads((shape / "config.json").read_text())
+    (shape / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    code, _, err = plan(capsys, "--model", shape, "--device", "h100")
+    assert code == 2 and "weights are quantized (gptq)" in err
+
+
+def test_ranks_of_a_row_are_named_as_those_that_share_weights(capsys, shape):
+    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", "--cp", 2, "--nproc-per-node", 4)
+    assert code == 0 and "cp 2, fsdp 2, replicas 2" in out and "cp 2, fsdp full 4" in out
+
+
 def test_what_some_layouts_cannot_be_is_said_once(capsys, shape):
     config = real_config("Qwen/Qwen2.5-7B-Instruct")
     config.save_pretrained(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,6 +48,9 @@ def plan(
 
     if rows < 1:
         raise UserError("--rows is below 1", where="--rows", fix="give the number of layouts to show")
+    for option, speed in (("--link", link), ("--network", network)):
+        if not 0 <= speed < math.inf:  # nor is it nan
+            raise UserError(f"{option} is {speed:g}", where=option, fix="give a number of GB/s above 0")
     with quick_imports():
         from swiftlite.checkpoint.tensor_writer import parse_size
         from swiftlite.planning.machine import device_of, measure_rate
@@ -104,8 +108,10 @@ def _plans(resolved: Resolved, outline: Outline, device: Device) -> Iterator[tup
         worlds = [(config.nnodes or 1, config.nproc_per_node or 1)]
     elif outline.device.type == "cpu":
         worlds = [(1, 1)]
-    else:
-        worlds = [(1, devices) for devices in WORLDS] + [(nodes, WORLDS[-1]) for nodes in NODES]
+    else:  # sizes that are given want a number of devices, of which others are multiples
+        usual = [(1, devices) for devices in WORLDS] + [(nodes, WORLDS[-1]) for nodes in NODES]
+        least = resolved.layout.world
+        worlds = [world for world in usual if math.prod(world) % least == 0] or [(1, least)]
     fits = False
     for nodes, devices in worlds:
         if fits and nodes > 1:
@@ -123,7 +129,10 @@ def _say_what_for(console: Console, outline: Outline, device: Device) -> None:
     trained, total = outline.need.trained, outline.need.trained + outline.need.frozen
     console.print(f"model:   {total:,} parameters, {trained:,} trained; {outline.precision.words}", markup=False)
     links = f"{device.link / GB:,.0f} GB/s to its neighbours, {device.network / GB:,.0f} GB/s to other machines"
-    console.print(f"device:  {device.name}, {in_words(device.memory)}, {device.flops / 1e12:.3g} TFLOP/s; {links}")
+    rate = f"{device.flops / 1e12:.3g} TFLOP/s"
+    if outline.device.type == "cuda":  # data sheets', whatever --precision says
+        rate += " in bf16"
+    console.print(f"device:  {device.name}, {in_words(device.memory)}, {rate}; {links}")
 
 
 def _table(shown: list[tuple[tuple[int, int], Proposal]]) -> Table:
@@ -143,19 +152,23 @@ def _table(shown: list[tuple[tuple[int, int], Proposal]]) -> Table:
             config.activation_checkpointing,
             str(config.micro_batch_size),
             in_words(proposal.footprint.total),
-            f"{proposal.pace.seconds:.3g}" if fits else "too large",
+            _seconds(proposal.pace.seconds) if fits else "too large",
             f"{proposal.tokens_per_second:,.0f}" if fits else "",
             style=None if fits else "dim",
         )
     return table
 
 
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 1000 else f"{seconds:,.0f}"
+
+
 def _words(proposal: Proposal) -> str:
     """A layout in a few words."""
     config, layout = proposal.config, proposal.layout
     words = [f"{short} {size}" for name, short in SIZES.items() if (size := getattr(config, name)) > 1]
-    if layout.dp_shard * layout.cp > 1:
-        words.append(f"fsdp {layout.sharding} {layout.dp_shard}")
+    if layout.dp_shard * layout.cp > 1:  # the ranks of a row share weights too
+        words.append(f"fsdp {layout.sharding} {layout.dp_shard * layout.cp}".replace("none ", ""))
     if layout.dp_replicate > 1:
         words.append(f"replicas {layout.dp_replicate}")
     if config.sync_every_microbatch:

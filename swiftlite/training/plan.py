@@ -20,7 +20,7 @@ from swiftlite.config.methods import pack_capacity
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import check_trainable_architecture, experts_of_token, why_alone
+from swiftlite.models.anatomy import experts_of_token, why_alone
 from swiftlite.models.load import import_architecture
 from swiftlite.models.tuners import apply_tuner, to_master_precision
 from swiftlite.parallel.experts import check_expert_parallel
@@ -32,7 +32,7 @@ from swiftlite.planning.pace import AGAIN, WITH_ADAPTERS, Pace, step_pace
 from swiftlite.planning.search import candidates
 from swiftlite.training.needs import Outline, estimate_need, open_modes
 from swiftlite.training.precision import Precision, resolve_precision
-from swiftlite.training.setup import build_base, check_alone, check_division
+from swiftlite.training.setup import build_base, check_alone, check_config, check_division
 from swiftlite.training.sources import find_weights
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Plan:
 
 def outline_of(config: RunConfig, model_config: PretrainedConfig, kind: str) -> Outline:
     """kind: of the device, `cuda` or `cpu`. Raises UserError where the model or a flag does not fit."""
-    check_trainable_architecture(model_config)
+    check_config(config, model_config)
     import_architecture(model_config, classifier=config.method == "rm")
     device, described = torch.device(kind), copy.deepcopy(model_config)
     precision = precision_on(config, device, model_config)
@@ -116,7 +116,7 @@ def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:
     shared = {}
     if not {GLOBAL, ACCUMULATION} & given.keys():  # all layouts train the same steps
         with suppress(UserError):
-            shared[GLOBAL] = _variant(resolved, started).config.global_batch_size
+            shared[GLOBAL] = _variant(resolved, started, {}).config.global_batch_size
     for flags in candidates(
         given,
         world=fleet.machines * fleet.per_machine,
@@ -126,7 +126,7 @@ def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:
         experts=int(experts_of_token(outline.model_config) and _experts(outline.base)),
     ):
         try:
-            variant = _variant(resolved, started | shared | flags)
+            variant = _variant(resolved, started, shared | flags)
             _check(variant, outline)
         except UserError as error:
             if str(error) not in map(str, plan.refused):
@@ -154,12 +154,14 @@ def _experts(base: PreTrainedModel) -> int:
     return max((experts.num_experts for _, experts in find_experts(base)), default=0)
 
 
-def _variant(resolved: Resolved, flags: Mapping[str, Any]) -> Resolved:
-    """The same settings with other flags, resolved as a command would. Raises UserError."""
+def _variant(resolved: Resolved, started: Mapping[str, int], flags: Mapping[str, Any]) -> Resolved:
+    """The same settings with other flags, resolved as a command would. started: how many processes, one included: sizes
+    that were given would ask for more. Raises UserError."""
     config, by = resolved.config, resolved.given
     given = {name: Given(getattr(config, name), f"--{name.replace('_', '-')}", by[name]) for name in by}
     sizes = {name: size for name, size in flags.items() if not isinstance(size, int) or size > 1}
-    said = {name: Given(value, f"--{name.replace('_', '-')} {value}", "flag") for name, value in sizes.items()}
+    more = {**started, **sizes}
+    said = {name: Given(value, f"--{name.replace('_', '-')} {value}", "flag") for name, value in more.items()}
     return resolve(None, given | said | {"method": Given(config.method, "--method", "flag")}, env={}, needs_rows=False)
 
 

@@ -174,17 +174,22 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     if config.fp8 != "none":
         import_package(fp8.PACKAGE, "--fp8", "fp8")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    check_trainable_architecture(model_config)
-    check_plain_weights(model_config, f"--model {config.model}", PLAIN_WEIGHTS)
+    check_config(config, model_config)
     if config.fp8 != "none":
         fp8.check_fp8(model_config, device)
-    _check_length(config, model_config)
     source, _ = find_weights(config, resume)
     if Path(source).expanduser().is_dir():
         inspect_model_folder(Path(source).expanduser())
     check_division(config, layout, model_config)
     import_architecture(model_config, classifier=config.method == "rm")
     return model_config
+
+
+def check_config(config: RunConfig, model_config: PretrainedConfig) -> None:
+    """What no layout or device changes. Raises UserError."""
+    check_trainable_architecture(model_config)
+    check_plain_weights(model_config, f"--model {config.model}", PLAIN_WEIGHTS)
+    _check_length(config, model_config)
 
 
 def check_division(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:
