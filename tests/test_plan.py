@@ -1,7 +1,6 @@
 """`swiftlite plan`: what it predicts, beside what was measured on a GPU, counted in real processes, or is PyTorch's."""
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +9,9 @@ import pytest
 import torch
 from model_shapes import real_config
 
-from swiftlite.cli.app import main
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve
 from swiftlite.config.validate import Given
-from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.stages import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE, ZERO_BUBBLE_V, StagePlan
 from swiftlite.parallel.start import Machines, start_processes
@@ -26,7 +23,7 @@ from swiftlite.planning.footprint import Blocks, NumberBytes, Work, footprint, i
 from swiftlite.planning.memory import Kept
 from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
 from swiftlite.planning.search import CP, EP, PP, TP, candidates
-from swiftlite.training.needs import choose_checkpointing, choose_layout
+from swiftlite.training.needs import bears_copy, choose_checkpointing, choose_layout
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.training.setup import Trainee
 from swiftlite.verification.run import resolve_in_world
@@ -44,7 +41,7 @@ def outlined(folder, model, kind="cuda", **flags):
     config = real_config(model)
     config.save_pretrained(folder)
     given = {name: Given(value, name, "flag") for name, value in ({"model": str(folder)} | flags).items()}
-    resolved = resolve("sft", given, env={}, needs_rows=False)
+    resolved = resolve(flags.get("method", "sft"), given, env={}, needs_rows=False)
     return resolved, outline_of(resolved.config, config, kind)
 
 
@@ -97,6 +94,14 @@ def test_experts_larger_than_this_machine_can_be_planned(tmp_path):
     resolved = resolve("sft", given, env={}, needs_rows=False)
     outline = outline_of(resolved.config, config, "cuda")
     assert outline.need.trained > 45e9 and all(p.is_meta for p in outline.base.parameters())
+
+
+def test_a_mixture_is_planned_in_the_type_it_trains_in(monkeypatch, tmp_path):
+    """On a CPU fp32, since its experts' products are small."""
+    monkeypatch.setattr("swiftlite.training.precision.fast_at_bf16", lambda device: True)
+    dense = outlined(tmp_path / "dense", "Qwen/Qwen3-1.7B", "cpu", tuner="full")[1]
+    mixed = outlined(tmp_path / "mixed", "Qwen/Qwen3-30B-A3B", "cpu", tuner="full")[1]
+    assert (dense.precision.dtype, mixed.precision.dtype) == (torch.bfloat16, torch.float32)
 
 
 # --- weights, gradients and moments of real ranks -------------------------------------------------------------------
@@ -234,6 +239,26 @@ def test_four_bits_are_gathered_as_they_are(tmp_path, layout):
     assert held.weights == pytest.approx((ends + packed + 4 * adapters) / layout.shards, rel=0.01)
 
 
+def test_a_reference_beside_the_model_is_counted(tmp_path):
+    """`--reference model` holds all weights a second time, in fp32 as the trained ones."""
+    held = []
+    for reference in ("precompute", "model"):
+        flags = {"method": "dpo", "tuner": "full", "reference": reference, "activation_checkpointing": "full"}
+        resolved, outline = outlined(tmp_path, LLAMA, **flags)
+        held.append(outline.holds(resolved.config, Layout(dp_shard=8, sharding="full"), None))
+    assert held[1].total - held[0].total == pytest.approx(4 * 8_030_261_248 / 8)
+
+
+def test_a_reference_is_no_second_model_where_the_peak_leaves_no_room(tmp_path):
+    flags = {"tuner": "full", "max_length": 4096, "global_batch_size": 64, "nproc_per_node": 8, "parallel": "fsdp"}
+    resolved, outline = outlined(tmp_path, LLAMA, activation_checkpointing="selective", **flags)
+    held, copy = outline.holds(resolved.config, resolved.layout, None), 4 * outline.need.trained
+    choice, free = Choice(resolved.layout, False, ""), int((held.total + copy / 8) / 0.85) + 1
+    assert bears_copy(choice, copy, 30 * GIB, held, free) and bears_copy(choice, copy, 30 * GIB, None, free)
+    assert not bears_copy(choice, copy, 30 * GIB, held, free - GIB)
+    assert not bears_copy(choice, copy, 3 * GIB, held, free)
+
+
 def test_replicas_are_chosen_where_copies_of_their_weights_fit_too(tmp_path):
     """FSDP copies frozen weights of replicas as well: 32B in bf16 are 61 GiB, twice."""
     resolved, outline = outlined(
@@ -272,111 +297,3 @@ def test_layouts_leave_what_is_given_as_it_is():
     assert not [
         flags for flags in candidates({}, world=8, per_machine=8, layers=2, row=2048, experts=0) if flags[PP] > 2
     ]
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def shape(tmp_path):
-    """A folder with the config of Llama 8B and nothing else."""
-    real_config(LLAMA).save_pretrained(tmp_path / "shape")
-    return tmp_path / "shape"
-
-
-def plan(capsys, *words):
-    """(exit code, stdout, stderr)."""
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *map(str, words)])
-    told = capsys.readouterr()
-    return ended.value.code, told.out, told.err
-
-
-def test_a_plan_ends_in_the_command_that_trains(capsys, shape):
-    code, out, _ = plan(
-        capsys, "--model", shape, "--tuner", "full", "--max_length", 4096, "--device", "h100", "--nproc-per-node", 8
-    )
-    assert code == 0 and "8,030,261,248 parameters" in out and "H100" in out
-    words = shlex.split(out.rstrip().splitlines()[-1])
-    assert words[:2] == ["swiftlite", "sft"] and "--dry-run" not in words
-    assert {"--nproc-per-node", "--max-length", "--parallel", "fsdp", "--sharding"} <= set(words)
-    with pytest.raises(SystemExit) as ended:
-        main([*words[1:], "--dry-run"])
-    assert not ended.value.code
-    assert "1 x 1 x 8 x 1 x 1" in capsys.readouterr().out
-
-
-def test_a_plan_says_how_many_devices_it_takes(capsys, shape):
-    code, out, _ = plan(capsys, "--model", shape, "--tuner", "full", "--device", "h100")
-    devices = [line.split()[0] for line in out.splitlines() if " GiB " in line and line[1:2].isdigit()]
-    assert code == 0 and devices == ["1", "2", "4", "8"] and out.count("too large") == 2
-    assert "--nproc-per-node 4" in out
-    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", "--tuner", "lora")
-    assert code == 0 and "--nproc-per-node" not in out.splitlines()[-1]
-
-
-def test_what_fits_nowhere_and_what_is_wrong_is_told(capsys, shape):
-    code, out, err = plan(capsys, "--model", shape, "--tuner", "full", "--device", "l4", "--nproc-per-node", 2)
-    assert code == 2 and "too large" in out
-    assert "nothing fits: the nearest needs" in err and "--tuner lora" in err and "Traceback" not in err
-    code, _, err = plan(capsys, "--model", shape, "--device", "h1000")
-    assert code == 2 and "nothing is known of a device 'h1000'" in err and "h200-nvl" in err
-    code, _, err = plan(capsys, "--model", shape, "--device-memory", "much", "--device", "h100")
-    assert code == 2 and "--device-memory" in err
-    code, _, err = plan(capsys, "--model", shape, "--device", "h100", "--tp", 64, "--nproc-per-node", 64)
-    assert code == 2 and "32 attention heads do not divide by 64" in err
-    code, _, err = plan(capsys, "--model", shape / "none", "--device", "h100")
-    assert code == 2 and "neither a folder nor a hub id" in err
-
-
-@pytest.mark.parametrize("words", [("--link", -5), ("--network", "nan"), ("--link", "inf")])
-def test_links_have_a_speed(capsys, shape, words):
-    code, out, err = plan(capsys, "--model", shape, "--device", "h100", *words)
-    assert code == 2 and not out and err.startswith(f"error: {words[0]} is ")
-
-
-@pytest.mark.parametrize(("flag", "size", "least"), [("--mesh", "2x4", "8"), ("--pp", 3, "3"), ("--tp", 2, "2")])
-def test_sizes_that_are_given_say_how_many_devices_it_takes(capsys, shape, flag, size, least):
-    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", flag, size)
-    devices = [line.split()[0] for line in out.splitlines() if " GiB " in line and line[1:2].isdigit()]
-    assert code == 0 and devices[0] == least
-    assert f"--nproc-per-node {least}" in out.splitlines()[-1]
-
-
-def test_a_size_that_no_number_of_devices_makes_right(capsys, shape):
-    code, _, err = plan(capsys, "--model", shape, "--device", "h100", "--tp", 3)
-    assert code == 2 and "32 attention heads do not divide by 3" in err
-
-
-def test_what_training_refuses_of_a_config_is_refused(capsys, shape):
-    code, _, err = plan(capsys, "--model", shape, "--device", "h100", "--max-length", 200_000)
-    assert code == 2 and "131072 positions" in err
-    config = json.loads((shape / "config.json").read_text())
-    (shape / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    code, _, err = plan(capsys, "--model", shape, "--device", "h100")
-    assert code == 2 and "weights are quantized (gptq)" in err
-
-
-def test_ranks_of_a_row_are_named_as_those_that_share_weights(capsys, shape):
-    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", "--cp", 2, "--nproc-per-node", 4)
-    assert code == 0 and "cp 2, fsdp 2, replicas 2" in out and "cp 2, fsdp full 4" in out
-
-
-def test_what_some_layouts_cannot_be_is_said_once(capsys, shape):
-    config = real_config("Qwen/Qwen2.5-7B-Instruct")
-    config.save_pretrained(shape)
-    code, out, _ = plan(capsys, "--model", shape, "--device", "a100", "--nproc-per-node", 8)
-    assert code == 0 and out.count("28 attention heads do not divide by 8") == 1
-
-
-def test_a_plan_for_the_machine_at_hand(capsys, tmp_path):
-    write_toy(tmp_path / "toy", toy_config("llama", 2))
-    code, out, _ = plan(capsys, "--model", tmp_path / "toy", "--device", "cpu", "--device-memory", "4GB")
-    assert code == 0 and "CPU of this machine, 3.73 GiB" in out
-
-
-def test_a_plan_needs_a_model(capsys):
-    code, _, err = plan(capsys)
-    assert code == 2 and "no model is named" in err
-    with pytest.raises(UserError, match="no data set is named"):
-        resolve("sft", {"model": Given("m", "--model", "flag")}, env={})

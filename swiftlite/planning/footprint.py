@@ -78,7 +78,8 @@ class Work:
     """What a device does in a step. tokens: of a micro-batch, as whole rows; micro_batches: of a step on one data rank;
     kept: what a layer keeps of a token; recomputed: what it keeps where nothing is made again; hidden: their width;
     chunk: bytes of logits at a time; divides_tokens: tensor-parallel ranks do, between blocks; accumulates: gradients
-    are not reduced before the last micro-batch; offload: states are in the host's memory.
+    are not reduced before the last micro-batch; offload: states are in the host's memory; models: whose weights are
+    there, of which one is trained.
     """
 
     tokens: int
@@ -90,6 +91,7 @@ class Work:
     divides_tokens: bool = True
     accumulates: bool = True
     offload: bool = False
+    models: int = 1
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,9 @@ class _Device:
         return _sum([self.blocks.layers[place].on_each(tp), (experts.count / divided, experts.trained / divided)])
 
     def holds(self) -> Footprint:
-        states = (0.0, 0.0, 0.0) if self.work.offload else self._states()
-        return Footprint(*states[:1], self._gradients(), *states[2:], self._gathered(), *self._of_tokens())
+        weights, _, moments = (0.0, 0.0, 0.0) if self.work.offload else self._states()
+        weights *= self.work.models
+        return Footprint(weights, self._gradients(), moments, self._gathered(), *self._of_tokens())
 
     def _states(self) -> tuple[float, float, float]:
         in_layers, trained_there = _sum(self.stored)

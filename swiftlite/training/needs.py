@@ -90,6 +90,13 @@ def copy_bytes(need: Need, precision: Precision) -> float:
     return need.trained * precision.masters.itemsize + need.frozen * need.frozen_bytes
 
 
+def bears_copy(choice: Choice, copy: float, room: float, held: Footprint | None, free: int) -> bool:
+    """Whether a second model takes little of what the states leave, and fits beside the peak where that is known."""
+    share = copy / choice.layout.shards
+    fits = held is None or held.total + share <= USABLE * free
+    return not choice.offload and share < room / 4 and fits
+
+
 def choose_layout(config: RunConfig, need: Need, free: int, layout: Layout) -> Choice:
     """What the flags say, or under `--parallel auto` what fits."""
     offload = config.offload == "cpu"
@@ -168,6 +175,7 @@ class Outline:
             divides_tokens=self.device.type != "cpu" and not config.compile,
             accumulates=not config.sync_every_microbatch,
             offload=config.offload == "cpu",
+            models=2 if config.reference == "model" else 1,
         )
         return footprint(self.blocks, layout, stages, self.number_bytes(config), work)
 

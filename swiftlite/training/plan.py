@@ -31,8 +31,8 @@ from swiftlite.planning.footprint import Footprint
 from swiftlite.planning.pace import AGAIN, WITH_ADAPTERS, Pace, step_pace
 from swiftlite.planning.search import candidates
 from swiftlite.training.needs import Outline, estimate_need, open_modes
-from swiftlite.training.precision import Precision, resolve_precision
-from swiftlite.training.setup import build_base, check_alone, check_config, check_division
+from swiftlite.training.precision import Precision
+from swiftlite.training.setup import build_base, check_alone, check_config, check_division, precision_of
 from swiftlite.training.sources import find_weights
 
 if TYPE_CHECKING:
@@ -104,8 +104,7 @@ def outline_of(config: RunConfig, model_config: PretrainedConfig, kind: str) -> 
 def precision_on(config: RunConfig, device: torch.device, model_config: PretrainedConfig) -> Precision:
     """On a GPU that need not be here."""
     name = "bf16" if config.precision == "auto" and device.type == "cuda" else config.precision
-    width = model_config.get_text_config().hidden_size
-    return resolve_precision(name, device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width)
+    return precision_of(config, name, model_config, device)
 
 
 def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:

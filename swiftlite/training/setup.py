@@ -58,6 +58,7 @@ from swiftlite.sizes import in_words
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.needs import (
     Outline,
+    bears_copy,
     choose_checkpointing,
     choose_layout,
     copy_bytes,
@@ -109,7 +110,7 @@ class Trainee:
     trained_shapes: dict[str, tuple[int, ...]]
     parameters: tuple[int, int]
     ample_memory: bool
-    bears_copy: bool
+    bears_copy: bool = False
     has_new_head: bool = False
     kernels: str = "none"
     held: Footprint | None = None
@@ -223,10 +224,7 @@ def build_trainee(
     """
     model_config = copy.deepcopy(model_config)  # it is changed below, and a reference is built from it as well
     of_files = source_dtype(model_config)  # which transformers changes when it builds the model
-    width = 0 if expert_share(model_config) < 1 else model_config.get_text_config().hidden_size
-    precision = resolve_precision(
-        config.precision, world.device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width
-    )
+    precision = precision_of(config, config.precision, model_config, world.device)
     source, adapter = find_weights(config, resume)
     if config.method == "rm":
         _describe_scores(model_config, load_tokenizer())
@@ -260,6 +258,7 @@ def build_trainee(
     outline = Outline(base, model_config, need, precision, world.device, kernels)
     checkpointing, held = choose_checkpointing(config, outline, choice, room, free)
     trainee = _on_meta(config, model, base, choice, mesh, precision, need, room, checkpointing, of_files)
+    trainee.bears_copy = bears_copy(choice, copy_bytes(need, precision), room, held, free)
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
     trainee.kernels, trainee.alone, trainee.notes = kernels, alone, notes
     trainee.held, trainee.free = held, free
@@ -270,6 +269,12 @@ def build_trainee(
             start_dora(part.model)
     world.meet("values")
     return trainee
+
+
+def precision_of(config: RunConfig, name: str, model_config: PretrainedConfig, device: torch.device) -> Precision:
+    """name: of the type, `auto` for what the device is fast at."""
+    width = 0 if expert_share(model_config) < 1 else model_config.get_text_config().hidden_size
+    return resolve_precision(name, device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width)
 
 
 def build_base(source: str, config: RunConfig, model_config: PretrainedConfig, precision: Precision) -> PreTrainedModel:
@@ -349,7 +354,6 @@ def _on_meta(
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "parameters": (need.trained, need.trained + need.frozen),
         "ample_memory": need.activations < room / 2,
-        "bears_copy": not choice.offload and copy_bytes(need, precision) / choice.layout.shards < room / 4,
     }
     options = DataParallel(
         dtype=precision.dtype,

@@ -1,0 +1,120 @@
+"""The command `swiftlite plan`: what it shows, what it refuses, and the command that it ends in."""
+
+import json
+import shlex
+
+import pytest
+from model_shapes import real_config
+
+from swiftlite.cli.app import main
+from swiftlite.config.resolve import resolve
+from swiftlite.config.validate import Given
+from swiftlite.errors import UserError
+from swiftlite.models.toys import toy_config, write_toy
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+@pytest.fixture
+def shape(tmp_path):
+    """A folder with the config of Llama 8B and nothing else."""
+    real_config(LLAMA).save_pretrained(tmp_path / "shape")
+    return tmp_path / "shape"
+
+
+def plan(capsys, *words):
+    """(exit code, stdout, stderr)."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *map(str, words)])
+    told = capsys.readouterr()
+    return ended.value.code, told.out, told.err
+
+
+def test_a_plan_ends_in_the_command_that_trains(capsys, shape):
+    code, out, _ = plan(
+        capsys, "--model", shape, "--tuner", "full", "--max_length", 4096, "--device", "h100", "--nproc-per-node", 8
+    )
+    assert code == 0 and "8,030,261,248 parameters" in out and "H100" in out
+    words = shlex.split(out.rstrip().splitlines()[-1])
+    assert words[:2] == ["swiftlite", "sft"] and "--dry-run" not in words
+    assert {"--nproc-per-node", "--max-length", "--parallel", "fsdp", "--sharding"} <= set(words)
+    with pytest.raises(SystemExit) as ended:
+        main([*words[1:], "--dry-run"])
+    assert not ended.value.code
+    assert "1 x 1 x 8 x 1 x 1" in capsys.readouterr().out
+
+
+def test_a_plan_says_how_many_devices_it_takes(capsys, shape):
+    code, out, _ = plan(capsys, "--model", shape, "--tuner", "full", "--device", "h100")
+    devices = [line.split()[0] for line in out.splitlines() if " GiB " in line and line[1:2].isdigit()]
+    assert code == 0 and devices == ["1", "2", "4", "8"] and out.count("too large") == 2
+    assert "--nproc-per-node 4" in out
+    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", "--tuner", "lora")
+    assert code == 0 and "--nproc-per-node" not in out.splitlines()[-1]
+
+
+def test_what_fits_nowhere_and_what_is_wrong_is_told(capsys, shape):
+    code, out, err = plan(capsys, "--model", shape, "--tuner", "full", "--device", "l4", "--nproc-per-node", 2)
+    assert code == 2 and "too large" in out
+    assert "nothing fits: the nearest needs" in err and "--tuner lora" in err and "Traceback" not in err
+    code, _, err = plan(capsys, "--model", shape, "--device", "h1000")
+    assert code == 2 and "nothing is known of a device 'h1000'" in err and "h200-nvl" in err
+    code, _, err = plan(capsys, "--model", shape, "--device-memory", "much", "--device", "h100")
+    assert code == 2 and "--device-memory" in err
+    code, _, err = plan(capsys, "--model", shape, "--device", "h100", "--tp", 64, "--nproc-per-node", 64)
+    assert code == 2 and "32 attention heads do not divide by 64" in err
+    code, _, err = plan(capsys, "--model", shape / "none", "--device", "h100")
+    assert code == 2 and "neither a folder nor a hub id" in err
+
+
+@pytest.mark.parametrize("words", [("--link", -5), ("--network", "nan"), ("--link", "inf")])
+def test_links_have_a_speed(capsys, shape, words):
+    code, _, err = plan(capsys, "--model", shape, "--device", "h100", *words)
+    assert code == 2 and err.startswith(f"error: {words[0]} is ")
+
+
+@pytest.mark.parametrize(("flag", "size", "least"), [("--mesh", "2x4", "8"), ("--pp", 3, "3"), ("--tp", 2, "2")])
+def test_sizes_that_are_given_say_how_many_devices_it_takes(capsys, shape, flag, size, least):
+    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", flag, size)
+    devices = [line.split()[0] for line in out.splitlines() if " GiB " in line and line[1:2].isdigit()]
+    assert code == 0 and devices[0] == least
+    assert f"--nproc-per-node {least}" in out.splitlines()[-1]
+
+
+def test_a_size_that_no_number_of_devices_makes_right(capsys, shape):
+    code, _, err = plan(capsys, "--model", shape, "--device", "h100", "--tp", 3)
+    assert code == 2 and "32 attention heads do not divide by 3" in err
+
+
+def test_what_training_refuses_of_a_config_is_refused(capsys, shape):
+    code, _, err = plan(capsys, "--model", shape, "--device", "h100", "--max-length", 200_000)
+    assert code == 2 and "131072 positions" in err
+    config = json.loads((shape / "config.json").read_text())
+    (shape / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    code, _, err = plan(capsys, "--model", shape, "--device", "h100")
+    assert code == 2 and "weights are quantized (gptq)" in err
+
+
+def test_ranks_of_a_row_are_named_as_those_that_share_weights(capsys, shape):
+    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", "--cp", 2, "--nproc-per-node", 4)
+    assert code == 0 and "cp 2, fsdp 2, replicas 2" in out and "cp 2, fsdp full 4" in out
+
+
+def test_what_some_layouts_cannot_be_is_said_once(capsys, shape):
+    config = real_config("Qwen/Qwen2.5-7B-Instruct")
+    config.save_pretrained(shape)
+    code, out, _ = plan(capsys, "--model", shape, "--device", "a100", "--nproc-per-node", 8)
+    assert code == 0 and out.count("28 attention heads do not divide by 8") == 1
+
+
+def test_a_plan_for_the_machine_at_hand(capsys, tmp_path):
+    write_toy(tmp_path / "toy", toy_config("llama", 2))
+    code, out, _ = plan(capsys, "--model", tmp_path / "toy", "--device", "cpu", "--device-memory", "4GB")
+    assert code == 0 and "CPU of this machine, 3.73 GiB" in out
+
+
+def test_a_plan_needs_a_model(capsys):
+    code, _, err = plan(capsys)
+    assert code == 2 and "no model is named" in err
+    with pytest.raises(UserError, match="no data set is named"):
+        resolve("sft", {"model": Given("m", "--model", "flag")}, env={})
