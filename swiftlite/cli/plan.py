@@ -35,6 +35,7 @@ EXPLAINED = (
     "rows: of a forward pass; memory: of the fullest device; times are estimates, at half of the device's peak and 70% "
     "of its links"
 )
+ON_EACH = "start it on each of the {} machines, with --node-rank (from 0) and --master-addr (of the first one):"
 UNSAID = ("method", "dry_run", "debug", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port")
 
 
@@ -80,7 +81,7 @@ def plan(
         raise _nothing_fits(resolved, [proposal for _, proposal in shown])
     world, best = fitting[0]
     console.print(_parts(best))
-    console.print("\nstart it by:")
+    console.print("\nstart it by:" if world[0] == 1 else f"\n{ON_EACH.format(world[0])}")
     console.print(_command(resolved, world, best), markup=False)
 
 

@@ -22,7 +22,9 @@ FOUND = "_logit_transform"  # on the model: what was found while it was whole
 # Known logits: a soft cap leaves the smallest as they are, and of the largest only itself. A factor of theirs is exact.
 POWERS = torch.exp2(torch.arange(-10.0, 21.0))
 KNOWN = torch.cat([POWERS, -POWERS])
-EXACT = torch.linspace(1, 1.75, 4)  # hidden states that no type of 16 bits rounds, where a model casts them for its head
+EXACT = torch.linspace(
+    1, 1.75, 4
+)  # hidden states that no type of 16 bits rounds, where a model casts them for its head
 ROUNDING = 1e-5
 
 
