@@ -222,3 +222,24 @@ def test_a_thought_before_a_call_may_exclude_any_text():
     messages = messages_of(["hm?", ""])
     messages[1] |= {"thinking": "hm", "tool_calls": [call()]}
     assert trained_texts(tokenizer, chat(messages)) == [["hmadd<|im_end|>"]]
+
+
+def test_white_space_of_the_history_is_that_of_the_prompt():
+    """Mistral's prompt holds an empty system message, as line breaks, that the answered question has not."""
+    system = chat([{"role": "system", "content": ""}, *messages_of(TWO_TURNS)])
+    parts = ChatRenderer(tokenizer_of(MISTRAL_SYSTEM, bos="<s>"), DATE).render(system)
+    assert [part.text for part in parts] == [
+        "<s>[INST] \n\nWho are you?[/INST] I am small.<|im_end|>",
+        "<s>[INST] Who are you?[/INST] I am small.<|im_end|>[INST] \n\nAnd now?[/INST] Now I answer.<|im_end|>",
+    ]
+    assert all(part.asked for part in parts)
+
+
+def test_white_space_that_ends_the_prompt_is_not_trained():
+    """As in Tülu's, which ends an answer that another one follows with a line break that the prompt has not."""
+    template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>"
+    template += "{% endif %}{{ '\n' if m.role == 'user' or not loop.last }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    two = [*messages_of(["Hi", "One."]), {"role": "assistant", "content": "Two."}]
+    (part,) = ChatRenderer(tokenizer_of(template), DATE).render(chat(two))
+    assert [part.text[start:end] for start, end in part.spans] == ["One.<|im_end|>", "Two.<|im_end|>"]

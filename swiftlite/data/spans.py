@@ -9,16 +9,19 @@ Span = tuple[int, int]
 _TAG = re.compile(r"[<\[][^<>\[\]\s]+[>\]]")
 
 
-def behind_like(text: str, prompt: str) -> int | None:
-    """The place in the text behind what is the prompt, white space aside; None where it does not begin so."""
+def behind_like(text: str, prompt: str, history: int) -> int | None:
+    """The place in the text behind what is the prompt, white space aside; None where it does not begin so.
+    history: characters of the prompt before the answer's header, of which the white space counts."""
     place = at = len(os.path.commonprefix([text, prompt]))
+    if at < history:
+        return None
     while at < len(prompt):
-        if prompt[at].isspace():
+        if text[place : place + 1] == prompt[at]:
+            place, at = place + 1, at + 1
+        elif prompt[at].isspace():
             at += 1
         elif text[place : place + 1].isspace():
             place += 1
-        elif text[place : place + 1] == prompt[at]:
-            place, at = place + 1, at + 1
         else:
             return None
     return place

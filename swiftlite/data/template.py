@@ -227,9 +227,12 @@ class ChatRenderer:
 
     def _start(self, chat: Chat, index: int, text: str, prompt: str) -> int | None:
         """Where the answer starts in the text; None where that does not go on from the question. Raises BadRow."""
-        if (place := behind_like(text, prompt)) is not None:
-            return place
+        if text.startswith(prompt):
+            return len(prompt)
         before = self._render(chat, index)
+        history = len(os.path.commonprefix([before, prompt]))
+        if (place := behind_like(text, prompt, history)) is not None:
+            return place
         return self._after_header(chat, index, text, prompt, len(before)) if text.startswith(before) else None
 
     def _answered(self, chat: Chat, index: int) -> str:
@@ -301,7 +304,8 @@ class ChatRenderer:
         lost = [key for key in parts if not ends_within(squash(message[key]), opening, found)]
         if any(calls.count(name) < times for name, times in names.items()):  # some write only the first call
             lost.append("tool_calls")
-        if (said := squash(with_thinking(message))).startswith(OPENS) and THOUGHT + said in opening + found:
+        said = with_thinking(message)
+        if said.lstrip().startswith(OPENS) and THOUGHT + squash(said) in opening + found:
             what = f"the chat template closes the thinking before message {index}, which thinks for itself"
             raise BadRow("template_error", what)
         if lost:
