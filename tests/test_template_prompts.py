@@ -243,3 +243,14 @@ def test_white_space_that_ends_the_prompt_is_not_trained():
     two = [*messages_of(["Hi", "One."]), {"role": "assistant", "content": "Two."}]
     (part,) = ChatRenderer(tokenizer_of(template), DATE).render(chat(two))
     assert [part.text[start:end] for start, end in part.spans] == ["One.<|im_end|>", "Two.<|im_end|>"]
+
+
+def test_an_answer_that_comes_first_has_the_thought_of_one_behind_a_question():
+    """Qwen3's template writes an empty thought of the last answer, if any question comes before it."""
+    said = "{{ message['content'] }}"
+    thought = "{% if message.role == 'assistant' and loop.last and loop.index0 %}<think>\n\n</think>\n\n{% endif %}"
+    template = PLAIN.replace(said, thought + said)
+    first = chat([{"role": "assistant", "content": "Ask me."}, *messages_of(TWO_TURNS[:2])])
+    assert trained_texts(tokenizer_of(template), first) == [
+        ["<think>\n\n</think>\n\nAsk me.<|im_end|>"], ["<think>\n\n</think>\n\nI am small.<|im_end|>"],
+    ]  # fmt: skip

@@ -188,6 +188,9 @@ class ChatRenderer:
         asked, spans, _ = self._located(behind, 1)
         header, answer = asked[len(self._render(behind, 1)) : spans[0][0]], asked[spans[0][0] :]
         text = self._answered(chat, 0)
+        place = text.find(header)
+        if header and place >= 0 and answer.endswith(text[place + len(header) :]):
+            text = text[:place] + header + answer  # Qwen3 leaves out the thought of an answer that has no question
         if text == answer or not text.endswith(header + answer):
             raise BadRow("template_error", "the template does not open an answer that no question comes before")
         return text, moved(spans, len(text) - len(asked)), True
