@@ -254,3 +254,12 @@ def test_an_answer_that_comes_first_has_the_thought_of_one_behind_a_question():
     assert trained_texts(tokenizer_of(template), first) == [
         ["<think>\n\n</think>\n\nAsk me.<|im_end|>"], ["<think>\n\n</think>\n\nI am small.<|im_end|>"],
     ]  # fmt: skip
+
+
+def test_an_empty_thought_in_the_text_is_none_under_a_key():
+    """gpt-oss would write it as a message of its own."""
+    thought = "{% if 'thinking' in message %}<|t>{{ message.thinking }}<t|>{% endif %}"
+    template = PLAIN.replace("{{ message['content'] }}", thought + "{{ message['content'] }}")
+    blank, full = (chat(["Hi", f"<think>\n{thinking}\n</think>\n\nYes."]) for thinking in ("", "hm"))
+    assert trained_texts(tokenizer_of(template), blank) == [["Yes.<|im_end|>"]]
+    assert trained_texts(tokenizer_of(template), full) == [["<|t>hm<t|>Yes.<|im_end|>"]]

@@ -37,15 +37,17 @@ def with_placed_thoughts(messages: Sequence[Message], find_key: Callable[[], str
 
 
 def _thinks_in_text(message: Message) -> bool:
-    own = any(message.get(key) for key in REASONING_KEYS)
-    return message["role"] == "assistant" and not own and _IN_TEXT.match(message["content"]) is not None
+    if message["role"] != "assistant" or not _IN_TEXT.match(message["content"]):
+        return False
+    return not any(message.get(key) for key in REASONING_KEYS)
 
 
 def _placed(message: Message, key: str) -> Message:
     if not _thinks_in_text(message):
         return message
     thinking, answer = _IN_TEXT.match(message["content"]).groups()
-    return message | {key: thinking.strip("\n"), "content": answer.lstrip("\n")}
+    thought = {key: thinking.strip("\n")} if thinking.strip() else {}  # gpt-oss would write an empty message
+    return message | thought | {"content": answer.lstrip("\n")}
 
 
 def thought_key(render: Callable[[list[Message]], str]) -> str | None:
