@@ -142,3 +142,15 @@ def test_truncation_and_padding_that_a_tokenizer_s_file_asks_for_are_off(monkeyp
     for spans in ([(0, len(text))], None):
         ids, trained, _ = encoder_without_offsets(tokenizer, monkeypatch)([text], [spans], special_tokens=False)[0]
         assert tokenizer.decode(ids) == text and trained.all()
+
+
+def test_a_header_that_takes_white_space_of_the_answer_with_it_is_not_trained():
+    """As Phi-3's `<|assistant|>` does. The prompt has the same tokens without that white space."""
+    tokenizer = toy_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|assistant|>", rstrip=True, special=True)])
+    text = "Hi<|assistant|>\n  Hello"
+    ((ids, trained, torn),) = TextEncoder(tokenizer)(
+        [text], [[(len("Hi<|assistant|>\n"), len(text))]], special_tokens=False
+    )
+    assert tokenizer.decode(ids[trained]) == "Hello"
+    assert not torn

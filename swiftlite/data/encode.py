@@ -29,6 +29,8 @@ class TextEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        self._lengths = {number: len(token.content) for number, token in added if token.rstrip and not token.lstrip}
         backend = _plain_backend(tokenizer)
         self._bytes = _TokenBytes(backend, tokenizer) if backend is not None else None
         if self._bytes and self._bytes.trained(PROBE, self._bytes.encode([PROBE])[0], [(0, len(PROBE))]) is None:
@@ -70,6 +72,8 @@ class TextEncoder:
                 trained = np.ones(len(ids), dtype=np.bool_)
             else:
                 offsets = np.asarray(encoded["offset_mapping"][place], dtype=np.int32).reshape(-1, 2)
+                for number, length in self._lengths.items():  # Phi-3's headers take white space of an answer with them
+                    offsets[ids == number, 1] = offsets[ids == number, 0] + length
                 trained = overlaps(offsets, wanted)
                 torn = any(((offsets[:, 0] < start) & (offsets[:, 1] > start)).any() for start, _ in wanted)
             found.append((ids, trained, torn))
