@@ -157,7 +157,7 @@ def _change_adapters(execute: Callable[[ModuleType], None], utilities: ModuleTyp
 
 
 def _change_helpers(execute: Callable[[ModuleType], None], helpers: ModuleType) -> None:
-    """peft's helpers, which import bitsandbytes where it is, for seconds, to know its layers. Those here are ours."""
+    """peft's helpers, which import bitsandbytes where it is to know its layers. Those here are ours."""
     unused = sys.modules.setdefault("bitsandbytes", None) is None  # Python finds no module that is None
     execute(helpers)
     if unused:
