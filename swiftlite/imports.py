@@ -90,7 +90,7 @@ def failed_import(error: BaseException) -> str | None:
 
 
 def quiet_bitsandbytes() -> None:
-    """peft imports it: it tells of kernels that nobody uses."""
+    """It tells of kernels that nobody uses when it is imported."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 

@@ -39,13 +39,19 @@ def show_plan(resolved: Resolved) -> None:
         from swiftlite.training.methods import preference_of  # seconds, for torch
 
         preference_of(resolved.config)
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = wide_console()
     console.print(_configuration(resolved))
     console.print(_plan(resolved))
     for note in resolved.notes:
         console.print(f"note: {note}", markup=False)
+
+
+def wide_console() -> Console:
+    """As wide as the terminal, or wide enough for anything where there is none."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
 
 
 def _configuration(resolved: Resolved) -> Table:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.cli.dry_run import WIDTH
 from swiftlite.cli.options import RunCommand, own_flag
+from swiftlite.config.flags import all_flags
 from swiftlite.errors import UserError
 from swiftlite.sizes import in_words
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.planning.devices import Device
     from swiftlite.training.needs import Outline
-    from swiftlite.training.plan import Plan, Proposal
+    from swiftlite.training.plan import Fleet, Plan, Proposal
 
 GB = 10**9
 WORLDS = (1, 2, 4, 8)  # devices of a machine that are looked at where nobody says how many there are,
@@ -43,8 +43,7 @@ def plan(
     resolved: Resolved, device: str | None, device_memory: str | None, link: float, network: float, rows: int
 ) -> None:
     """Print what layouts take. Raises UserError where the device is unknown, or nothing fits."""
-    from rich.console import Console
-
+    from swiftlite.cli.dry_run import wide_console
     from swiftlite.quick_imports import quick_imports
 
     if rows < 1:
@@ -58,9 +57,7 @@ def plan(
         from swiftlite.training.plan import outline_of
     memory = None if device_memory is None else parse_size(_checked_size(device_memory))
     kind, target = device_of(device, memory, link * GB or None, network * GB or None)
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = wide_console()
     for note in resolved.notes:
         console.print(f"note: {note}", markup=False)
     with console.status("building the model without weights"):
@@ -70,19 +67,20 @@ def plan(
         plans = list(_plans(resolved, outline, target))
     _say_what_for(console, outline, target)
     several = len(plans) > 1  # numbers of devices
-    shown = [(world, proposal) for world, plan in plans for proposal in plan.proposals[: 1 if several else rows]]
+    shown = [(fleet, proposal) for fleet, plan in plans for proposal in plan.proposals[: 1 if several else rows]]
+    refused = {what: error for _, plan in reversed(plans) for what, error in plan.refused.items()}
     if not shown:
-        raise plans[0][1].refused[0]
+        raise next(iter(plans[0][1].refused.values()))
     console.print(_table(shown))
     console.print(EXPLAINED, style="dim")
-    _say_refused(console, [plan for _, plan in plans])
-    fitting = [(world, plan.best) for world, plan in plans if plan.best]
+    _say_refused(console, refused.values())
+    fitting = [(fleet, plan.best) for fleet, plan in plans if plan.best]
     if not fitting:
         raise _nothing_fits(resolved, [proposal for _, proposal in shown])
-    world, best = fitting[0]
+    fleet, best = fitting[0]
     console.print(_parts(best))
-    console.print("\nstart it by:" if world[0] == 1 else f"\n{ON_EACH.format(world[0])}")
-    console.print(_command(resolved, world, best), markup=False)
+    console.print("\nstart it by:" if fleet.machines == 1 else f"\n{ON_EACH.format(fleet.machines)}")
+    console.print(_command(resolved, fleet, best), markup=False)
 
 
 def _config_of_model(config: RunConfig) -> PretrainedConfig:
@@ -100,8 +98,8 @@ def _checked_size(text: str) -> str:
         raise UserError(f"--device-memory: {error}", where="--device-memory", fix="write 80GB or 79GiB") from error
 
 
-def _plans(resolved: Resolved, outline: Outline, device: Device) -> Iterator[tuple[tuple[int, int], Plan]]:
-    """((machines, devices of each), plan) for the devices that were named, or as many as it takes to fit."""
+def _plans(resolved: Resolved, outline: Outline, device: Device) -> Iterator[tuple[Fleet, Plan]]:
+    """For the devices that were named, or as many as it takes to fit."""
     from swiftlite.training.plan import Fleet, propose
 
     config = resolved.config
@@ -120,10 +118,11 @@ def _plans(resolved: Resolved, outline: Outline, device: Device) -> Iterator[tup
         target = device
         if outline.device.type == "cpu":  # processes share its memory and its cores
             target = replace(device, memory=device.memory / devices, flops=device.flops / devices)
-        found = propose(resolved, outline, Fleet(target, nodes, devices))
+        fleet = Fleet(target, nodes, devices)
+        found = propose(resolved, outline, fleet)
         fits = fits or found.best is not None
         if found.proposals or (nodes, devices) == worlds[-1]:
-            yield (nodes, devices), found
+            yield fleet, found
 
 
 def _say_what_for(console: Console, outline: Outline, device: Device) -> None:
@@ -136,7 +135,7 @@ def _say_what_for(console: Console, outline: Outline, device: Device) -> None:
     console.print(f"device:  {device.name}, {in_words(device.memory)}, {rate}; {links}")
 
 
-def _table(shown: list[tuple[tuple[int, int], Proposal]]) -> Table:
+def _table(shown: list[tuple[Fleet, Proposal]]) -> Table:
     from rich.table import Table
 
     table = Table(title="\nLayouts, the fastest that fit first", title_justify="left", box=None, padding=(0, 1))
@@ -145,10 +144,10 @@ def _table(shown: list[tuple[tuple[int, int], Proposal]]) -> Table:
     table.add_column("recompute", header_style="dim", no_wrap=True)
     for heading in ("rows", "memory", "s a step", "tokens/s"):
         table.add_column(heading, header_style="dim", justify="right", no_wrap=True)
-    for (nodes, devices), proposal in shown:
+    for fleet, proposal in shown:
         config, fits = proposal.config, proposal.fits
         table.add_row(
-            f"{nodes} x {devices}" if nodes > 1 else str(devices),
+            f"{fleet.machines} x {fleet.per_machine}" if fleet.machines > 1 else str(fleet.per_machine),
             _words(proposal),
             config.activation_checkpointing,
             str(config.micro_batch_size),
@@ -198,30 +197,27 @@ def _parts(best: Proposal) -> Table:
     return table
 
 
-def _say_refused(console: Console, plans: list[Plan]) -> None:
-    refused = {error.what: error for plan in plans for error in reversed(plan.refused)}
+def _say_refused(console: Console, refused: Collection[UserError]) -> None:
     if refused:
         console.print("\n[bold]Refused[/]")
-    for error in refused.values():
+    for error in refused:
         console.print(f"  {error.what}" + (f" ({error.where})" if error.where else ""), markup=False)
 
 
-def _command(resolved: Resolved, world: tuple[int, int], best: Proposal) -> str:
+def _command(resolved: Resolved, fleet: Fleet, best: Proposal) -> str:
     """What starts the best layout: what was given, and what the plan has added."""
-    nodes, devices = world
     recipe = ["--recipe", str(resolved.recipe)] if resolved.recipe else []
     words = ["swiftlite", resolved.config.method, *recipe]
     for name, by in resolved.given.items():
         if name not in UNSAID and name not in best.flags and by != "recipe":
             words += _flag(name, getattr(resolved.config, name))
-    machines = {"nproc_per_node": devices} | ({"nnodes": nodes} if nodes > 1 else {})
-    for name, value in ((machines if nodes * devices > 1 else {}) | best.flags).items():
+    for name, value in ((fleet.flags if best.layout.world > 1 else {}) | best.flags).items():
         words += _flag(name, value)
     return shlex.join(words)
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    option = "--" + name.replace("_", "-")
+    option = all_flags()[name].option
     if isinstance(value, bool):
         return [option] if value else [f"--no-{option[2:]}"]
     if isinstance(value, dict):

@@ -127,16 +127,20 @@ def has_dropout(model: PreTrainedModel) -> bool:
 
 def expert_share(config: PretrainedConfig) -> float:
     """The share of a mixture's experts that a token meets; 1 where there are none, or it cannot be known."""
-    values = config.get_text_config().to_dict()
-    count, chosen = (_first_number(values, names) for names in (EXPERTS, EXPERTS_OF_TOKEN))
-    return chosen / count if count and chosen else 1.0
+    count, chosen = _experts(config)
+    return chosen / count if count else 1.0
 
 
 def experts_of_token(config: PretrainedConfig) -> float:
     """How many of a mixture's experts a token meets; 0 where there are none."""
+    return _experts(config)[1]
+
+
+def _experts(config: PretrainedConfig) -> tuple[float, float]:
+    """(how many a layer has, how many of them a token meets); zeros where there are none, or it cannot be known."""
     values = config.get_text_config().to_dict()
     count, chosen = (_first_number(values, names) for names in (EXPERTS, EXPERTS_OF_TOKEN))
-    return chosen if count and chosen else 0
+    return (count, chosen) if count and chosen else (0, 0)
 
 
 def has_head_norms(model: PreTrainedModel) -> bool:

@@ -113,15 +113,12 @@ def plan_stages(base: PreTrainedModel, ranks: int, schedule: Schedule, *, length
 
     base: the whole causal language model, on any device; length: tokens of a long document, for the cost of attention.
     """
-    layers, embedding, head = stage_costs(base, length)
-    stages = ranks * schedule.per_rank
-    layers[0] += embedding
-    layers[-1] += head
-    return StagePlan(tuple(balance(layers, stages)), ranks, schedule)
+    return StagePlan(tuple(balance(stage_costs(base, length), ranks * schedule.per_rank)), ranks, schedule)
 
 
-def stage_costs(base: PreTrainedModel, length: int) -> tuple[list[float], float, float]:
-    """Multiplications a token in the forward pass: (of each layer, of the embedding, of the output head).
+def stage_costs(base: PreTrainedModel, length: int) -> list[float]:
+    """Multiplications a token in the forward pass of each layer, the embedding's with the first, the head's with the
+    last one.
 
     A layer takes one for each weight that a token meets, of experts only the share that is chosen, and for attention
     `2 a d` for each token in view, on average half of a document or the sliding window. The embedding is looked up.
@@ -132,7 +129,9 @@ def stage_costs(base: PreTrainedModel, length: int) -> tuple[list[float], float,
         _weights_met(layer, share) + per_pair * tokens_in_view(length, window)
         for layer, window in zip(anatomy.layers, attention_windows(config), strict=True)
     ]
-    return costs, float(config.hidden_size), float(sum(p.numel() for p in anatomy.head.parameters()))
+    costs[0] += config.hidden_size
+    costs[-1] += sum(p.numel() for p in anatomy.head.parameters())
+    return costs
 
 
 def _weights_met(layer: nn.Module, share: float) -> float:

@@ -101,15 +101,15 @@ def activation_bytes_per_token(
     dtype: torch.dtype,
     checkpointing: str = "none",
     hidden_dtype: torch.dtype | None = None,
-    written: Written = BY_TRANSFORMERS,
 ) -> int:
-    """Bytes that all layers keep for the backward, per token; the arguments are those of `layer_keeps`.
+    """Bytes that all layers keep for the backward, per token, as transformers writes them; the arguments are those of
+    `layer_keeps`.
 
     On a CPU, where that is much, about as much is left without checkpointing as under `selective`
     (`swiftlite.models.rematerialize`); attention's weights (`swiftlite.models.attention_cpu`) come to a fifth more at
     most, and to less with shorter documents.
     """
-    kept = layer_keeps(model_config, dtype, checkpointing, hidden_dtype, written)
+    kept = layer_keeps(model_config, dtype, checkpointing, hidden_dtype)
     return round(kept.whole * model_config.get_text_config().num_hidden_layers)
 
 

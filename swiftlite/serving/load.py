@@ -11,7 +11,7 @@ import torch
 from swiftlite.checkpoint.catalog import check_adapter
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file, inspect_model_folder
 from swiftlite.errors import UserError, first_line
-from swiftlite.imports import import_package, quiet_bitsandbytes
+from swiftlite.imports import import_package
 from swiftlite.models.anatomy import SCORE_HEAD
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
 from swiftlite.models.load import ADDS_TO_MASK, auto_class, hub_errors, load_config, quiet
@@ -127,7 +127,6 @@ def answer_dtype(precision: str, device: torch.device, config: PretrainedConfig)
 
 
 def _add_adapter(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
-    quiet_bitsandbytes()
     with quick_imports():
         peft = import_package("peft", "the adapter")
     try:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from swiftlite.config.methods import pack_capacity
-from swiftlite.models.anatomy import dissect, has_head_norms
+from swiftlite.models.anatomy import dissect, has_head_norms, why_alone
 from swiftlite.models.quantize import BLOCK, count_quantizable
 from swiftlite.models.tuners import count_parameters
 from swiftlite.objectives.head import CHUNK_BYTES
@@ -137,6 +137,14 @@ class Outline:
         return Blocks.of(self.base)
 
     @cached_property
+    def head_norms(self) -> bool:
+        return has_head_norms(self.base)
+
+    @cached_property
+    def alone(self) -> str | None:
+        return why_alone(self.base)
+
+    @cached_property
     def shape(self) -> ModelShape:
         return ModelShape.of(self.base)
 
@@ -155,7 +163,7 @@ class Outline:
         masters, stored = self.precision.masters.itemsize, weights_dtype(config, self.precision).itemsize
         share = masters / STATE_BYTES["weights"]
         gradient = 0 if config.optimizer_in_backward else STATE_BYTES["gradients"] * share
-        moments = self.need.trained_bytes - STATE_BYTES["weights"] * share - gradient
+        moments = moment_bytes(config.optimizer, self.device.type)
         in_layers = sum(part.count - part.trained for part in (*self.blocks.layers, *self.blocks.experts))
         spared = (stored - self.need.frozen_bytes) * self.need.frozen  # by 4 bits, which layers alone have
         frozen = stored - spared / max(1, in_layers)
@@ -188,7 +196,7 @@ def how_written(config: RunConfig, outline: Outline) -> Written:
     """On a GPU norms are one node of the graph in any case, gates by Liger's kernels or compiled."""
     on_gpu = outline.device.type == "cuda"
     gate = config.compile or outline.kernels == "liger"
-    return Written(on_gpu, on_gpu and gate, has_head_norms(outline.base))
+    return Written(on_gpu, on_gpu and gate, outline.head_norms)
 
 
 def open_modes(config: RunConfig, device: torch.device) -> tuple[str, ...]:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftlite.config.batch import ACCUMULATION, GLOBAL, MICRO
+from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout
 from swiftlite.config.methods import pack_capacity
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import experts_of_token, why_alone
+from swiftlite.models.anatomy import experts_of_token
+from swiftlite.models.experts import find_experts
 from swiftlite.models.load import import_architecture
 from swiftlite.models.tuners import apply_tuner, to_master_precision
 from swiftlite.parallel.experts import check_expert_parallel
@@ -75,13 +77,18 @@ class Fleet:
     machines: int
     per_machine: int
 
+    @property
+    def flags(self) -> dict[str, int]:
+        """That start as many processes."""
+        return {"nproc_per_node": self.per_machine} | ({"nnodes": self.machines} if self.machines > 1 else {})
+
 
 @dataclass
 class Plan:
-    """proposals: the best first; refused: what layouts cannot be, each once."""
+    """proposals: the best first; refused: what layouts cannot be, each kind once, by its words."""
 
     proposals: list[Proposal] = field(default_factory=list)
-    refused: list[UserError] = field(default_factory=list)
+    refused: dict[str, UserError] = field(default_factory=dict)
 
     @property
     def best(self) -> Proposal | None:
@@ -113,11 +120,10 @@ def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:
     """Every layout of a fleet, the best first."""
     plan = Plan()
     given = {name: getattr(resolved.config, name) for name in resolved.given}
-    started = {"nproc_per_node": fleet.per_machine} | ({"nnodes": fleet.machines} if fleet.machines > 1 else {})
     shared = {}
     if not {GLOBAL, ACCUMULATION} & given.keys():  # all layouts train the same steps
         with suppress(UserError):
-            shared[GLOBAL] = _variant(resolved, started, {}).config.global_batch_size
+            shared[GLOBAL] = _variant(resolved, fleet, {}).config.global_batch_size
     for flags in candidates(
         given,
         world=fleet.machines * fleet.per_machine,
@@ -127,11 +133,10 @@ def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:
         experts=int(experts_of_token(outline.model_config) and _experts(outline.base)),
     ):
         try:
-            variant = _variant(resolved, started, shared | flags)
+            variant = _variant(resolved, fleet, shared | flags)
             _check(variant, outline)
         except UserError as error:
-            if str(error) not in map(str, plan.refused):
-                plan.refused.append(error)
+            plan.refused.setdefault(error.what, error)
             continue
         plan.proposals.append(settle(variant, outline, fleet, shared | flags))
     plan.proposals.sort(key=_preference, reverse=True)
@@ -150,19 +155,18 @@ def _preference(proposal: Proposal) -> tuple[bool, float]:
 
 
 def _experts(base: PreTrainedModel) -> int:
-    from swiftlite.models.experts import find_experts
-
     return max((experts.num_experts for _, experts in find_experts(base)), default=0)
 
 
-def _variant(resolved: Resolved, started: Mapping[str, int], flags: Mapping[str, Any]) -> Resolved:
-    """The same settings with other flags, resolved as a command would. started: how many processes, one included: sizes
+def _variant(resolved: Resolved, fleet: Fleet, flags: Mapping[str, Any]) -> Resolved:
+    """The same settings with other flags, resolved as a command would, for the fleet's processes, one included: sizes
     that were given would ask for more. Raises UserError."""
-    config, by = resolved.config, resolved.given
-    given = {name: Given(getattr(config, name), f"--{name.replace('_', '-')}", by[name]) for name in by}
+    config, by, known = resolved.config, resolved.given, all_flags()
+    given = {name: Given(getattr(config, name), known[name].option, by[name]) for name in by}
     sizes = {name: size for name, size in flags.items() if not isinstance(size, int) or size > 1}
-    more = {**started, **sizes}
-    said = {name: Given(value, f"--{name.replace('_', '-')} {value}", "flag") for name, value in more.items()}
+    said = {
+        name: Given(value, f"{known[name].option} {value}", "flag") for name, value in (fleet.flags | sizes).items()
+    }
     return resolve(None, given | said | {"method": Given(config.method, "--method", "flag")}, env={}, needs_rows=False)
 
 
@@ -170,8 +174,8 @@ def _check(variant: Resolved, outline: Outline) -> None:
     config, layout = variant.config, variant.layout
     check_division(config, layout, outline.model_config)
     check_expert_parallel(outline.base, layout)
-    if alone := why_alone(outline.base):
-        check_alone(config, layout, outline.base, alone)
+    if outline.alone:
+        check_alone(config, layout, outline.base, outline.alone)
 
 
 def _tried(variant: Resolved, flags: Mapping[str, Any], outline: Outline, fleet: Fleet) -> Iterator[Proposal]:
@@ -179,19 +183,17 @@ def _tried(variant: Resolved, flags: Mapping[str, Any], outline: Outline, fleet:
     micro-batches that it was resolved with are among them."""
     config, layout, given = variant.config, variant.layout, variant.given
     stages = outline.stages(config, layout)
+    unevenness = _unevenness(stages, outline, config.max_length)
     micro_sizes = [config.micro_batch_size] if {MICRO, ACCUMULATION} & given.keys() else MICRO_SIZES
     for micro, mode in itertools.product(micro_sizes, open_modes(config, outline.device)):
         count, rest = divmod(config.global_batch_size, micro * layout.data_ranks)
         if rest or (stages and stages.schedule.micro_batches(count, layout.pp) != count):
             continue
         for sync in _syncs(config, layout, count, given):
-            chosen = {
-                MICRO: micro, GLOBAL: config.global_batch_size,
-                "activation_checkpointing": mode, "sync_every_microbatch": sync,
-            }  # fmt: skip
+            chosen = {MICRO: micro, "activation_checkpointing": mode, "sync_every_microbatch": sync}
             settled = config.model_copy(update=chosen | {ACCUMULATION: count})
             held = outline.holds(settled, layout, stages)
-            pace = _pace(settled, layout, stages, outline, fleet)
+            pace = _pace(settled, layout, stages, unevenness, outline, fleet)
             more = {name: value for name, value in chosen.items() if value != getattr(config, name)}
             more |= {GLOBAL: config.global_batch_size} if MICRO in more else {}
             tokens = settled.global_batch_size * pack_capacity(settled)
@@ -208,7 +210,9 @@ def _syncs(config: RunConfig, layout: Layout, count: int, given: Mapping[str, st
     return [False, True]
 
 
-def _pace(config: RunConfig, layout: Layout, stages: StagePlan | None, outline: Outline, fleet: Fleet) -> Pace:
+def _pace(
+    config: RunConfig, layout: Layout, stages: StagePlan | None, unevenness: float, outline: Outline, fleet: Fleet
+) -> Pace:
     row, count = pack_capacity(config), config.gradient_accumulation_steps
     adapted = outline.need.trained < outline.need.frozen
     again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) * (WITH_ADAPTERS if adapted else 1)
@@ -232,7 +236,7 @@ def _pace(config: RunConfig, layout: Layout, stages: StagePlan | None, outline: 
         per_machine=fleet.per_machine,
         micro_batches=count,
         plan=stages,
-        unevenness=_unevenness(stages, outline, config.max_length),
+        unevenness=unevenness,
         sync_every_microbatch=config.sync_every_microbatch,
     )
 
@@ -241,9 +245,7 @@ def _unevenness(stages: StagePlan | None, outline: Outline, length: int) -> floa
     """Work of the slowest pipeline rank over that of the mean one."""
     if stages is None:
         return 1.0
-    costs, embedding, head = stage_costs(outline.base, length)
-    costs[0] += embedding
-    costs[-1] += head
+    costs = stage_costs(outline.base, length)
     of_rank = [
         sum(costs[layer] for stage in stages.stages_of(rank) for layer in stages.ranges[stage])
         for rank in range(stages.ranks)
