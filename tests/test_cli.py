@@ -48,9 +48,8 @@ def test_help_imports_nothing_heavy(words):
 def test_help_lists_commands_and_panels(run):
     code, out, _ = run("--help")
     assert code == 0
-    assert all(
-        command in out for command in ("sft", "pretrain", "train", "inspect", "infer", "export", "recipes", "report")
-    )
+    commands = ("sft", "pretrain", "train", "inspect", "plan", "eval", "infer", "export", "recipes", "report", "verify")
+    assert all(command in out for command in commands)
     code, out, _ = run("sft", "--help")
     assert code == 0
     for panel in ("Model", "Data", "Tuner", "Optimization", "Parallelism", "Memory", "Checkpoints", "Logging"):

@@ -121,11 +121,12 @@ def _check_filled(words: list[str]) -> None:
 
 def run_commands() -> dict[str, RunCommand]:
     """The commands whose flags come from the schema, by every name they have."""
+    from swiftlite.cli.eval import EVAL
     from swiftlite.cli.inspect import INSPECT
     from swiftlite.cli.plan import PLAN
     from swiftlite.cli.train import TRAIN_COMMANDS
 
-    commands = {command.name: command for command in [*TRAIN_COMMANDS, INSPECT, PLAN]}
+    commands = {command.name: command for command in [*TRAIN_COMMANDS, INSPECT, PLAN, EVAL]}
     return commands | {"pt": commands["pretrain"]}
 
 

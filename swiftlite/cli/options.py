@@ -6,12 +6,16 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swiftlite.cli.line import Line, read_line
 from swiftlite.config.flags import Flag, all_flags
+
+if TYPE_CHECKING:
+    from swiftlite.config.recipe import Recipe
+    from swiftlite.config.validate import Given
 
 KIND_NAMES = {"bool": "on|off", "int": "INT", "float": "FLOAT", "str": "NAME", "list": "NAME ...", "map": "KEY=COLUMN"}
 WIDEST_CHOICES = 9  # characters in the help's column of types; longer lists of choices go into the sentence
@@ -32,6 +36,9 @@ class RunCommand:
     fallback: the method where nobody says it, and needs_rows: False where no data set has to be named, of commands that
     only look.
 
+    settle(given, recipe): what the flags and the recipe become before they are resolved, of commands that read them in
+    another way; uses(flag): whether a setting is any of its business, if help shows not all of them.
+
     handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags, unless
     `--dry-run` asks for configuration and plan only.
     """
@@ -43,6 +50,8 @@ class RunCommand:
     own: tuple[Flag, ...] = ()
     fallback: str | None = None
     needs_rows: bool = True
+    settle: Callable[[dict[str, Given], Recipe | None], tuple[dict[str, Given], Recipe | None]] | None = None
+    uses: Callable[[Flag], bool] = lambda flag: True
 
     def read(self, words: list[str]) -> Line:
         """The words behind the command, by the schema. Raises UserError."""
@@ -60,7 +69,10 @@ class RunCommand:
         told = [all_flags()["method"]] if self.method else []  # by the command's name; another one is an error
         parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
         flags = [*self.own, *all_flags().values()]
-        parameters += [_recipe_parameter(), *(_parameter(flag, hidden=flag in told) for flag in flags)]
+        parameters += [
+            _recipe_parameter(),
+            *(_parameter(flag, hidden=flag in told or not self.uses(flag)) for flag in flags),
+        ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -80,6 +92,8 @@ class RunCommand:
             one_word = isinstance(value, list) and len(value) == 1  # so that `--report-to none` means none
             given[name] = Given(value[0] if one_word else value, line.typed[name], "flag")
         loaded = load_recipe(recipe) if recipe else None
+        if self.settle is not None:
+            given, loaded = self.settle(given, loaded)
         said = "method" in given or (loaded is not None and "method" in loaded.entries)
         method = self.method or (None if said else self.fallback)
         resolved = resolve(method, given, loaded, needs_rows=self.needs_rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swiftlite.cli.errors import show_error
-from swiftlite.cli.model_options import given_path
+from swiftlite.cli.model_options import check_report, given_path
 from swiftlite.errors import UserError
 from swiftlite.quick_imports import quick_imports
 
@@ -68,7 +67,7 @@ def verify(
         raise UserError(f"{unknown[0]} is not verified", where="--method", fix=f"there are: {', '.join(methods)}")
     picked = _pick(nproc_per_node, layout)
     if report is not None:
-        _check_report(report)
+        check_report(report)
 
     with quick_imports():
         from swiftlite.verification.run import read_verdicts  # behind the checks: it imports all of training
@@ -105,15 +104,6 @@ def _architectures(names: list[str] | None, model: str | None) -> tuple[str, ...
         known = ", ".join(toy_architectures())
         raise UserError(f"no toy model is called {unknown[0]}", where="--architecture", fix=f"use {known}")
     return chosen
-
-
-def _check_report(path: Path) -> None:
-    """Raises UserError where the verdicts could not be written: they are hours of work."""
-    where = f"--json {path}"
-    if not path.absolute().parent.is_dir():
-        raise UserError("there is no such folder", where=where, fix="make it first, or name another")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError("the file cannot be written", where=where, fix="name another")
 
 
 def _pick(processes: int, texts: list[str] | None) -> list[Case]:

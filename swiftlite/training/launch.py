@@ -1,7 +1,7 @@
-"""The door into training: starts what can run beside the imports, then imports and trains, alone or as one of several.
+"""The door into the engine: starts what can run beside the imports, then imports and works, alone or as one of several.
 
 `launch` starts the processes of a layout where nobody else did; each of them, and each that torchrun started, goes
-through `train_here`.
+through `work_here`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,32 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 Report = Callable[[BaseException], int]
+Work = Callable[..., None]  # work(config, world, layout, began=began)
+Load = Callable[[], Work]  # imports it; started processes get it as a pickle
 
 
-def launch(config: RunConfig, layout: Layout, report: Report) -> None:
-    """Train as the config says. report: tells the user of an error and returns the exit code.
+def training() -> Work:
+    from swiftlite.training.run import run_training
 
-    Raises what `run_training` raises; where there are several processes, the one that fails first reports why, and
+    return run_training
+
+
+def launch(config: RunConfig, layout: Layout, report: Report, load: Load = training) -> None:
+    """Train as the config says. report: tells the user of an error and returns the exit code; load: imports what each
+    process does.
+
+    Raises what the work raises; where there are several processes, the one that fails first reports why, and
     SystemExit is raised with the exit code.
     """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     with prepared_in_background(config, tokenizer_loader(config), when=first_here):
         if (layout.world > 1 or config.max_restarts) and not under_torchrun(os.environ):
-            _start(config, layout, report)
+            _start(config, layout, report, load)
         else:
-            train_here(config, layout, report)
+            work_here(config, layout, report, load)
 
 
-def _start(config: RunConfig, layout: Layout, report: Report) -> None:
+def _start(config: RunConfig, layout: Layout, report: Report, load: Load) -> None:
     """Start this machine's processes, again from the newest checkpoint where they failed while running."""
     from swiftlite.checkpoint.folder import list_checkpoints
     from swiftlite.parallel.start import Machines, start_processes
@@ -62,7 +71,7 @@ def _start(config: RunConfig, layout: Layout, report: Report) -> None:
     began = time.monotonic()
     for left in reversed(range(config.max_restarts + 1)):
         try:
-            start_processes(machines, train_in_process, config.model_dump(), layout, report, began)
+            start_processes(machines, work_in_process, config.model_dump(), layout, report, load, began)
         except (RunError, SystemExit) as failure:
             code = report(failure) if left and isinstance(failure, RunError) else getattr(failure, "code", None)
             if not left or code != RunError.exit_code:
@@ -73,29 +82,30 @@ def _start(config: RunConfig, layout: Layout, report: Report) -> None:
         machines = machines.again()
 
 
-def train_in_process(values: dict[str, object], layout: Layout, report: Report, began: float) -> int:
+def work_in_process(values: dict[str, object], layout: Layout, report: Report, load: Load, began: float) -> int:
     """The whole life of a started process. Returns the exit code of a run that ended."""
     from swiftlite.config.schema import RunConfig
     from swiftlite.parallel.start import told_before_joining
 
     with told_before_joining(report):
-        train_here(RunConfig.model_validate(values), layout, report, began)
+        work_here(RunConfig.model_validate(values), layout, report, load, began)
     return 0
 
 
-def train_here(config: RunConfig, layout: Layout, report: Report, began: float | None = None) -> None:
-    """Train in this process, one of the layout's. began: by time.monotonic, which all processes of a machine share, the
-    first start of a run that has been started again. Raises what `launch` says."""
+def work_here(config: RunConfig, layout: Layout, report: Report, load: Load, began: float | None = None) -> None:
+    """Do the work in this process, one of the layout's. began: by time.monotonic, which all processes of a machine
+    share, the first start of a run that has been started again. Raises what `launch` says."""
     prepare_heap()
     quiet_bitsandbytes()
     with quick_imports():
         from swiftlite.parallel.world import joined
-        from swiftlite.training.run import run_training
+
+        work = load()
 
     raise_seen_signal()
     with joined() as world, world.told_once(lambda error: report(_reason(error))):
         config = config.model_copy(update={"output_dir": world.same("output", config.output_dir)})
-        run_training(config, world, layout, began=began)
+        work(config, world, layout, began=began)
 
 
 def _reason(error: BaseException) -> BaseException:

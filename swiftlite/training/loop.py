@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ import torch
 from swiftlite.data.batches import MicroBatch
 from swiftlite.models.compiled import nothing_compiled
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.evaluation import evaluate_rows
 from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors, unfit_rows
 from swiftlite.training.flops import peak_flops
 from swiftlite.training.losses import TokenLoss
@@ -22,7 +22,6 @@ from swiftlite.training.methods import Method, check_start
 from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moments, set_rate
 from swiftlite.training.precision import LossScale, Precision
 from swiftlite.training.profiler import StepProfiler
-from swiftlite.training.reference import evaluating
 from swiftlite.training.schedule import rate_at, schedule_notes, warmup_steps
 from swiftlite.training.share import Sharing, StepShare
 from swiftlite.training.step import StepOutcome, StepRunner
@@ -323,27 +322,25 @@ class Loop:
     def _evaluate(self, row: dict[str, Any]) -> int | None:
         """Add an evaluation to the row of a step, or return the reason to stop that came before its end: what is left
         of the time a scheduler gives is for the checkpoint."""
-        parts, method = self._parts, self._parts.method
-        total, count, sums = 0.0, 0, Counter()
-        with evaluating(parts.modules):
-            for batch in parts.eval_plan.steps():
-                reason, _ = self._agree(self._stop_requested(), 0.0)
-                if reason:
-                    self._listener.message(f"step {row['step']} is not evaluated: the run was asked to stop")
-                    return reason
-                share, make_loss = method.prepare(batch, parts.share(batch.packs), "eval")
-                with self._memory_errors("the evaluation", share.micro_batches):
-                    loss, found = parts.runner.evaluate(share.micro_batches, make_loss(1))
-                total, count = total + loss, count + method.count(share)
-                sums.update(found)
-        loss = total / max(1, count)
-        progress = self.progress
+        parts, reason = self._parts, None
+
+        def going_on(_done: int) -> bool:
+            nonlocal reason
+            reason, _ = self._agree(self._stop_requested(), 0.0)
+            return reason is None
+
+        plan, method = parts.eval_plan, parts.method
+        found = evaluate_rows(plan, method, parts.runner, parts.share, parts.modules, self._memory_errors, going_on)
+        if found is None:
+            self._listener.message(f"step {row['step']} is not evaluated: the run was asked to stop")
+            return reason
+        loss, progress = found.loss, self.progress
         if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.evaluations_without_gain = loss, 0
         else:
             progress.evaluations_without_gain += 1
         row["eval_loss"] = loss
-        row |= {f"eval_{name}": value for name, value in method.metrics(sums, count).items()}
+        row |= {f"eval_{name}": value for name, value in method.metrics(found.sums, found.count).items()}
         return None
 
     def _note_best(self, eval_loss: float | None) -> None:

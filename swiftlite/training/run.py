@@ -51,7 +51,7 @@ from swiftlite.training.output import OutputFolder
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
-from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
+from swiftlite.training.setup import Trainee, build_trainee, check_model, check_same_rows, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
 from swiftlite.training.stopping import Stopped, stop_requests
@@ -95,7 +95,7 @@ def run_training(
         if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
             reporter.message(f"warning: {warning}")
         with reporter.phase("loading the model"):
-            _check_same_rows(world, prepared.fingerprint)
+            check_same_rows(world, prepared.fingerprint)
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout)
             trainee.check(config.max_length, compiled=config.compile)
@@ -115,15 +115,6 @@ def run_training(
         except Stopped as stopped:
             reporter.message(f"stopped {stopped.words}; go on with --resume auto --output-dir {output}")
             raise SystemExit(stopped.exit_code) from None
-
-
-def _check_same_rows(world: World, fingerprint: str) -> None:
-    """Raises RunError where this process has read other rows than the first: each would train its own steps."""
-    if world.same("rows", fingerprint) != fingerprint:
-        raise RunError(
-            f"process {world.rank} has read other rows, or another tokenizer, than process 0",
-            fix="start again when nothing writes to the data; on several machines give all of them the same files",
-        )
 
 
 def saved_progress(state: dict[str, Any], checkpoint: Path, method: dict[str, Any]) -> Progress:

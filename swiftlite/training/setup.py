@@ -24,7 +24,7 @@ from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED
 from swiftlite.config.names import most_positions
 from swiftlite.data.stops import padding_token
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 from swiftlite.imports import import_package
 from swiftlite.models import attention, fp8
 from swiftlite.models.anatomy import (
@@ -208,6 +208,15 @@ def vocabulary_of(config: RunConfig, model_config: PretrainedConfig) -> int | No
     """How many tokens the model knows; None where it does not say, or grows to the tokenizer's size."""
     grows = config.new_tokens or config.adapter
     return None if grows else getattr(model_config.get_text_config(), "vocab_size", None)
+
+
+def check_same_rows(world: World, fingerprint: str) -> None:
+    """Raises RunError where this process has read other rows than the first: each would compute steps of its own."""
+    if world.same("rows", fingerprint) != fingerprint:
+        raise RunError(
+            f"process {world.rank} has read other rows, or another tokenizer, than process 0",
+            fix="start again when nothing writes to the data; on several machines give all of them the same files",
+        )
 
 
 def build_trainee(

@@ -1,0 +1,202 @@
+"""`swiftlite eval` in one of its processes: check, data, model, then one pass over each data set.
+
+Everything is as in a training run of the same settings, in any layout, so that the loss of a checkpoint is the one that
+its run has logged; but nothing is trained, and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swiftlite.checkpoint.folder import list_checkpoints
+from swiftlite.checkpoint.state import STATE, read_trainer_state
+from swiftlite.config.checks import unused_on_cpu
+from swiftlite.data.audit import losses_in_words
+from swiftlite.data.prepare import PreparedData, prepare_data
+from swiftlite.errors import UserError
+from swiftlite.models.dtypes import source_dtype
+from swiftlite.models.tokenizer import tokenizer_loader
+from swiftlite.parallel.world import World
+from swiftlite.reporting.display import open_display
+from swiftlite.reporting.run import QuietReporter, Reporter
+from swiftlite.training.evaluation import Evaluation, evaluate_rows
+from swiftlite.training.failures import memory_errors, other_memory_errors
+from swiftlite.training.methods import Method, preference_of
+from swiftlite.training.run import saved_progress
+from swiftlite.training.setup import (
+    Trainee,
+    build_trainee,
+    check_model,
+    check_same_rows,
+    precision_of,
+    vocabulary_of,
+)
+from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from swiftlite.config.layout import Layout
+    from swiftlite.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """data: the name of the rows; counts: of rows and tokens; loss: the mean over trained tokens, pairs or answers."""
+
+    data: str
+    counts: dict[str, int]
+    loss: float
+    metrics: dict[str, float | None]
+
+
+COUNTED = ("rows", "pairs", "desirable", "undesirable", "tokens", "trained_tokens")
+Tell = Callable[[list[Evaluated]], None]
+
+
+def run_evaluation(config: RunConfig, world: World, layout: Layout, *, tell: Tell, began: float | None = None) -> None:
+    """Evaluate the weights in `config.resume`, which began as `config.model`, or that model itself.
+
+    The rows are those of `config.dataset`, each set by itself, or the part of them that `config.eval_fraction` holds
+    out. tell: gets what was found, on rank 0: of each data set, and of all if there are several. began: not needed.
+
+    Raises UserError for what the user can mend, RunError for what fails.
+    """
+    reporter = open_display() if world.rank == 0 else QuietReporter()
+    checkpoint = None if config.resume == "never" else _checkpoint_of(Path(config.resume))
+    start, config = config.model_copy(update={"resume": "never"}), _of_the_weights(config)
+    load = tokenizer_loader(config)
+    with other_memory_errors():
+        with reporter.phase("checking the model"):
+            model_config = check_model(config, layout, world.device, None)
+            config = _as_in_files(config, model_config, world.device)
+            if needs_reference(preference_of(config)):
+                _check_reference(start, config)
+        for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
+            reporter.message(f"note: {note}")
+        with reporter.phase("preparing data") as update:
+            vocabulary = vocabulary_of(config, model_config)
+            data = [_as_training(prepare_data(one, load, update, vocabulary)) for one in _each_set(config)]
+        for losses in filter(None, (losses_in_words(prepared.audit) for prepared in data)):
+            reporter.message(f"note: {losses}")
+        with reporter.phase("loading the model"):
+            check_same_rows(world, " ".join(prepared.fingerprint for prepared in data))
+            world.meet("data")
+            trainee = build_trainee(config, model_config, None, load, world, layout)
+            trainee.check(config.max_length, compiled=config.compile)
+        for note in trainee.notes:
+            reporter.message(f"note: {note}")
+        if trainee.has_new_head:
+            fix = "name a reward model, such as the result of `swiftlite rm`"
+            raise UserError("the model has no score head", where=config.model, fix=fix)
+
+        @cache
+        def build_start() -> Trainee:
+            as_begun = check_model(start, layout, world.device, None)
+            return build_trainee(start, as_begun, None, load, world.within("start"), layout)
+
+        def build(number: int, prepared: PreparedData) -> Method:
+            same, loss = world.within(f"set {number}").same, preference_of(config)
+            parts = MethodParts(start, loss, prepared, trainee, False, build_start, load, reporter, same)
+            method = build_method(parts)
+            method.state = _carried(checkpoint, method.state)
+            return method
+
+        found = list(_evaluate(config, data, trainee, build, reporter))
+    if world.rank == 0:
+        tell(found)
+
+
+def _of_the_weights(config: RunConfig) -> RunConfig:
+    """The config of the model as it is now. An adapter keeps its base; whole weights are a model of their own."""
+    settled: dict[str, Any] = {"resume": "never", "activation_checkpointing": "none"}
+    if config.tuner == "lora":
+        adapter = config.adapter if config.resume == "never" else config.resume
+        settled |= {"adapter": adapter, "new_tokens": [] if adapter else config.new_tokens}
+        if adapter is None and config.quantization == "none":  # which none but adapters can be put on
+            settled["tuner"] = "full"
+    elif config.resume != "never":
+        settled |= {"model": config.resume, "new_tokens": []}
+    return config.model_copy(update=settled)
+
+
+def _checkpoint_of(weights: Path) -> Path | None:
+    """The checkpoint that has what a method carries from step to step: the weights' own, or of a result the last."""
+    candidates = [weights, *list_checkpoints(weights.parent)[:1]]
+    return next((folder for folder in candidates if (folder / STATE).is_file()), None)
+
+
+def _carried(checkpoint: Path | None, fresh: dict[str, Any]) -> dict[str, Any]:
+    """What the method has carried from step to step, unless the checkpoint is another method's."""
+    state = None if checkpoint is None else read_trainer_state(checkpoint)
+    same = state is not None and state["progress"].get("method", {}).keys() == fresh.keys()
+    return saved_progress(state, checkpoint, fresh).method if same else fresh
+
+
+def _as_in_files(config: RunConfig, model_config: PretrainedConfig, device: torch.device) -> RunConfig:
+    """Weights that are not trained need no masters: they stay in bf16 where files have that, and products."""
+    in_bf16 = precision_of(config, config.precision, model_config, device).dtype == torch.bfloat16
+    alike = in_bf16 and source_dtype(model_config) == torch.bfloat16 and config.tuner != "lora"
+    return config.model_copy(update={"pure_bf16": alike})
+
+
+def _check_reference(start: RunConfig, config: RunConfig) -> None:
+    """Raises UserError where the model would be compared with itself."""
+    if (start.model, start.adapter) == (config.model, config.adapter):
+        raise UserError(
+            f"{config.method} compares a model with what it began as, and nothing says what that was",
+            where=config.model,
+            fix="name the run (--model OUT), whose config.yaml says it, or an adapter, which began as its base",
+        )
+
+
+def _each_set(config: RunConfig) -> Iterator[RunConfig]:
+    """A config for each data set of which the rows are evaluated; one for all where a part of them is held out."""
+    if config.eval_fraction:
+        yield config.model_copy(update={"streaming": False})
+        return
+    once = {"eval_dataset": [], "shuffle": False, "epochs": 1.0, "max_steps": None, "streaming": False}
+    for name in config.dataset:
+        yield config.model_copy(update={**once, "dataset": [name]})
+
+
+def _as_training(prepared: PreparedData) -> PreparedData:
+    """With the rows to evaluate in the place of those to train on. Their steps are not those of a run, and nor are a
+    reference's values for their mismatched answers."""
+    if prepared.eval is None:
+        return replace(prepared, fingerprint=f"eval {prepared.fingerprint}")
+    return replace(prepared, train=prepared.eval, eval=None, fingerprint=f"eval {prepared.fingerprint}")
+
+
+def _evaluate(
+    config: RunConfig,
+    data: list[PreparedData],
+    trainee: Trainee,
+    build: Callable[[int, PreparedData], Method],
+    reporter: Reporter,
+) -> Iterator[Evaluated]:
+    """Each data set, and all together where there are several."""
+    modules, divided = [part.scorer for part in trainee.divided.parts], trainee.divided
+    errors, whole, counts = partial(memory_errors, config=config, sound=False), Evaluation(), []
+    for number, prepared in enumerate(data):
+        method, plan = build(number, prepared), prepared.train
+        name = config.dataset[number] if len(data) > 1 else " ".join(config.dataset)
+        with reporter.phase(f"evaluating {name}", plan.total_steps) as update:
+
+            def going_on(done: int, update: Callable[..., None] = update) -> bool:
+                update(done)
+                return True
+
+            found = evaluate_rows(plan, method, divided.runner, divided.share, modules, errors, going_on, "train")
+        described, whole = plan.describe(), whole + found
+        counts.append({key: described[key] for key in COUNTED if key in described})
+        yield Evaluated(name, counts[-1], found.loss, method.metrics(found.sums, found.count))
+    if len(data) > 1:
+        summed = {key: sum(each[key] for each in counts) for key in counts[0]}
+        yield Evaluated("all", summed, whole.loss, method.metrics(whole.sums, whole.count))

@@ -1,0 +1,68 @@
+"""One pass over rows of which nothing is learnt: the evaluations of a run, and `swiftlite eval`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from swiftlite.data.batches import MicroBatch
+from swiftlite.training.reference import evaluating
+
+if TYPE_CHECKING:
+    from swiftlite.data.order import BatchPlan
+    from swiftlite.training.methods import Method
+    from swiftlite.training.share import Sharing
+    from swiftlite.training.step import StepRunner
+
+MemoryErrors = Callable[[str, Sequence[MicroBatch]], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """total: the summed loss of `count` trained tokens, pairs or answers; sums: what the method's loss names."""
+
+    total: float = 0.0
+    count: int = 0
+    sums: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def loss(self) -> float:
+        return self.total / max(1, self.count)
+
+    def __add__(self, other: Evaluation) -> Evaluation:
+        sums = Counter(self.sums)
+        sums.update(other.sums)  # `+` of counters leaves out what is negative
+        return Evaluation(self.total + other.total, self.count + other.count, sums)
+
+
+def evaluate_rows(
+    plan: BatchPlan,
+    method: Method,
+    runner: StepRunner,
+    share: Sharing,
+    modules: Sequence[nn.Module],
+    memory_errors: MemoryErrors,
+    going_on: Callable[[int], bool],
+    kind: str = "eval",
+) -> Evaluation | None:
+    """The plan's rows, each once; every process of the world calls it.
+
+    modules: what the runner runs; memory_errors: (what is being done, with which micro-batches); going_on: asked before
+    each step, with the steps done, and None is returned where it says no; kind: whose rows the method's reference knows
+    these as.
+    """
+    found = Evaluation()
+    with evaluating(modules):
+        for done, batch in enumerate(plan.steps()):
+            if not going_on(done):
+                return None
+            mine, make_loss = method.prepare(batch, share(batch.packs), kind)
+            with memory_errors("the evaluation", mine.micro_batches):
+                loss, sums = runner.evaluate(mine.micro_batches, make_loss(1))
+            found += Evaluation(loss, method.count(mine), Counter(sums))
+    return found

@@ -1,0 +1,195 @@
+"""`swiftlite eval`: the loss that a run has logged, from what it has saved; and what has nothing to be evaluated."""
+
+import json
+import math
+
+import pytest
+import torch
+from test_launch import SWIFTLITE, run
+from test_parity import metrics, render_chat, settings, train_alone
+
+from swiftlite.checkpoint.folder import list_checkpoints
+from swiftlite.cli.app import main
+from swiftlite.cli.eval import choose_rows
+from swiftlite.config.layout import Layout
+from swiftlite.config.resolve import resolve, resolve_config
+from swiftlite.config.validate import Given
+from swiftlite.errors import UserError
+from swiftlite.models.toys import toy_judged, toy_pairs
+from swiftlite.parallel.world import World
+from swiftlite.serving.evaluated import settle
+from swiftlite.training import reference
+from swiftlite.training.evaluate import run_evaluation
+
+ROWS = {"dpo": toy_pairs, "rm": toy_pairs, "kto": toy_judged}
+RUNS = {
+    "sft-full": ("sft", {"tuner": "full", "learning_rate": 1e-3}),
+    "sft-new-tokens": ("sft", {"tuner": "full", "new_tokens": ["<fox>", "<hen>"]}),
+    "sft-lora": ("sft", {"tuner": "lora", "modules_to_save": ["lm_head"], "new_tokens": ["<fox>"]}),
+    "sft-freeze": ("sft", {"tuner": "freeze", "trainable_layers": 1}),
+    "sft-template": ("sft", {"tuner": "full", "chat_template": "chatml", "precision": "bf16"}),
+    "dpo-full": ("dpo", {"tuner": "full"}),
+    "dpo-precomputed": ("dpo", {"tuner": "full", "reference": "precompute"}),
+    "dpo-running-mean": ("dpo", {"tuner": "lora", "loss": ["bco_pair"]}),
+    "kto-full": ("kto", {"tuner": "full", "reference": "precompute"}),
+    "rm-lora": ("rm", {"tuner": "lora"}),
+}
+
+
+@pytest.fixture
+def train(tmp_path, tiny_model, write_rows, chat_rows):
+    """Train a run of RUNS with evaluations: name -> its rows of metrics.jsonl."""
+
+    def start(name, **more):
+        method, values = RUNS[name]
+        data = write_rows(f"{method}.jsonl", ROWS[method](24) if method in ROWS else chat_rows)
+        held_out = {"eval_fraction": 0.3, "save_steps": 2, "eval_steps": 2, "learning_rate": 1e-2}
+        values = settings(tmp_path, tiny_model("llama"), data, **(held_out | values | more))
+        train_alone(resolve_config(method, **values))
+        return metrics(tmp_path / "out")
+
+    return start
+
+
+def evaluate(**values):
+    """What is found: one of a data set each, and of all."""
+    given = {name: Given(value, f"--{name}", "flag") for name, value in values.items()}
+    settled, recipe = settle(given, None)
+    method = None if "method" in settled or recipe is not None else "sft"
+    resolved, found = resolve(method, settled, recipe, needs_rows=False), []
+    run_evaluation(choose_rows(resolved), World(torch.device("cpu")), Layout(), tell=found.extend)
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_checkpoint_has_the_loss_that_its_run_has_logged(tmp_path, train, name):
+    logged = {row["step"]: row for row in train(name) if "eval_loss" in row}
+    out = tmp_path / "out"
+    newer, older = list_checkpoints(out)
+    assert logged.keys() == {2, 4} and logged[2]["eval_loss"] != logged[4]["eval_loss"]
+    for folder, step in ((older, 2), (newer, 4), (out / "checkpoints" / "latest", 4), (out, 4)):
+        [found] = evaluate(model=str(folder), cache_dir=str(tmp_path / "cache"))
+        assert found.loss == logged[step]["eval_loss"]
+        assert {f"eval_{key}": value for key, value in found.metrics.items()} == {
+            key: value for key, value in logged[step].items() if key.startswith("eval_") and key != "eval_loss"
+        }
+
+
+def test_a_model_without_a_run_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, expected = tiny_model("qwen3"), {}
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+    for name, rows in (("one.jsonl", chat_rows[:7]), ("two.jsonl", chat_rows[7:20])):
+        total, count = 0.0, 0
+        for row in rows:
+            ids, trained = render_chat(tokenizer, row["messages"])
+            with torch.no_grad():
+                logprobs = plain(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            learnt = torch.tensor(trained[1:])
+            total -= logprobs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])][learnt].sum().item()
+            count += int(learnt.sum())
+        expected[str(write_rows(name, rows))] = total, count
+    found = evaluate(model=str(model), dataset=list(expected), cache_dir=str(tmp_path / "cache"))
+    assert [one.data for one in found] == [*expected, "all"] and found[-1].counts["rows"] == 20
+    for one, (total, count) in zip(
+        found, [*expected.values(), map(sum, zip(*expected.values(), strict=True))], strict=True
+    ):
+        assert one.counts["trained_tokens"] == count
+        assert one.loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_rows_and_method_may_be_others_than_the_runs(tmp_path, train, write_rows, chat_rows):
+    train("dpo-full")
+    rows, cache = str(write_rows("chats.jsonl", chat_rows[:5])), str(tmp_path / "cache")
+    [found] = evaluate(model=str(tmp_path / "out"), method="sft", dataset=[rows], cache_dir=cache)
+    [alone] = evaluate(model=str(tmp_path / "out" / "model"), method="sft", dataset=[rows], cache_dir=cache)
+    assert found.counts["rows"] == 5 and found.loss == alone.loss
+    [found] = evaluate(model=str(tmp_path / "out"), dataset=[str(tmp_path / "dpo.jsonl")], cache_dir=cache)
+    assert found.counts["pairs"] == 24
+
+
+def test_an_adapter_is_compared_with_its_base(tmp_path, train):
+    last = train("dpo-running-mean", loss=["sigmoid"])[-1]
+    moved = tmp_path / "moved"
+    (tmp_path / "out" / "model").rename(moved)  # it is no run's any more
+    given = {"method": "dpo", "eval_fraction": 0.3, "max_length": 160, "cache_dir": str(tmp_path / "cache")}
+    [found] = evaluate(adapter=str(moved), dataset=[str(tmp_path / "dpo.jsonl")], global_batch_size=4, **given)
+    assert found.loss == pytest.approx(last["eval_loss"], rel=1e-6)
+
+
+def test_a_reference_is_loaded_once_for_several_data_sets(tmp_path, train, write_rows, monkeypatch):
+    train("dpo-full")
+    other, seen = write_rows("other.jsonl", toy_pairs(6)), set()
+    sums = reference.LiveReference.sums
+
+    def noting(self, *arguments):
+        seen.add(id(self._modules[0]))
+        return sums(self, *arguments)
+
+    monkeypatch.setattr(reference.LiveReference, "sums", noting)
+    rows = [str(tmp_path / "dpo.jsonl"), str(other)]
+    found = evaluate(model=str(tmp_path / "out"), dataset=rows, cache_dir=str(tmp_path / "cache"))
+    assert len(found) == 3 and len(seen) == 1
+
+
+def test_layouts_give_the_same_numbers(tmp_path, train):
+    logged = train("dpo-full")[-1]
+    for layout in (["--parallel", "fsdp"], ["--tp", "2"], ["--pp", "2"]):
+        report = tmp_path / "report.json"
+        words = ["--nproc-per-node", "2", "--json", report, "--cache-dir", tmp_path / "cache", *layout]
+        done = run(*SWIFTLITE, "eval", "--model", tmp_path / "out", *words)
+        assert done.returncode == 0, done.stderr
+        [row] = json.loads(report.read_text())
+        for name in ("loss", "rewards/margin", "logps/chosen"):
+            assert row[name] == pytest.approx(logged[f"eval_{name}"], rel=1e-5), layout
+
+
+def test_the_command_tells_and_writes(tmp_path, tiny_model, write_rows, chat_rows):
+    rows, report = write_rows("rows.jsonl", chat_rows[:6]), tmp_path / "found.json"
+    words = ["--model", tiny_model("llama"), "--dataset", rows, "--json", report, "--cache-dir", tmp_path / "cache"]
+    done = run(*SWIFTLITE, "eval", *words, "--learning-rate", "1", "--max-length", "160", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "note: --learning-rate has no effect: nothing is trained" in done.stdout
+    [row] = json.loads(report.read_text())
+    assert row["rows"] == 6 and row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert f"{row['loss']:.4f}" in done.stdout and "perplexity" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "no model is named"),
+        (("--model", "MODEL"), "no rows are named"),
+        (("--model", "MODEL", "--dataset", "ROWS", "--eval-dataset", "ROWS"), "both --dataset and --eval-dataset"),
+        (("--model", "MODEL", "--dataset", "ROWS", "--resume", "auto"), "an evaluation resumes nothing"),
+        (("--model", "MODEL", "--dataset", "ROWS", "--json", "nowhere/x.json"), "there is no such folder"),
+        (("--model", "MODEL", "--dataset", "ROWS", "--learing-rate", "1"), "unknown flag --learing-rate"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_evaluated_is_told_at_once(capsys, tiny_model, write_rows, chat_rows, words, said):
+    places = {"MODEL": str(tiny_model("llama")), "ROWS": str(write_rows("rows.jsonl", chat_rows[:2]))}
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *(places.get(word, word) for word in words)])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_what_has_nothing_to_compare_with_is_refused(tmp_path, tiny_model, write_rows):
+    pairs = {"dataset": [str(write_rows("pairs.jsonl", toy_pairs(4)))], "cache_dir": str(tmp_path / "cache")}
+    model, length = str(tiny_model("llama")), 160
+    with pytest.raises(UserError, match="compares a model with what it began as"):
+        evaluate(model=model, method="dpo", max_length=length, **pairs)
+    assert evaluate(model=model, method="dpo", loss=["simpo"], max_length=length, **pairs)[0].loss > 0
+    with pytest.raises(UserError, match="no score head"):
+        evaluate(model=model, method="rm", max_length=length, **pairs)
+
+
+def test_a_reward_model_is_known_as_one(tmp_path, train, write_rows):
+    train("rm-lora", tuner="full")
+    moved = tmp_path / "moved"
+    (tmp_path / "out" / "model").rename(moved)
+    pairs = str(write_rows("more.jsonl", toy_pairs(4)))
+    [found] = evaluate(model=str(moved), dataset=[pairs], max_length=160, cache_dir=str(tmp_path / "cache"))
+    assert found.counts["pairs"] == 4 and "rewards/accuracy" in found.metrics
