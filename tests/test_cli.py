@@ -56,6 +56,11 @@ def test_help_lists_commands_and_panels(run):
         assert f"─ {panel}" in out
 
 
+@pytest.mark.parametrize("command", ["infer", "export"])
+def test_defaults_that_are_told_in_words_are_shown(run, command):
+    assert "[default: the model's]" in " ".join(run(command, "--help")[1].replace("│", " ").split())
+
+
 CONTRACT_LINES = [
     "sft --parallel fsdp --sharding full --model org/model --dataset org/rows",
     "sft --recipe llama3/8b-sft-fsdp --nproc-per-node 8",

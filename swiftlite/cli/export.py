@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DTYPE = "Number type of the result: auto (that of the base), bf16, fp16 or fp32."
 FOLDER = "A folder that is not there yet."
-PROMPT = "Check the result with this; may be given again. [default: four of our own]"
+PROMPT = "Check the result with this; may be given again. \\[default: four of our own]"
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +32,7 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file, such as 5GB.", metavar="SIZE")] = "5GB",
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help=PROMPT)] = None,
     chat_template: Annotated[
-        str | None, model_option(help="Built-in name or Jinja file to save. [default: the model's]")
+        str | None, model_option(help="Built-in name or Jinja file to save. \\[default: the model's]")
     ] = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
