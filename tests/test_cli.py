@@ -34,7 +34,9 @@ def flags(values):
     return words
 
 
-@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"], ["recipes", "list"], ["--version"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["sft", "--help"], ["serve", "--help"], ["recipes", "list"], ["--version"]]
+)
 def test_help_imports_nothing_heavy(words):
     code = (
         "import sys\nfrom swiftlite.cli.app import main\n"
@@ -48,7 +50,7 @@ def test_help_imports_nothing_heavy(words):
 def test_help_lists_commands_and_panels(run):
     code, out, _ = run("--help")
     assert code == 0
-    commands = ("sft", "pretrain", "train", "inspect", "plan", "eval", "infer", "export", "recipes", "report", "verify")
+    commands = ("sft", "pretrain", "train", "inspect", "plan", "eval", "infer", "export", "serve", "recipes", "report")
     assert all(command in out for command in commands)
     code, out, _ = run("sft", "--help")
     assert code == 0
@@ -56,7 +58,7 @@ def test_help_lists_commands_and_panels(run):
         assert f"─ {panel}" in out
 
 
-@pytest.mark.parametrize("command", ["infer", "export"])
+@pytest.mark.parametrize("command", ["infer", "export", "serve"])
 def test_defaults_that_are_told_in_words_are_shown(run, command):
     assert "[default: the model's]" in " ".join(run(command, "--help")[1].replace("│", " ").split())
 
@@ -102,8 +104,16 @@ def test_every_recipe_resolves(run, name):
         ("sfft", "sft"),
         ("infer --modle x", "--model"),
         ("merge --model x", "did you mean `swiftlite export`?"),
+        ("deploy --model x", "No such command 'deploy'\nfix:   did you mean `swiftlite serve`?"),  # and not `dpo`
         ("SFT --model x", "did you mean `swiftlite sft`?"),
         ("infer -m=/nowhere/at/all -p hi", "--model /nowhere/at/all"),
+        ("serve m/x", "unexpected word 'm/x'"),
+        ("serve m/x --model m/x -- --flag", "unexpected word 'm/x'"),
+        ("serve --model /nowhere/at/all -- --flag --port=x value", "--model /nowhere/at/all"),
+        ("serve --model m/x --port 8OOO", "--port"),
+        ("serve --model m/x --port 65536", "--port"),
+        ("serve --model m/x --tp 0", "--tensor-parallel-size"),
+        ("serve --model m/x --max_length some", "--max-length"),
         ("recipes show nothing", "recipe"),
         ("report /nowhere", "metrics.jsonl"),
         ("recipes copy llama3/8b-sft-fsdp /proc/x.yaml", "/proc/x.yaml"),

@@ -25,10 +25,10 @@ EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  Â
 
 SHORT = re.compile("-[a-zA-Z]")
 MAY_BE_EMPTY = "--system"  # of `infer`: some templates write a message of their own where there is none
-NO_COMMAND = re.compile("No such command '(.*)'")
+NO_COMMAND = re.compile(r"(No such command '(.*?)')(\. Did you mean .*)?")
 ELSEWHERE = {  # what other tools call a command
-    "chat": "infer", "convert": "export", "finetune": "sft", "fine-tune": "sft", "generate": "infer",
-    "help": "--help", "merge": "export", "plot": "report", "preview": "inspect", "reward": "rm",
+    "api": "serve", "chat": "infer", "convert": "export", "deploy": "serve", "finetune": "sft", "fine-tune": "sft",
+    "generate": "infer", "help": "--help", "merge": "export", "plot": "report", "preview": "inspect", "reward": "rm",
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the program and exit with its code."""
     settle_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    session = Session(debug="--debug" in words)
+    session = Session(debug="--debug" in _own(words))
     end_on_signals()
     code = _run(words, session)
     try:
@@ -100,18 +100,25 @@ def _find_command(words: list[str]) -> tuple[RunCommand | None, list[str]]:
 def _plain_words(words: list[str]) -> list[str]:
     """The line of a command with its own flags: without `--debug`, `-` for `_` in flags, and `-o=PATH` in two words,
     of which Click would make the path `=PATH`; no words ask for help."""
-    plain = []
-    for word in words:
+    plain, own = [], _own(words)
+    for word in own:
         name, equals, value = word.partition("=")
         if SHORT.fullmatch(name) and equals:
             plain += [name, value]
         elif word != "--debug":
             plain.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+    plain += words[len(own) :]
     return [*plain, "--help"] if plain in ([], ["recipes"]) else plain
+
+
+def _own(words: list[str]) -> list[str]:
+    """Those before `--`, behind which words are an engine's (`serve`) and stay as they are."""
+    return words[: words.index("--")] if "--" in words else words
 
 
 def _check_filled(words: list[str]) -> None:
     """Raises UserError for an empty word, as the schema's commands do: as a path it would be the working folder."""
+    words = _own(words)
     for before, word in zip(["", *words], words, strict=False):
         option, equals, value = word.partition("=") if word.startswith("-") else (before, "", word)
         if (equals or not word.startswith("-")) and not value.strip() and option != MAY_BE_EMPTY:
@@ -132,7 +139,7 @@ def run_commands() -> dict[str, RunCommand]:
 
 def build_app(chosen: RunCommand | None = None) -> typer.Typer:
     """The Typer app. chosen: the one command that gets its options; the others are only listed."""
-    from swiftlite.cli import export, infer, recipes, report, verify
+    from swiftlite.cli import export, infer, recipes, report, serve, verify
 
     app = typer.Typer(
         help=ABOUT,
@@ -146,7 +153,7 @@ def build_app(chosen: RunCommand | None = None) -> typer.Typer:
     app.callback()(_top)
     for name, command in run_commands().items():
         command.add(app, with_options=command is chosen, name=name, hidden=name != command.name)
-    for module in (infer, export, recipes, report, verify):
+    for module in (infer, export, serve, recipes, report, verify):
         module.register(app)
     return app
 
@@ -174,10 +181,11 @@ def _usage_error(error: Any, words: list[str]) -> UserError:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else f"swiftlite {words[0]}"  # where a value is missing
     hint = ""
-    if (wrong := NO_COMMAND.fullmatch(text)) and command == "swiftlite":  # Click has no other that is alike
-        word = wrong[1].lower()
+    if (wrong := NO_COMMAND.fullmatch(text)) and command == "swiftlite":
+        word = wrong[2].lower()
         meant = ELSEWHERE.get(word) or (word if word in run_commands() else None)
-        hint = f"did you mean `swiftlite {meant}`? " if meant else ""
+        if meant:  # whatever Click finds alike
+            text, hint = wrong[1], f"did you mean `swiftlite {meant}`? "
     return UserError(text, fix=f"{hint}`{command} --help` shows what there is")
 
 

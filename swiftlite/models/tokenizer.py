@@ -79,13 +79,7 @@ def load_tokenizer(
         check_model_path(source)
     else:
         check_name(source, "--tokenizer")
-    folder = Path(source).expanduser()
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(
-            "the model folder has no tokenizer",
-            where=str(folder),
-            fix="copy tokenizer.json and tokenizer_config.json into it, or give --tokenizer",
-        )
+    check_tokenizer_folder(Path(source).expanduser())
     with hub_errors(source, "tokenizer"):
         its_revision = revision if source == model else None
         loaded = AutoTokenizer.from_pretrained(source, revision=its_revision, trust_remote_code=trust_remote_code)
@@ -103,6 +97,16 @@ def load_tokenizer(
     if chat_template is not None:
         loaded.chat_template = read_chat_template(chat_template)
     return loaded
+
+
+def check_tokenizer_folder(folder: Path) -> None:
+    """Raises UserError for a folder without a tokenizer. What is no folder may be a hub id."""
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            "the model folder has no tokenizer",
+            where=str(folder),
+            fix="copy tokenizer.json and tokenizer_config.json into it, or give --tokenizer",
+        )
 
 
 def read_chat_template(name: str) -> str:

@@ -64,7 +64,7 @@ class QuietReporter(AbstractContextManager["QuietReporter"]):
 def to_merge(config: RunConfig) -> str:
     """What of an adapter serving engines refuse (docs/reliability.md has what was tried), in words; empty where they
     take it as it is."""
-    if config.tuner != "lora" or config.method == "rm":
+    if config.tuner != "lora":
         return ""
     kinds = {"DoRA": config.dora, "whole modules": config.modules_to_save, "new tokens": config.new_tokens}
     return " and ".join(words for words, asked in kinds.items() if asked)
@@ -135,10 +135,10 @@ class RunReporter:
         lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
         if self._config.method != "rm":  # which gives scores, not answers
-            lines["try it"] = f"swiftlite infer --model {shlex.quote(str(model))}"
-        if merged := to_merge(self._config):
-            words = f"swiftlite export --model {shlex.quote(str(model))} --output-dir FOLDER"
-            lines["serve it"] = f"{words} first: engines take no adapter with {merged}"
+            name, merged = shlex.quote(str(model)), to_merge(self._config)
+            lines["try it"] = f"swiftlite infer --model {name}"
+            merge = f"swiftlite export --model {name} --output-dir FOLDER first: engines take no adapter with {merged}"
+            lines["serve it"] = merge if merged else f"swiftlite serve --model {name}"
         running.write_state("finished")
         try:
             _draw(self._output)

@@ -18,7 +18,7 @@ from swiftlite.data.sources import COMPRESSED, as_data_file
 from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
 from swiftlite.quick_imports import quick_imports
 from swiftlite.serving.prompts import Question, check_utf8, read_questions
-from swiftlite.serving.source import find_source
+from swiftlite.serving.source import check_answers, find_source
 
 ROWS_AT_A_TIME = 32  # batches that are answered, and then written in the order of the input
 
@@ -55,12 +55,7 @@ def run_infer(options: InferOptions) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows fewer characters gets question marks
         sys.stdout.reconfigure(errors="replace")
     source = find_source(options.model, options.adapter)
-    if source.is_classifier():
-        raise UserError(
-            "this is a reward model: it gives scores, no answers",
-            where=str(source.adapter or source.base),
-            fix="name a model that sft, pretrain, dpo or kto trained",
-        )
+    check_answers(source)
     questions = None
     if options.input is not None:
         questions = read_questions(options.input, options.system)

@@ -1,4 +1,5 @@
-"""What `--model` and `--adapter` of `swiftlite infer` stand for: a base model, perhaps an adapter, and their tokenizer.
+"""What `--model` and `--adapter` of commands that use a finished model stand for: a base model, perhaps an adapter,
+and their tokenizer.
 
 A path may be a model folder, an adapter folder (its base is found from `adapter_config.json`), a checkpoint, which
 holds the files of either, or the output folder of a run, whose `model/` is meant.
@@ -32,9 +33,9 @@ class ModelSource:
     def is_classifier(self) -> bool:
         """Whether it gives scores instead of words, as reward models do. Raises UserError."""
         if self.adapter is not None:
-            return _json(self.adapter / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
+            return read_settings(self.adapter / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
         config = Path(self.base) / MODEL_CONFIG
-        names = _json(config).get("architectures") if config.is_file() else None
+        names = read_settings(config).get("architectures") if config.is_file() else None
         return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
@@ -60,6 +61,16 @@ def find_source(model: str | None, adapter: str | None) -> ModelSource:
             "--model is an adapter too", where=f"--model {model}", fix="give the base model, or leave --model out"
         )
     return _with_adapter(Path(folder), named)
+
+
+def check_answers(source: ModelSource) -> None:
+    """Raises UserError for what gives scores instead of words."""
+    if source.is_classifier():
+        raise UserError(
+            "this is a reward model: it gives scores, no answers",
+            where=str(source.adapter or source.base),
+            fix="name a model that sft, pretrain, dpo or kto trained",
+        )
 
 
 def _resolve(name: str) -> str:
@@ -108,7 +119,8 @@ def _with_adapter(folder: Path, base: str | None) -> ModelSource:
     return _checked(ModelSource(source, folder, str(folder) if own_tokenizer else source))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a small JSON file says. Raises UserError where it is none."""
     try:
         config = read_json_file(path)
     except (OSError, ValueError) as error:
@@ -120,7 +132,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _base_of(folder: Path) -> str:
     path = folder / ADAPTER_CONFIG
-    base = _json(path).get("base_model_name_or_path")
+    base = read_settings(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(
             "the adapter does not say which model it belongs to",

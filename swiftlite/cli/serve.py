@@ -1,0 +1,74 @@
+"""`swiftlite serve`: the flags. Nothing heavy is imported, here or by the command: the engine does that."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, model_option
+from swiftlite.errors import UserError
+
+ENGINE = "auto, vllm, sglang, lmdeploy or transformers; auto: the first that is installed."
+PRECISION = "auto, bf16, fp16 or fp32; auto: the engine's choice."
+SERVED = "What clients call it. \\[default: the name of the run or folder, or the hub id]"
+
+
+def _server(*names: str, **details: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Server", **details)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the app."""
+    app.command(name="serve", help="Serve a model by an installed engine, as the API of OpenAI.")(serve)
+
+
+def serve(
+    words: Annotated[
+        list[str] | None, typer.Argument(help="Behind `--`: the engine's own flags, as they are.", metavar="-- FLAGS")
+    ] = None,
+    model: Model = None,
+    adapter: Annotated[str | None, model_option(help="LoRA adapter to serve on the model.", metavar="PATH")] = None,
+    engine: Annotated[str, _server("--engine", "-e", help=ENGINE)] = "auto",
+    host: Annotated[str, _server(help="Address to listen at; 0.0.0.0: all of the machine.")] = "127.0.0.1",
+    port: Annotated[int, _server(help="Port to listen at.", min=1, max=65535)] = 8000,
+    served_name: Annotated[
+        str | None, _server("--served-name", "--served-model-name", help=SERVED, metavar="NAME")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, _server("--tensor-parallel-size", "--tp", help="GPUs that share each layer.", min=1)
+    ] = 1,
+    max_length: Annotated[
+        int | None, _server(help="Longest conversation in tokens. \\[default: the model's]", min=1)
+    ] = None,
+    dry_run: Annotated[bool, _server("--dry-run", help="Print the engine's command line.")] = False,
+    precision: Annotated[str, model_option(help=PRECISION)] = "auto",
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Hands the flags over to `swiftlite.serving.serve`. Raises UserError for a word that stands before `--`."""
+    from swiftlite.serving.serve import ServeOptions, run_serve
+
+    if words and not words[0].startswith("-"):
+        raise UserError(
+            f"unexpected word {words[0]!r}",
+            where="swiftlite serve",
+            fix="name the model by --model, and write the engine's own flags behind `--`",
+        )
+    run_serve(
+        ServeOptions(
+            model=model,
+            adapter=adapter,
+            engine=engine,
+            host=host,
+            port=port,
+            served_name=served_name,
+            tensor_parallel_size=tensor_parallel_size,
+            max_length=max_length,
+            precision=precision,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            dry_run=dry_run,
+            words=words or [],
+        )
+    )
