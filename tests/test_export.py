@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -157,3 +158,29 @@ def test_what_goes_wrong_leaves_nothing(trained, tmp_path, monkeypatch, tiny_mod
     with pytest.raises(RunError, match="nothing was written"):
         export(run, tmp_path / "new", dtype="fp32")
     assert sorted(path.name for path in tmp_path.iterdir() if "new" in path.name or path.name.startswith(".")) == []
+
+
+def test_engines_are_told_the_ends_of_turns(tmp_path, tiny_model, write_rows, chat_rows):
+    """They read them off generation_config.json alone, where a base model has the end of texts."""
+    base, texts = tmp_path / "base", write_rows("texts.jsonl", [{"text": "Once upon a time. " * 9}] * 8)
+    shutil.copytree(tiny_model("llama"), base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    ends, turns = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    for file, changes in (("tokenizer", {"eos_token": "<|endoftext|>"}), ("generation", {"eos_token_id": ends})):
+        path = base / f"{file}_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    chats = write_rows("chats.jsonl", chat_rows)
+    runs = {"full": ("sft", "full", chats), "texts": ("pretrain", "full", texts), "lora": ("sft", "lora", chats)}
+    for name, (method, tuner, rows) in runs.items():
+        values = settings(tmp_path, base, rows, tuner=tuner, max_steps=1, output_dir=str(tmp_path / name))
+        train_alone(resolve_config(method, **values))
+    export(tmp_path / "lora", tmp_path / "merged")
+    folders = {
+        "full": tmp_path / "full" / "model",
+        "texts": tmp_path / "texts" / "model",
+        "merged": tmp_path / "merged",
+    }
+    found = {name: AutoModelForCausalLM.from_pretrained(folder).generation_config for name, folder in folders.items()}
+    assert {name: settings.eos_token_id for name, settings in found.items()} == {
+        "full": [ends, turns], "texts": ends, "merged": [ends, turns]
+    }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,14 +53,18 @@ def create_model_files(
     model: nn.Module,
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
+    stops: Sequence[int] = (),
 ) -> None:
-    """Everything but the bytes of the tensors, by one process: configs, tokenizer, safetensors with their headers."""
+    """Everything but the bytes of the tensors, by one process: configs, tokenizer, safetensors with their headers.
+
+    stops: ids that end an answer, for generation_config.json; as in the source where none are given.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if files.adapter:
             _save_adapter_config(folder, model)
         else:
-            _save_configs(folder, base, files.dtype)
+            _save_configs(folder, base, files.dtype, stops)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     files.plan.create(folder)
@@ -74,10 +79,13 @@ def _save_adapter_config(folder: Path, model: nn.Module) -> None:
     written.save_pretrained(folder)
 
 
-def _save_configs(folder: Path, base: PreTrainedModel, dtype: torch.dtype) -> None:
+def _save_configs(folder: Path, base: PreTrainedModel, dtype: torch.dtype, stops: Sequence[int]) -> None:
     written = copy.deepcopy(base.config)  # the model may be training meanwhile
     written.dtype = dtype
     written.architectures = [type(base).__name__]
     written.save_pretrained(folder)
     if base.can_generate():
-        base.generation_config.save_pretrained(folder)
+        settings = copy.deepcopy(base.generation_config)
+        if stops and list(stops) not in (settings.eos_token_id, [settings.eos_token_id]):  # engines know no others
+            settings.eos_token_id, settings._from_model_config = list(stops), False
+        settings.save_pretrained(folder)

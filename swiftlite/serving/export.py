@@ -22,6 +22,7 @@ from swiftlite.checkpoint.folder import atomic_folder
 from swiftlite.checkpoint.space import check_place, check_space
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.config.types import Size
+from swiftlite.data.stops import stop_tokens
 from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.models.adapters import check_start
 from swiftlite.models.anatomy import check_plain_weights
@@ -208,7 +209,8 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 def _write(folder: Path, files: ModelFiles, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     check_space({folder: files.plan.size * SPARE}, "the result", fix="free space or name a folder on another disk")
     with atomic_folder(folder, manifest=False, again="export again") as partial:
-        create_model_files(partial, files, model, model, tokenizer)
+        stops = stop_tokens(model.generation_config, tokenizer) if model.can_generate() else ()
+        create_model_files(partial, files, model, model, tokenizer, stops)
         files.plan.write(partial, {name: holdings(tensor) for name, tensor in stored_tensors(model)})
         _read_back(partial, files, dict(stored_tensors(model)))
 

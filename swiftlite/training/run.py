@@ -35,6 +35,7 @@ from swiftlite.config.changes import OF_THE_LOSS, OF_THE_ROWS, changed_settings
 from swiftlite.config.checks import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
+from swiftlite.data.stops import stop_tokens
 from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
 from swiftlite.heap import give_back
@@ -330,7 +331,9 @@ class Session:
 
     def _create_model(self, folder: Path) -> None:
         trainee = self._trainee
-        create_model_files(folder, trainee.files, trainee.model, trainee.base, self._load_tokenizer())
+        tokenizer, chats = self._load_tokenizer(), self._config.method != "pretrain"
+        stops = stop_tokens(trainee.base.generation_config, tokenizer) if chats and trainee.base.can_generate() else ()
+        create_model_files(folder, trainee.files, trainee.model, trainee.base, tokenizer, stops)
 
     def _write_model(self, folder: Path) -> None:
         self._trainee.files.plan.write(folder, to_write(self._mesh, self._trainee.tensors()))
