@@ -10,7 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_parity import settings, train_alone
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from swiftlite.checkpoint import space
 from swiftlite.checkpoint.folder import list_checkpoints

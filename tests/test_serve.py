@@ -213,6 +213,17 @@ def test_vllm_takes_no_adapter_on_gpt2(installed, adapter, tiny_model):
     assert "of the type gpt2" in refused(adapter=str(folder))
 
 
+def test_an_adapter_that_ends_answers_otherwise_is_served_with_its_ends(installed, adapter, capsys):
+    installed("vllm", "sglang")
+    folder = adapter()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    words = line(capsys, model=str(folder), engine="vllm")
+    assert words[words.index("--generation-config") + 1] == str(folder)
+    with pytest.raises(UserError, match="ends answers as the base model does") as refused:
+        run_serve(ServeOptions(model=str(folder), engine="sglang", dry_run=True))
+    assert "swiftlite export" in refused.value.fix
+
+
 def test_lmdeploy_takes_an_adapter_that_was_trained_with_the_bases_tokenizer(installed, adapter, capsys):
     installed("lmdeploy")
     folder = adapter()

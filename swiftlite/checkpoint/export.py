@@ -57,14 +57,17 @@ def create_model_files(
 ) -> None:
     """Everything but the bytes of the tensors, by one process: configs, tokenizer, safetensors with their headers.
 
-    stops: ids that end an answer, for generation_config.json; as in the source where none are given.
+    stops: ids that end an answer, for generation_config.json; as in the source where none are given. An adapter has
+    that file only where it ends answers otherwise than its base.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if files.adapter:
             _save_adapter_config(folder, model)
         else:
-            _save_configs(folder, base, files.dtype, stops)
+            _save_config(folder, base, files.dtype)
+        if base.can_generate():
+            _save_generation(folder, base, stops, needed=not files.adapter)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     files.plan.create(folder)
@@ -79,13 +82,18 @@ def _save_adapter_config(folder: Path, model: nn.Module) -> None:
     written.save_pretrained(folder)
 
 
-def _save_configs(folder: Path, base: PreTrainedModel, dtype: torch.dtype, stops: Sequence[int]) -> None:
+def _save_config(folder: Path, base: PreTrainedModel, dtype: torch.dtype) -> None:
     written = copy.deepcopy(base.config)  # the model may be training meanwhile
     written.dtype = dtype
     written.architectures = [type(base).__name__]
     written.save_pretrained(folder)
-    if base.can_generate():
-        settings = copy.deepcopy(base.generation_config)
-        if stops and list(stops) not in (settings.eos_token_id, [settings.eos_token_id]):  # engines know no others
-            settings.eos_token_id, settings._from_model_config = list(stops), False
+
+
+def _save_generation(folder: Path, base: PreTrainedModel, stops: Sequence[int], *, needed: bool) -> None:
+    """Engines know no other ends of answers. needed: also where they are those of the base."""
+    settings = copy.deepcopy(base.generation_config)
+    changed = bool(stops) and list(stops) not in (settings.eos_token_id, [settings.eos_token_id])
+    if changed:
+        settings.eos_token_id, settings._from_model_config = list(stops), False
+    if changed or needed:
         settings.save_pretrained(folder)

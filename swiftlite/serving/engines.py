@@ -18,6 +18,7 @@ from swiftlite.errors import UserError
 from swiftlite.serving.source import ModelSource, read_settings
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+GENERATION_CONFIG = "generation_config.json"
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
 
 # Settings of an adapter that make it more than products of two small matrices beside a layer.
@@ -79,6 +80,7 @@ ENGINES = (
             "--precision": "--dtype",
             "--revision": "--revision",
             "tokenizer": "--tokenizer",
+            "generation": "--generation-config",
         },
         install=OF_ITS_OWN.format("vllm"),
         no_lora=("gpt2",),
@@ -139,8 +141,15 @@ def check_adapter(engine: Engine, source: ModelSource, *, revision: str | None, 
         check_start(SimpleNamespace(**settings), source.adapter)
     if why := _refused(engine, source, settings):
         raise _merge_first(engine, source, why)
+    if "generation" not in engine.flags and ends_otherwise(source.adapter):
+        raise _merge_first(engine, source, "ends answers as the base model does, and the adapter was trained otherwise")
     if "tokenizer" not in engine.flags and source.tokenizer != source.base:
         _check_same_tokenizer(engine, source, revision, trust_remote_code)
+
+
+def ends_otherwise(adapter: Path | None) -> bool:
+    """Whether an adapter ends answers with tokens that its base does not end them with: it has a file for them then."""
+    return adapter is not None and (adapter / GENERATION_CONFIG).is_file()
 
 
 def _refused(engine: Engine, source: ModelSource, settings: dict[str, Any]) -> str:

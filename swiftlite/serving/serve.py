@@ -22,7 +22,7 @@ from swiftlite.config.types import DTYPE, plain_word
 from swiftlite.errors import UserError
 from swiftlite.imports import is_installed
 from swiftlite.models.tokenizer import check_tokenizer_folder
-from swiftlite.serving.engines import ENGINES, PRECISIONS, Engine, check_adapter, named_adapter
+from swiftlite.serving.engines import ENGINES, PRECISIONS, Engine, check_adapter, ends_otherwise, named_adapter
 from swiftlite.serving.source import ModelSource, check_answers, find_source
 
 NAME = re.compile(r"\w[\w.@/:+-]*")  # what stands before `=` and in a request
@@ -129,6 +129,7 @@ def command_line(engine: Engine, program: str, source: ModelSource, options: Ser
         "--precision": _dtype(engine, options.precision),
         "--revision": revision,
         "tokenizer": own_tokenizer if "tokenizer" in engine.flags else None,
+        "generation": str(source.adapter) if ends_otherwise(source.adapter) else None,
     }
     words = [*engine.start, model]
     for setting, value in values.items():
