@@ -81,7 +81,7 @@ def lengths_table(folder: Path) -> str:
 def widths_table(folder: Path) -> str:
     """A step over 4,096 tokens."""
     from swiftlite.models.toys import write_toy
-    from swiftlite.planning.choose import TRAINED_BYTES
+    from swiftlite.planning.footprint import TRAINED_BYTES
 
     write_text(folder / "text.jsonl", 5, 8 * STEP_TOKENS)
     cells = []

@@ -13,7 +13,7 @@ from swiftlite import imports
 from swiftlite.checkpoint.state import COUNTER, MOMENTS, begin_moments
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
-from swiftlite.planning.choose import PACKED_MOMENTS, moment_bytes
+from swiftlite.planning.footprint import PACKED_MOMENTS, moment_bytes
 from swiftlite.training import adamw_bf16
 from swiftlite.training.adamw_8bit import SMALLEST, AdamW8bit
 from swiftlite.training.adamw_bf16 import AdamWBf16

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,17 +14,19 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve
 from swiftlite.config.validate import Given
 from swiftlite.models.toys import toy_config, write_toy
+from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.stages import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE, ZERO_BUBBLE_V, StagePlan
 from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.parallel.world import joined
-from swiftlite.planning.choose import Choice
+from swiftlite.planning.choose import Choice, data_layouts
 from swiftlite.planning.communication import Parameters, Traffic
 from swiftlite.planning.devices import Device, find_device
 from swiftlite.planning.footprint import Blocks, NumberBytes, Work, footprint, in_flight
 from swiftlite.planning.memory import Kept
 from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
 from swiftlite.planning.search import CP, EP, PP, TP, candidates
-from swiftlite.training.needs import bears_copy, choose_checkpointing, choose_layout
+from swiftlite.sizes import in_words
+from swiftlite.training.needs import choose
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.training.setup import Trainee
 from swiftlite.verification.run import resolve_in_world
@@ -75,11 +78,11 @@ def test_auto_counts_the_gradients_that_add_up(tmp_path, rows, mode):
     flags = {"tuner": "full", "max_length": 4096, "global_batch_size": rows, "nproc_per_node": 8, "parallel": "fsdp"}
     resolved, outline = outlined(tmp_path, LLAMA, **flags)
     free = int(find_device("h100").memory)
-    chosen, held = choose_checkpointing(resolved.config, outline, Choice(resolved.layout, False, ""), 0, free)
-    assert chosen == mode and held.total <= 0.85 * free
-    words = Trainee.memory_words.fget
-    assert words(SimpleNamespace(held=held, free=free)).endswith("of 74.51 GiB free on a device")
-    assert "`swiftlite plan` shows what would fit" in words(SimpleNamespace(held=held, free=free // 2))
+    choice = choose(resolved.config, outline, free, resolved.layout)
+    assert choice.checkpointing == mode and choice.held.total <= 0.85 * free
+    told, known = Trainee.memory_words.fget, {"choice": choice, "mesh": Mesh(choice.layout, outline.device)}
+    assert told(SimpleNamespace(free=free, **known)).endswith("of 74.51 GiB free on a device")
+    assert "`swiftlite plan` shows what would fit" in told(SimpleNamespace(free=free // 2, **known))
 
 
 def test_experts_larger_than_this_machine_can_be_planned(tmp_path):
@@ -93,7 +96,7 @@ def test_experts_larger_than_this_machine_can_be_planned(tmp_path):
     given = {"model": Given(str(tmp_path), "--model", "flag"), "tuner": Given("full", "--tuner", "flag")}
     resolved = resolve("sft", given, env={}, needs_rows=False)
     outline = outline_of(resolved.config, config, "cuda")
-    assert outline.need.trained > 45e9 and all(p.is_meta for p in outline.base.parameters())
+    assert outline.trained > 45e9 and all(p.is_meta for p in outline.base.parameters())
 
 
 def test_a_mixture_is_planned_in_the_type_it_trains_in(monkeypatch, tmp_path):
@@ -212,8 +215,6 @@ WORK = Work(tokens=64, micro_batches=4, kept=Kept(10, 30), recomputed=Kept(10, 3
     ],
 )
 def test_what_is_whole_for_a_while(layout, work, gradients, gathered):
-    from dataclasses import replace
-
     held = footprint(BLOCKS, layout, None, BYTES, replace(WORK, **work))
     assert (held.gradients, held.gathered) == (gradients, gathered)
     assert held.weights == 4 * 5200 / layout.shards and held.moments == 2 * held.weights
@@ -234,7 +235,7 @@ def test_four_bits_are_gathered_as_they_are(tmp_path, layout):
     held = outline.holds(resolved.config.model_copy(update={"activation_checkpointing": "none"}), layout, None)
     ends = 2 * 2 * 128256 * 4096
     packed = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) * (1 / 2 + 2 / 64)
-    adapters = outline.need.trained
+    adapters = outline.trained
     assert held.gathered == pytest.approx(ends + packed + 2 * adapters, rel=0.01)
     assert held.weights == pytest.approx((ends + packed + 4 * adapters) / layout.shards, rel=0.01)
 
@@ -252,22 +253,80 @@ def test_a_reference_beside_the_model_is_counted(tmp_path):
 def test_a_reference_is_no_second_model_where_the_peak_leaves_no_room(tmp_path):
     flags = {"tuner": "full", "max_length": 4096, "global_batch_size": 64, "nproc_per_node": 8, "parallel": "fsdp"}
     resolved, outline = outlined(tmp_path, LLAMA, activation_checkpointing="selective", **flags)
-    held, copy = outline.holds(resolved.config, resolved.layout, None), 4 * outline.need.trained
-    choice, free = Choice(resolved.layout, False, ""), int((held.total + copy / 8) / 0.85) + 1
-    assert bears_copy(choice, copy, 30 * GIB, held, free) and bears_copy(choice, copy, 30 * GIB, None, free)
-    assert not bears_copy(choice, copy, 30 * GIB, held, free - GIB)
-    assert not bears_copy(choice, copy, 3 * GIB, held, free)
+    held, copy = outline.holds(resolved.config, resolved.layout, None), 4 * outline.trained / 8
+    choice, free = Choice(resolved.layout, False, "selective", held), int((held.total + copy) / 0.85) + 1
+    assert choice.bears_copy(free) and not choice.bears_copy(free - GIB)
+    assert not replace(choice, offload=True).bears_copy(free)
+    lighter = replace(held, activations=0, workspace=0)  # a copy is a quarter of what states leave, and fits
+    choice, free = Choice(resolved.layout, False, "full", lighter), int((held.resident + 4 * copy) / 0.85) + 1
+    assert choice.bears_copy(free + 2) and not choice.bears_copy(free - GIB)
 
 
-def test_replicas_are_chosen_where_copies_of_their_weights_fit_too(tmp_path):
-    """FSDP copies frozen weights of replicas as well: 32B in bf16 are 61 GiB, twice."""
-    resolved, outline = outlined(
-        tmp_path, "Qwen/Qwen2.5-32B-Instruct", nproc_per_node=2, activation_checkpointing="none"
+# --- what `--parallel auto` takes -------------------------------------------------------------------------------------
+
+H100, H200, L4 = (int(find_device(name).memory) for name in ("h100", "h200", "l4"))
+LIGHTER = {"ddp": 0, "fsdp full": 1, "offload": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "free", "flags", "kind", "mode"),
+    [
+        (LLAMA, H100, {"tuner": "full", "max_length": 4096}, "fsdp full", "none"),
+        (LLAMA, H100, {"tuner": "full", "max_length": 8192}, "fsdp full", "selective"),
+        (LLAMA, H200, {"tuner": "full", "max_length": 4096}, "fsdp full", "none"),  # 16 bytes x 8 B are 120 GiB
+        ("Qwen/Qwen2.5-0.5B-Instruct", L4, {"nproc_per_node": 2}, "ddp", "none"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", L4, {"nproc_per_node": 2, "max_length": 32768}, "ddp", "full"),
+        ("meta-llama/Llama-3.1-70B-Instruct", H100, {}, "fsdp full", "selective"),
+        ("meta-llama/Llama-3.1-70B-Instruct", H100, {"nproc_per_node": 2}, "offload", "none"),
+        # replicas would fit, fully recomputed, which costs more than to send weights
+        (LLAMA, H200, {"max_length": 32768}, "fsdp full", "selective"),
+    ],
+)
+def test_auto_takes_the_layout_that_sends_least(tmp_path, model, free, flags, kind, mode):
+    """Of those that fit by the same sum as in a plan, and none that fits is lighter."""
+    resolved, outline = outlined(tmp_path, model, **({"nproc_per_node": 8} | flags))
+    choice = choose(resolved.config, outline, free, resolved.layout)
+    replicated = choice.layout.dp_replicate == resolved.layout.world
+    found = "offload" if choice.offload else "ddp" if replicated else "fsdp full"
+    assert (found, choice.checkpointing) == (kind, mode)
+    settled = resolved.config.model_copy(
+        update={"activation_checkpointing": mode, "offload": "cpu" if choice.offload else "none"}
     )
-    choice = choose_layout(resolved.config, outline.need, 141 * 10**9, resolved.layout)
-    assert choice.layout.sharding == "full"
-    held = outline.holds(resolved.config, Layout(dp_replicate=2), None)
-    assert outline.need.gathered == pytest.approx(held.gathered, rel=0.02)
+    assert outline.holds(settled, choice.layout, None) == choice.held
+    assert choice.held.total <= 0.85 * free and in_words(choice.held.total) in choice.reason
+    layouts = data_layouts(resolved.layout)
+    lighter = [outline.holds(settled.model_copy(update={"offload": "none"}), one, None) for one in layouts]
+    for held in lighter[: LIGHTER[kind]]:
+        assert held.total > 0.85 * free and in_words(held.total) in choice.reason
+
+
+def test_what_is_given_is_not_chosen(tmp_path):
+    for flags in ({"sharding": "full"}, {"parallel": "fsdp"}, {"mesh": "2x2"}, {"offload": "cpu"}):
+        resolved, outline = outlined(tmp_path, SMOLLM, nproc_per_node=4, **flags)
+        choice = choose(resolved.config, outline, H200, resolved.layout)
+        assert choice.layout == resolved.layout and choice.offload == ("offload" in flags) and not choice.reason
+
+
+def test_states_of_a_cpu_are_not_moved_to_it(tmp_path):
+    """They lie there in any case: what fits nowhere is sharded."""
+    resolved, outline = outlined(tmp_path, SMOLLM, "cpu", tuner="full", nproc_per_node=2)
+    choice = choose(resolved.config, outline, 4 * GIB, resolved.layout)
+    assert (choice.layout.dp_shard, choice.offload, choice.checkpointing) == (2, False, "full")
+    assert choice.held.moments == pytest.approx(8 * outline.trained / 2)
+    asked = outline.holds(
+        resolved.config.model_copy(update={"offload": "cpu", "activation_checkpointing": "full"}), resolved.layout, None
+    )
+    assert asked.moments == choice.held.moments
+    assert choose(resolved.config, outline, 400 * GIB, resolved.layout).layout.dp_replicate == 2
+
+
+def test_tokens_count_twice_on_a_cpu(monkeypatch, tmp_path):
+    resolved, outline = outlined(tmp_path, SMOLLM, "cpu", activation_checkpointing="full")
+    twice = outline.holds(resolved.config, resolved.layout, None)
+    monkeypatch.setattr("swiftlite.training.needs.ON_HOST", 1)
+    once = outline.holds(resolved.config, resolved.layout, None)
+    assert (twice.activations, twice.workspace) == (2 * once.activations, 2 * once.workspace)
+    assert twice.resident == once.resident
 
 
 def test_a_device_is_known_by_any_spelling():

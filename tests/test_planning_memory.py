@@ -17,9 +17,9 @@ from swiftlite.models import attention, norms
 from swiftlite.models.checkpointing import kept_operations
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import decoder_inputs
-from swiftlite.parallel.mesh import Mesh
 from swiftlite.planning import memory
-from swiftlite.planning.choose import USABLE, Choice, Need
+from swiftlite.planning.choose import USABLE, Choice
+from swiftlite.planning.footprint import Footprint
 from swiftlite.planning.memory import Written, activation_bytes_per_token, layer_keeps
 from swiftlite.training import needs
 from swiftlite.training.precision import Precision
@@ -79,11 +79,16 @@ def test_auto_recomputes_the_least_that_fits(share, spared, mode):
 
 
 def test_the_states_of_a_share_leave_more_room():
-    need = Need(trained=10_000, frozen=0, frozen_bytes=4, largest_unit=0, activations=0)
-    half, cpu = Layout(dp_shard=2, sharding="full"), torch.device("cpu")
-    for layout, states in ((Layout(), 160_000), (half, 80_000)):
-        choice, mesh = Choice(layout, False, ""), Mesh(layout, cpu)
-        assert needs.room_left(choice, need, mesh, 10**6) == USABLE * 10**6 - states
+    one = Footprint(weights=40_000, gradients=40_000, moments=80_000, gathered=0, activations=5, workspace=6)
+    half = Footprint(weights=20_000, gradients=20_000, moments=40_000, gathered=0, activations=5, workspace=6)
+    for held, states in ((one, 160_000), (half, 80_000)):
+        assert Choice(Layout(), False, "none", held).room(10**6) == USABLE * 10**6 - states
+
+
+def test_an_estimate_is_ample_where_tokens_take_less_than_half_of_the_room():
+    held = Footprint(weights=40, gradients=40, moments=80, gathered=40, activations=300, workspace=25)
+    choice = Choice(Layout(), False, "none", held)
+    assert choice.is_ample(1001) and not choice.is_ample(999)
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

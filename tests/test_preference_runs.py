@@ -70,6 +70,16 @@ def test_what_must_not_change_the_curve_of_pairs(start, change):
     check_same_curve(start(packing=False), start("other", packing=False, **change))
 
 
+def test_a_second_model_is_divided_as_the_first(start, monkeypatch):
+    """Beside which less memory is free: asked again, it might be divided otherwise, or wait on the host."""
+    choices, choose = [], setup.choose
+    monkeypatch.setattr(setup, "choose", lambda *given: choices.append(choose(*given)) or choices[-1])
+    built, on_meta = [], setup._on_meta
+    monkeypatch.setattr(setup, "_on_meta", lambda *given: built.append(on_meta(*given)) or built[-1])
+    start(reference="model", max_steps=1)
+    assert len(choices) == 1 and [trainee.choice for trainee in built] == 2 * choices
+
+
 @pytest.mark.parametrize("change", [{"micro_batch_size": 4}, {"reference": "model"}], ids=["micro 4", "second model"])
 def test_what_must_not_change_the_curve_of_single_answers(start, change):
     check_same_curve(start(method="kto"), start("other", "kto", **change))

@@ -28,7 +28,7 @@ from swiftlite.cli.errors import show_error
 from swiftlite.models.toys import toy_config, toy_tokenizer, write_toy
 from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.parallel.world import World, joined
-from swiftlite.planning.choose import STATE_BYTES, TRAINED_BYTES
+from swiftlite.planning.footprint import STATE_BYTES, TRAINED_BYTES
 from swiftlite.planning.memory import free_bytes
 from swiftlite.training.setup import Trainee
 from swiftlite.verification.run import resolve_in_world

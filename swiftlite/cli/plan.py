@@ -126,7 +126,7 @@ def _plans(resolved: Resolved, outline: Outline, device: Device) -> Iterator[tup
 
 
 def _say_what_for(console: Console, outline: Outline, device: Device) -> None:
-    trained, total = outline.need.trained, outline.need.trained + outline.need.frozen
+    trained, total = outline.trained, outline.trained + outline.frozen
     console.print(f"model:   {total:,} parameters, {trained:,} trained; {outline.precision.words}", markup=False)
     links = f"{device.link / GB:,.0f} GB/s to its neighbours, {device.network / GB:,.0f} GB/s to other machines"
     rate = f"{device.flops / 1e12:.3g} TFLOP/s"

@@ -24,8 +24,19 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
 
+# fp32 master weight and gradient, and AdamW's two moments. Source: ZeRO, arXiv 1910.02054, section 3.1
+STATE_BYTES = {"weights": 4, "gradients": 4, "moments": 8}
+TRAINED_BYTES = sum(STATE_BYTES.values())
+PACKED_MOMENTS = 2 * (1 + 4 / 256)  # of adamw_8bit: a byte, and a scale for 256
 REDUCED = 4  # bytes of a gradient that is not in shards yet: always fp32
 LIVE_UNITS = 2  # of FSDP: the one that computes and the one that is gathered meanwhile
+
+
+def moment_bytes(optimizer: str, device_type: str) -> float:
+    """What both moments of a trained parameter take on the device. optimizer: as `--optimizer` has it."""
+    if optimizer == "paged_adamw" and device_type != "cpu":
+        return 0
+    return PACKED_MOMENTS if optimizer == "adamw_8bit" else STATE_BYTES["moments"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,11 @@ class Footprint:
     @property
     def total(self) -> float:
         return sum(astuple(self))
+
+    @property
+    def resident(self) -> float:
+        """Of the model and its optimizer, whatever the tokens."""
+        return self.weights + self.gradients + self.moments + self.gathered
 
     def parts(self) -> Iterable[tuple[str, float]]:
         """(name, bytes) of each part."""

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from swiftlite.config.methods import pack_capacity
 from swiftlite.models.anatomy import dissect, has_head_norms, why_alone
 from swiftlite.models.quantize import BLOCK, count_quantizable
 from swiftlite.models.tuners import count_parameters
 from swiftlite.objectives.head import CHUNK_BYTES
-from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.stages import StagePlan, choose_schedule, plan_stages
-from swiftlite.planning.choose import (
-    STATE_BYTES,
-    USABLE,
-    Choice,
-    Need,
-    choose_data_layout,
-    moment_bytes,
-    trained_bytes,
-)
+from swiftlite.planning.choose import USABLE, Choice, Try, data_layouts, explained, first_that_fits, tries
 from swiftlite.planning.communication import ModelShape
-from swiftlite.planning.footprint import Blocks, Footprint, NumberBytes, Work, footprint
+from swiftlite.planning.footprint import STATE_BYTES, Blocks, Footprint, NumberBytes, Work, footprint, moment_bytes
 from swiftlite.planning.memory import Kept, Written, activation_bytes_per_token, layer_keeps
 from swiftlite.training.divide import spares_cheap_results
 from swiftlite.training.flops import FlopCounter
@@ -40,6 +31,10 @@ if TYPE_CHECKING:
 
 
 OF_HOST = 0.5  # of the room on a CPU, for activations
+# What tokens take of a CPU's memory, over what layers keep and work with: products pack weights, messages have buffers,
+# what was freed is not given back. Of six runs of two processes with 74 M parameters the peak was 0.9 to 1.2 of the
+# sum, which `USABLE` leaves room for.
+ON_HOST = 2
 
 
 def weights_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
@@ -47,86 +42,35 @@ def weights_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
     return precision.dtype if config.tuner == "lora" else precision.masters
 
 
-def estimate_need(
-    config: RunConfig,
-    model_config: PretrainedConfig,
-    model: nn.Module,
-    base: PreTrainedModel,
-    precision: Precision,
-    device: torch.device,
-) -> Need:
-    trained, total = count_parameters(model)
-    weights, size, spared = weights_dtype(config, precision), precision.dtype.itemsize, 0.0
-    if config.quantization != "none":
-        spared = count_quantizable(dissect(base).layers) * (size - 1 / 2 - size / BLOCK)
-    per_token = activation_bytes_per_token(model_config, precision.dtype, hidden_dtype=weights)
-    cast = total if weights != precision.dtype else trained if precision.masters != precision.dtype else 0
-    frozen_bytes, units = weights.itemsize - spared / max(1, total - trained), _unit_sizes(base)
-    outside = units[-1] * weights.itemsize if weights != precision.dtype else 0  # of layers, whose type FSDP leaves
-    return Need(
-        trained=trained,
-        frozen=total - trained,
-        frozen_bytes=frozen_bytes,
-        copies=size * cast,
-        gathered=round(trained * size + (total - trained) * min(frozen_bytes, size) + outside),
-        largest_unit=size * max(units),
-        activations=per_token * config.micro_batch_size * pack_capacity(config),
-        trained_bytes=trained_bytes(
-            moments=moment_bytes(config.optimizer, device.type),
-            pure_bf16=config.pure_bf16,
-            no_gradients=config.optimizer_in_backward,
-        ),
-    )
-
-
-def _unit_sizes(base: PreTrainedModel) -> list[int]:
-    """Parameters of each decoder layer, and of the rest."""
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in dissect(base).layers]
-    return [*layers, count_parameters(base)[1] - sum(layers)]
-
-
-def copy_bytes(need: Need, precision: Precision) -> float:
-    """What the weights of a second, undivided model take. It is loaded as the first one is, with masters."""
-    return need.trained * precision.masters.itemsize + need.frozen * need.frozen_bytes
-
-
-def bears_copy(choice: Choice, copy: float, room: float, held: Footprint | None, free: int) -> bool:
-    """Whether a second model takes little of what the states leave, and fits beside the peak where that is known."""
-    share = copy / choice.layout.shards
-    fits = held is None or held.total + share <= USABLE * free
-    return not choice.offload and share < room / 4 and fits
-
-
-def choose_layout(config: RunConfig, need: Need, free: int, layout: Layout) -> Choice:
-    """What the flags say, or under `--parallel auto` what fits."""
-    offload = config.offload == "cpu"
-    free_to_choose = config.parallel == "auto" and config.sharding is None and config.mesh is None and not offload
-    if not free_to_choose or layout.data_ranks == 1 or layout.expert_parallel > 1:
-        return Choice(layout, offload, "")
-    return choose_data_layout(layout, need, free)
-
-
-def room_left(choice: Choice, need: Need, mesh: Mesh, free: int) -> float:
-    """Bytes that weights, gradients and optimizer states will leave free."""
-    elsewhere, layout = choice.offload and mesh.device.type != "cpu", choice.layout
-    copies = need.gathered if layout.dp_replicate > 1 else need.copies
-    copies = copies if layout.dp_shard * layout.cp == 1 else 0
-    return USABLE * free - (0 if elsewhere else (need.states + copies) / layout.shards)
-
-
 @dataclass
 class Outline:
     """A model before it is divided, on `meta`, tuned as it will be, and what layouts take of it.
 
-    kernels: whose are used, `liger` or another's.
+    kernels: whose are used, `liger` or another's; trained, frozen: parameters; packed: of them, those that 4 bits hold.
     """
 
     base: PreTrainedModel
     model_config: PretrainedConfig
-    need: Need
     precision: Precision
     device: torch.device
     kernels: str
+    trained: int
+    frozen: int
+    packed: int
+
+    @staticmethod
+    def of(
+        config: RunConfig,
+        base: PreTrainedModel,
+        model_config: PretrainedConfig,
+        precision: Precision,
+        device: torch.device,
+        kernels: str,
+    ) -> Outline:
+        """base: with its adapters, and with what is frozen marked so. Raises UserError where 4 bits serve nothing."""
+        trained, total = count_parameters(base)
+        packed = 0 if config.quantization == "none" else count_quantizable(dissect(base).layers)
+        return Outline(base, model_config, precision, device, kernels, trained, total - trained, packed)
 
     @property
     def layers(self) -> int:
@@ -165,9 +109,9 @@ class Outline:
         gradient = 0 if config.optimizer_in_backward else STATE_BYTES["gradients"] * share
         moments = moment_bytes(config.optimizer, self.device.type)
         in_layers = sum(part.count - part.trained for part in (*self.blocks.layers, *self.blocks.experts))
-        spared = (stored - self.need.frozen_bytes) * self.need.frozen  # by 4 bits, which layers alone have
-        frozen = stored - spared / max(1, in_layers)
-        return NumberBytes(masters, gradient, moments, frozen, stored, self.precision.dtype.itemsize)
+        size = self.precision.dtype.itemsize
+        spared = self.packed * (size - 1 / 2 - size / BLOCK)
+        return NumberBytes(masters, gradient, moments, stored - spared / max(1, in_layers), stored, size)
 
     def holds(self, config: RunConfig, layout: Layout, stages: StagePlan | None) -> Footprint:
         """What the fullest device does. config: with every setting of memory settled."""
@@ -182,10 +126,13 @@ class Outline:
             chunk=CHUNK_BYTES[self.device.type],
             divides_tokens=self.device.type != "cpu" and not config.compile,
             accumulates=not config.sync_every_microbatch,
-            offload=config.offload == "cpu",
+            offload=config.offload == "cpu" and self.device.type != "cpu",  # where states lie in the same memory
             models=2 if config.reference == "model" else 1,
         )
-        return footprint(self.blocks, layout, stages, self.number_bytes(config), work)
+        held = footprint(self.blocks, layout, stages, self.number_bytes(config), work)
+        if self.device.type != "cpu":
+            return held
+        return replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)
 
     def _keeps(self, mode: str, config: RunConfig) -> Kept:
         written, hidden_dtype = how_written(config, self), weights_dtype(config, self.precision)
@@ -208,21 +155,34 @@ def open_modes(config: RunConfig, device: torch.device) -> tuple[str, ...]:
     return ("none", "full") if spared else ("none", "selective", "full")
 
 
-def choose_checkpointing(
-    config: RunConfig, outline: Outline, choice: Choice, room: float, free: int
-) -> tuple[str, Footprint | None]:
-    """(how layers are recomputed, what a GPU will hold): `auto` is the first of none, selective and full with which all
-    fits. room: bytes that states leave; free: of the device without them. What a CPU will hold is not known as well.
-    """
-    if outline.device.type == "cpu":
-        return checkpointing_on_host(config, outline.model_config, outline.device, outline.precision, room), None
-    stages, offload = outline.stages(config, choice.layout), "cpu" if choice.offload else "none"
-    for mode in open_modes(config, outline.device):
-        settled = config.model_copy(update={"activation_checkpointing": mode, "offload": offload})
-        held = outline.holds(settled, choice.layout, stages)
-        if held.total <= USABLE * free:
-            break
-    return mode, held
+def choose(config: RunConfig, outline: Outline, free: int, layout: Layout) -> Choice:
+    """What the flags say, and what fits of what they leave open: the layout of data ranks under `--parallel auto`, and
+    how layers are recomputed. free: bytes of a device before weights load."""
+    offloads = config.offload == "cpu"
+    given = config.parallel != "auto" or config.sharding is not None or config.mesh is not None or offloads
+    fixed = given or layout.data_ranks == 1 or layout.expert_parallel > 1
+    layouts = (layout,) if fixed else data_layouts(layout)
+    stages = outline.stages(config, layout)
+
+    def holds(one: Try) -> Footprint:
+        settled = {"activation_checkpointing": one.checkpointing, "offload": "cpu" if one.offload else "none"}
+        return outline.holds(config.model_copy(update=settled), one.layout, stages)
+
+    if outline.device.type == "cpu":  # where states on the CPU are no way out
+        tried = (Try(one, offloads, _mode_on_host(config, outline, free, holds, one)) for one in layouts)
+    elif fixed:
+        tried = (Try(layout, offloads, mode) for mode in open_modes(config, outline.device))
+    else:
+        tried = tries(layouts, open_modes(config, outline.device))
+    choice = first_that_fits(tried, holds, free)
+    return choice if fixed else explained(choice, holds, free)
+
+
+def _mode_on_host(
+    config: RunConfig, outline: Outline, free: int, holds: Callable[[Try], Footprint], layout: Layout
+) -> str:
+    room = USABLE * free - holds(Try(layout, False, "full")).resident
+    return checkpointing_on_host(config, outline.model_config, outline.device, outline.precision, room)
 
 
 def checkpointing_on_host(

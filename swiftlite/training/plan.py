@@ -33,7 +33,7 @@ from swiftlite.planning.communication import Step, step_traffic
 from swiftlite.planning.footprint import Footprint
 from swiftlite.planning.pace import AGAIN, WITH_ADAPTERS, Pace, step_pace
 from swiftlite.planning.search import candidates
-from swiftlite.training.needs import Outline, estimate_need, open_modes
+from swiftlite.training.needs import Outline, open_modes
 from swiftlite.training.precision import Precision
 from swiftlite.training.setup import build_base, check_alone, check_config, check_division, precision_of
 from swiftlite.training.sources import find_weights
@@ -106,8 +106,7 @@ def outline_of(config: RunConfig, model_config: PretrainedConfig, kind: str) -> 
     base = build_base(source, config, described, precision)
     model = apply_tuner(base, config, adapter, lambda _: None)
     to_master_precision(model, precision.masters)
-    need = estimate_need(config, model_config, model, base, precision, device)
-    return Outline(base, model_config, need, precision, device, config.kernels)
+    return Outline.of(config, base, model_config, precision, device, config.kernels)
 
 
 def precision_on(config: RunConfig, device: torch.device, model_config: PretrainedConfig) -> Precision:
@@ -214,7 +213,7 @@ def _pace(
     config: RunConfig, layout: Layout, stages: StagePlan | None, unevenness: float, outline: Outline, fleet: Fleet
 ) -> Pace:
     row, count = pack_capacity(config), config.gradient_accumulation_steps
-    adapted = outline.need.trained < outline.need.frozen
+    adapted = outline.trained < outline.frozen
     again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) * (WITH_ADAPTERS if adapted else 1)
     of = outline.number_bytes(config)
     step = Step(

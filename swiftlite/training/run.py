@@ -104,7 +104,7 @@ def run_training(
             reporter.message(f"note: {note}")
 
         def build_start() -> Trainee:
-            return build_trainee(config, model_config, None, load, world.within("start"), layout)
+            return build_trainee(config, model_config, None, load, world.within("start"), layout, trainee.choice)
 
         parts = MethodParts(config, loss, prepared, trainee, resume is None, build_start, load, reporter, world.same)
         method = build_method(parts)
@@ -213,7 +213,7 @@ class Session:
             share=trainee.divided.share,
             method=self._method,
             checks_start=not has_dropout(trainee.base),
-            ample_memory=trainee.ample_memory,
+            ample_memory=trainee.choice.is_ample(trainee.free),
             modules=[part.scorer for part in trainee.divided.parts],
             trained=trainee.trained(),
             uncounted=trainee.uncounted(),

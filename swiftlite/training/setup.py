@@ -52,20 +52,11 @@ from swiftlite.parallel.mesh import Mesh, build_mesh
 from swiftlite.parallel.stages import check_pipeline
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
-from swiftlite.planning.choose import Choice, Need
+from swiftlite.planning.choose import Choice
 from swiftlite.planning.memory import free_bytes
 from swiftlite.sizes import in_words
 from swiftlite.training.divide import Divided, divide
-from swiftlite.training.needs import (
-    Outline,
-    bears_copy,
-    choose_checkpointing,
-    choose_layout,
-    copy_bytes,
-    estimate_need,
-    room_left,
-    weights_dtype,
-)
+from swiftlite.training.needs import Outline, choose, weights_dtype
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.sources import (
     find_weights,
@@ -83,7 +74,6 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
-    from swiftlite.planning.footprint import Footprint
 
 PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32; --quantization nf4 trains it in 4 bits"
 
@@ -95,9 +85,8 @@ class Trainee:
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
     trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
-    ample_memory: an estimate is far from what is free; bears_copy: so it would be with a second copy of the weights;
-    kernels: `liger` or `none`; held: what a device will hold, where that is known, of `free` bytes; alone: why
-    documents have rows of their own, if they have. notes: what the user should know of how the model is trained.
+    kernels: `liger` or `none`; free: bytes of a device before weights loaded; alone: why documents have rows of their
+    own, if they have. notes: what the user should know of how the model is trained.
     """
 
     model: nn.Module
@@ -109,11 +98,8 @@ class Trainee:
     files: ModelFiles
     trained_shapes: dict[str, tuple[int, ...]]
     parameters: tuple[int, int]
-    ample_memory: bool
-    bears_copy: bool = False
     has_new_head: bool = False
     kernels: str = "none"
-    held: Footprint | None = None
     free: int = 0
     alone: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -130,10 +116,12 @@ class Trainee:
 
     @property
     def memory_words(self) -> str | None:
-        if self.held is None:
+        """None on a CPU, of which as much is not known."""
+        if self.mesh.device.type == "cpu":
             return None
-        words = f"about {in_words(self.held.total)} at the peak of a step, of {in_words(self.free)} free on a device"
-        return words if self.held.total <= self.free else f"{words}; `swiftlite plan` shows what would fit"
+        total = self.choice.held.total
+        words = f"about {in_words(total)} at the peak of a step, of {in_words(self.free)} free on a device"
+        return words if total <= self.free else f"{words}; `swiftlite plan` shows what would fit"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this process has to save of everything that belongs to the model's files, by its name in the whole."""
@@ -226,8 +214,10 @@ def build_trainee(
     load_tokenizer: Callable[[], PreTrainedTokenizerBase],
     world: World,
     layout: Layout,
+    choice: Choice | None = None,
 ) -> Trainee:
-    """Build, divide and load the model. resume: a checkpoint folder whose weights to take.
+    """Build, divide and load the model. resume: a checkpoint folder whose weights to take; choice: of a model that this
+    one lies beside, made when all memory was free.
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
@@ -259,18 +249,13 @@ def build_trainee(
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout, notes.append)
     to_master_precision(model, precision.masters)
-    need = estimate_need(config, model_config, model, base, precision, world.device)
+    outline = Outline.of(config, base, model_config, precision, world.device, kernels)
     free = int(world.same("free memory", str(free_bytes(world.device))))  # or ranks would decide differently
-    choice = choose_layout(config, need, free, layout)
+    choice = choice or choose(config, outline, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
-    room = room_left(choice, need, mesh, free)
-    outline = Outline(base, model_config, need, precision, world.device, kernels)
-    checkpointing, held = choose_checkpointing(config, outline, choice, room, free)
-    trainee = _on_meta(config, model, base, choice, mesh, precision, need, room, checkpointing, of_files)
-    trainee.bears_copy = bears_copy(choice, copy_bytes(need, precision), room, held, free)
+    trainee = _on_meta(config, model, outline, choice, mesh, of_files)
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
-    trainee.kernels, trainee.alone, trainee.notes = kernels, alone, notes
-    trainee.held, trainee.free = held, free
+    trainee.kernels, trainee.alone, trainee.notes, trainee.free = kernels, alone, notes, free
     for part in trainee.divided.parts:
         materialize(part.scorer, torch.device("cpu") if choice.offload else world.device, world.device)
         fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
@@ -343,26 +328,17 @@ def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokeni
 
 
 def _on_meta(
-    config: RunConfig,
-    model: nn.Module,
-    base: PreTrainedModel,
-    choice: Choice,
-    mesh: Mesh,
-    precision: Precision,
-    need: Need,
-    room: float,
-    checkpointing: str,
-    of_files: torch.dtype,
+    config: RunConfig, model: nn.Module, outline: Outline, choice: Choice, mesh: Mesh, of_files: torch.dtype
 ) -> Trainee:
-    """What is known of the whole model, and then its parts. room: bytes for activations; of_files: their type."""
+    """What is known of the whole model, and then its parts. of_files: their type."""
+    base, precision = outline.base, outline.precision
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else of_files
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
     known = {
         "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
-        "parameters": (need.trained, need.trained + need.frozen),
-        "ample_memory": need.activations < room / 2,
+        "parameters": (outline.trained, outline.trained + outline.frozen),
     }
     options = DataParallel(
         dtype=precision.dtype,
@@ -371,7 +347,7 @@ def _on_meta(
         min_params=config.fsdp_min_params,
         background_sums=not (config.optimizer_in_backward or config.sync_every_microbatch or config.pure_bf16),
     )
-    divided = divide(model, base, mesh, options, precision, checkpointing, config)
+    divided = divide(model, base, mesh, options, precision, choice.checkpointing, config)
     return Trainee(model, base, mesh, choice, precision, divided, **known)
 
 

@@ -82,7 +82,8 @@ def _copy_costs_little(parts: MethodParts) -> bool:
     """Whether a second model needs no time that a pass beforehand would spare, and little memory. The first step comes
     at once then, and what goes wrong in it is seen before all answers have been scored."""
     prepared = parts.prepared
-    return parts.trainee.bears_copy and prepared.eval is None and not prepared.train.repeats
+    trainee = parts.trainee
+    return trainee.choice.bears_copy(trainee.free) and prepared.eval is None and not prepared.train.repeats
 
 
 def _precomputed(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:
