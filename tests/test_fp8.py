@@ -108,12 +108,12 @@ def test_what_contradicts_is_refused(change, words, fix):
 
 def test_what_cannot_have_it_is_told_so(model, monkeypatch):
     with pytest.raises(UserError, match="Hopper"):
-        fp8.check_fp8(model.config, torch.device("cpu"))
+        fp8.check_fp8(model.config, fp8.capability_of(torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    fp8.check_fp8(model.config, torch.device("cuda"))
+    fp8.check_fp8(model.config, fp8.capability_of(torch.device("cuda")))
     model.config.output_router_logits = True
     with pytest.raises(UserError, match="count the padding"):
-        fp8.check_fp8(model.config, torch.device("cuda"))
+        fp8.check_fp8(model.config, fp8.capability_of(torch.device("cuda")))
     monkeypatch.setattr(imports.importlib.util, "find_spec", lambda name: None)
     config = resolve_config("sft", model="nowhere", dataset=["d"], tuner="full", fp8="rowwise")
     with pytest.raises(UserError, match="needs the package torchao"):

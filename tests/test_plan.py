@@ -336,7 +336,8 @@ def test_a_device_is_known_by_any_spelling():
 
 
 def test_messages_cost_what_nothing_hides():
-    device = Device("d", flops=1e12 / REACHED_FLOPS, memory=1, link=1e9 / REACHED_LINK, network=1e8 / REACHED_LINK)
+    rates = {"link": 1e9 / REACHED_LINK, "network": 1e8 / REACHED_LINK, "host": 1e9 / REACHED_LINK}
+    device = Device("d", flops=1e12 / REACHED_FLOPS, memory=1, capability=None, **rates)
     layout = Layout(dp_shard=2, tp=2, sharding="full")
     traffic = [Traffic("tp", "all-gather", "hidden states", 1e9), Traffic("fsdp", "all-gather", "weights", 3e8)]
     near = step_pace(layout, 8e12, traffic, device, per_machine=4, micro_batches=1, plan=None)

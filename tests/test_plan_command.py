@@ -107,6 +107,52 @@ def test_what_some_layouts_cannot_be_is_said_once(capsys, shape):
     assert code == 0 and out.count("28 attention heads do not divide by 8") == 1
 
 
+def test_a_batch_is_for_the_layouts_that_can_share_it(capsys, shape):
+    words = ["--model", shape, "--device", "h100", "--tuner", "full", "--nproc-per-node", 8]
+    code, out, _ = plan(capsys, *words, "--global-batch-size", 4)
+    table, refused = out.split("\nRefused\n")
+    assert code == 0 and "tp 2, fsdp full 4" in table and " fsdp full 8" not in table
+    assert "--global-batch-size 4 is not a multiple of micro-batch 1 x 8 data ranks = 8" in refused
+    assert "--global-batch-size 4" in out.splitlines()[-1] and "--tensor-parallel-size 2" in out.splitlines()[-1]
+    code, _, err = plan(capsys, *words, "--global-batch-size", 4, "--parallel", "fsdp", "--tp", 1, "--pp", 1, "--cp", 1)
+    assert code == 2 and "is not a multiple of micro-batch 1 x 8 data ranks" in err
+    sizes = {"global_batch_size": 4, "nproc_per_node": 8, "model": str(shape)}
+    with pytest.raises(UserError, match="8 data ranks"):
+        resolve("sft", {name: Given(size, name, "flag") for name, size in sizes.items()}, env={}, needs_rows=False)
+
+
+def test_what_many_layouts_cannot_be_is_said_once(capsys, shape):
+    code, out, _ = plan(capsys, "--model", shape, "--device", "h100", "--nproc-per-node", 8, "--mesh", "2x4")
+    refused = out.split("\nRefused\n")[1].split("\n\n")[0].splitlines()
+    assert code == 0 and len(refused) == 1 and "--mesh 2x4 needs 8 data ranks, but there are 4" in refused[0]
+
+
+@pytest.mark.parametrize(("device", "code"), [("a100", 2), ("a10", 2), ("cpu", 2), ("l4", 0), ("h100", 0), ("b200", 0)])
+def test_8_bit_products_are_planned_where_they_train(capsys, shape, device, code):
+    small = real_config("Qwen/Qwen2.5-0.5B-Instruct")
+    small.save_pretrained(shape)
+    words = ["--model", shape, "--device", device, "--device-memory", "80GB", "--tuner", "full", "--nproc-per-node", 1]
+    found, out, err = plan(capsys, *words, "--fp8", "rowwise")
+    assert found == code and ("Ada or Hopper" in err) == bool(code)
+    assert ("--fp8 rowwise" in out.splitlines()[-1]) if not code else "start it" not in out
+
+
+def test_8_bit_products_that_a_model_cannot_have(capsys, shape):
+    words = ["--model", shape, "--device", "h100", "--tuner", "full", "--fp8", "rowwise"]
+    real_config("Qwen/Qwen3-30B-A3B").save_pretrained(shape)
+    config = json.loads((shape / "config.json").read_text())
+    (shape / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    code, _, err = plan(capsys, *words)
+    assert code == 2 and "a router that is balanced" in err
+    odd = {"hidden_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 18}
+    config = real_config(LLAMA).to_dict() | odd | {"intermediate_size": 100, "num_hidden_layers": 2}
+    (shape / "config.json").write_text(json.dumps(config))
+    code, _, err = plan(capsys, *words)
+    assert code == 2 and "no trained matrix of the layers has sides that are multiples of 16" in err
+    code, _, err = plan(capsys, *words, "--tp", 2)
+    assert code == 2 and "--fp8 takes whole matrices" in err
+
+
 def test_a_plan_for_the_machine_at_hand(capsys, tmp_path):
     write_toy(tmp_path / "toy", toy_config("llama", 2))
     code, out, _ = plan(capsys, "--model", tmp_path / "toy", "--device", "cpu", "--device-memory", "4GB")

@@ -33,8 +33,8 @@ class Session:
 class RunCommand:
     """A command that takes the schema's flags. method: what it trains, or None where recipe or `--method` says it.
 
-    fallback: the method where nobody says it, and needs_rows: False where no data set has to be named, of commands that
-    only look.
+    fallback: the method where nobody says it, needs_rows: False where no data set has to be named, and open_layout:
+    True where layouts are compared, of commands that only look.
 
     settle(given, recipe): what the flags and the recipe become before they are resolved, of commands that read them in
     another way; uses(flag): whether a setting is any of its business, if help shows not all of them.
@@ -50,6 +50,7 @@ class RunCommand:
     own: tuple[Flag, ...] = ()
     fallback: str | None = None
     needs_rows: bool = True
+    open_layout: bool = False
     settle: Callable[[dict[str, Given], Recipe | None], tuple[dict[str, Given], Recipe | None]] | None = None
     uses: Callable[[Flag], bool] = lambda flag: True
 
@@ -96,7 +97,7 @@ class RunCommand:
             given, loaded = self.settle(given, loaded)
         said = "method" in given or (loaded is not None and "method" in loaded.entries)
         method = self.method or (None if said else self.fallback)
-        resolved = resolve(method, given, loaded, needs_rows=self.needs_rows)
+        resolved = resolve(method, given, loaded, needs_rows=self.needs_rows, open_layout=self.open_layout)
         resolved.notes[:0] = line.notes
         session.debug = session.debug or resolved.config.debug
         if not resolved.config.dry_run:

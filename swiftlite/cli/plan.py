@@ -61,14 +61,14 @@ def plan(
     for note in resolved.notes:
         console.print(f"note: {note}", markup=False)
     with console.status("building the model without weights"):
-        outline = outline_of(resolved.config, _config_of_model(resolved.config), kind)
+        outline = outline_of(resolved.config, _config_of_model(resolved.config), kind, target.capability)
         if kind == "cpu":
             target = replace(target, flops=measure_rate(outline.precision.dtype))
         plans = list(_plans(resolved, outline, target))
     _say_what_for(console, outline, target)
     several = len(plans) > 1  # numbers of devices
     shown = [(fleet, proposal) for fleet, plan in plans for proposal in plan.proposals[: 1 if several else rows]]
-    refused = {what: error for _, plan in reversed(plans) for what, error in plan.refused.items()}
+    refused = {kind: error for _, plan in reversed(plans) for kind, error in plan.refused.items()}
     if not shown:
         raise next(iter(plans[0][1].refused.values()))
     console.print(_table(shown))
@@ -256,4 +256,5 @@ PLAN = RunCommand(
     ),
     fallback="sft",
     needs_rows=False,
+    open_layout=True,
 )

@@ -15,7 +15,7 @@ from typing import Any
 from swiftlite.config.batch import ACCUMULATION, DEFAULT_GLOBAL, GLOBAL, MICRO, Batch, solve_batch, weigh
 from swiftlite.config.checks import check_together, unused
 from swiftlite.config.flags import all_flags
-from swiftlite.config.layout import Layout, plan_layout, under_torchrun
+from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
 from swiftlite.config.names import (
     ADAPTER_CONFIG,
     check_names,
@@ -77,10 +77,12 @@ def resolve(
     env: Mapping[str, str] | None = None,
     now: datetime.datetime | None = None,
     needs_rows: bool = True,
+    open_layout: bool = False,
 ) -> Resolved:
     """Merge (flags over environment over recipe), type, check, and fill in.
 
-    method: of the command, or None where the recipe or `--method` says it; needs_rows: a data set has to be named.
+    method: of the command, or None where the recipe or `--method` says it; needs_rows: a data set has to be named;
+    open_layout: layouts are still to be compared, and the batch may be shared by fewer data ranks than this one has.
     Raises UserError.
     """
     env = os.environ if env is None else env
@@ -96,7 +98,7 @@ def resolve(
     notes += gave_way
     named = typed.model_copy(update=_names(typed, base))
     layout = plan_layout(named, env)
-    batch, gave_way = _batch(named, given, layout)
+    batch, gave_way = _batch(named, given, layout, open_layout=open_layout)
     notes += gave_way
     config = named.model_copy(update=_defaults(named, batch, now))
     positions = _positions(config.model)
@@ -196,7 +198,9 @@ def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
     return named
 
 
-def _batch(config: RunConfig, given: Mapping[str, Given], layout: Layout) -> tuple[Batch, list[str]]:
+def _batch(
+    config: RunConfig, given: Mapping[str, Given], layout: Layout, *, open_layout: bool
+) -> tuple[Batch, list[str]]:
     sizes: dict[str, dict[str, int]] = {"flag": {}, "recipe": {}}
     for name, size in ((GLOBAL, config.global_batch_size), (MICRO, config.micro_batch_size)):
         if size is not None:
@@ -215,7 +219,7 @@ def _batch(config: RunConfig, given: Mapping[str, Given], layout: Layout) -> tup
     if accumulation is not None and by is not None:
         sizes[by.by][ACCUMULATION] = accumulation
     kept, gave_way = weigh(sizes["flag"], sizes["recipe"])
-    batch = solve_batch(kept, layout.data_ranks, stages=layout.pp, said=said)
+    batch = _share_batch(kept, layout, said, fewer=open_layout)
     notes = [f"the recipe's {name} {sizes['recipe'][name]} gives way to the flags" for name in gave_way]
     if not {GLOBAL, ACCUMULATION} & kept.keys() and batch.global_size != DEFAULT_GLOBAL:
         notes.append(
@@ -223,6 +227,14 @@ def _batch(config: RunConfig, given: Mapping[str, Given], layout: Layout) -> tup
             f"with {batch.micro_size} a forward pass do not share evenly"
         )
     return batch, notes
+
+
+def _share_batch(sizes: Mapping[str, int], layout: Layout, said: str, *, fewer: bool) -> Batch:
+    """Over all data ranks; if they may be fewer, over as many as it takes."""
+    for ranks in reversed(divisors(layout.data_ranks) if fewer else []):
+        with suppress(UserError):
+            return solve_batch(sizes, ranks, stages=layout.pp, said=said)
+    return solve_batch(sizes, layout.data_ranks, stages=layout.pp, said=said)
 
 
 def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[str, Any]:

@@ -26,15 +26,20 @@ MULTIPLE = 16  # of what such a product takes; tokens too, over which the gradie
 OLDEST = (8, 9)  # the compute capability of Ada; Hopper has 9.0
 
 
-def check_fp8(config: PretrainedConfig, device: torch.device) -> None:
-    """Raises UserError where a model, or a device, cannot have 8-bit products."""
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU that is here, None of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def check_fp8(config: PretrainedConfig, capability: tuple[int, int] | None) -> None:
+    """Raises UserError where a model, or a device of a compute capability, cannot have 8-bit products."""
     if balances_router(config):
         raise UserError(
             "8-bit products need rows of a round length, and a router that is balanced would count the padding",
             where="--fp8",
             fix="leave --fp8 out",
         )
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < OLDEST:
+    if capability is None or capability < OLDEST:
         raise UserError(
             "8-bit floats need a GPU of the generation of Ada or Hopper, or a later one",
             where="--fp8",
@@ -56,17 +61,22 @@ def use_fp8(layers: nn.ModuleList, recipe: str, *, emulated: bool = False) -> No
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    check_served(layers)
+    convert_to_float8_training(
+        layers,
+        config=replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated),
+        module_filter_fn=lambda module, _name: _is_served(module),
+    )
+
+
+def check_served(layers: nn.ModuleList) -> None:
+    """Raises UserError where no layer has a product that 8 bits serve."""
     if not any(map(_is_served, layers.modules())):
         raise UserError(
             f"no trained matrix of the layers has sides that are multiples of {MULTIPLE}",
             where="--fp8",
             fix="leave --fp8 out",
         )
-    convert_to_float8_training(
-        layers,
-        config=replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated),
-        module_filter_fn=lambda module, _name: _is_served(module),
-    )
 
 
 def _is_served(module: nn.Module) -> bool:

@@ -42,7 +42,8 @@ def _here() -> tuple[str, Device]:
 
 def _cpu() -> Device:
     """This machine's with its free memory; its FLOP/s are not known before they are asked for (`measure_rate`)."""
-    return Device("CPU of this machine", 0.0, free_bytes(torch.device("cpu")), BY_MEMORY, GB)
+    free = free_bytes(torch.device("cpu"))
+    return Device("CPU of this machine", 0.0, free, link=BY_MEMORY, network=GB, host=BY_MEMORY, capability=None)
 
 
 def measure_rate(dtype: torch.dtype) -> float:

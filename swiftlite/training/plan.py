@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ from swiftlite.config.methods import pack_capacity
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import experts_of_token
+from swiftlite.models.anatomy import dissect, experts_of_token
 from swiftlite.models.experts import find_experts
+from swiftlite.models.fp8 import check_fp8, check_served
 from swiftlite.models.load import import_architecture
 from swiftlite.models.tuners import apply_tuner, to_master_precision
 from swiftlite.parallel.experts import check_expert_parallel
@@ -85,7 +87,7 @@ class Fleet:
 
 @dataclass
 class Plan:
-    """proposals: the best first; refused: what layouts cannot be, each kind once, by its words."""
+    """proposals: the best first; refused: what layouts cannot be, each kind once, by its words without numbers."""
 
     proposals: list[Proposal] = field(default_factory=list)
     refused: dict[str, UserError] = field(default_factory=dict)
@@ -95,9 +97,14 @@ class Plan:
         return next((proposal for proposal in self.proposals if proposal.fits), None)
 
 
-def outline_of(config: RunConfig, model_config: PretrainedConfig, kind: str) -> Outline:
-    """kind: of the device, `cuda` or `cpu`. Raises UserError where the model or a flag does not fit."""
+def outline_of(
+    config: RunConfig, model_config: PretrainedConfig, kind: str, capability: tuple[int, int] | None = None
+) -> Outline:
+    """kind: of the device, `cuda` or `cpu`; capability: its own. Raises UserError where model, flags or device do not
+    fit."""
     check_config(config, model_config)
+    if config.fp8 != "none":
+        check_fp8(model_config, capability)
     import_architecture(model_config, classifier=config.method == "rm")
     device, described = torch.device(kind), copy.deepcopy(model_config)
     precision = precision_on(config, device, model_config)
@@ -105,6 +112,8 @@ def outline_of(config: RunConfig, model_config: PretrainedConfig, kind: str) -> 
     source, adapter = find_weights(config, None)
     base = build_base(source, config, described, precision)
     model = apply_tuner(base, config, adapter, lambda _: None)
+    if config.fp8 != "none":
+        check_served(dissect(base).layers)
     to_master_precision(model, precision.masters)
     return Outline.of(config, base, model_config, precision, device, config.kernels)
 
@@ -135,7 +144,7 @@ def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:
             variant = _variant(resolved, fleet, shared | flags)
             _check(variant, outline)
         except UserError as error:
-            plan.refused.setdefault(error.what, error)
+            plan.refused.setdefault(re.sub(r"\d+", "", error.what), error)
             continue
         plan.proposals.append(settle(variant, outline, fleet, shared | flags))
     plan.proposals.sort(key=_preference, reverse=True)

@@ -165,7 +165,7 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_config(config, model_config)
     if config.fp8 != "none":
-        fp8.check_fp8(model_config, device)
+        fp8.check_fp8(model_config, fp8.capability_of(device))
     source, _ = find_weights(config, resume)
     if Path(source).expanduser().is_dir():
         inspect_model_folder(Path(source).expanduser())
