@@ -153,6 +153,41 @@ def test_8_bit_products_that_a_model_cannot_have(capsys, shape):
     assert code == 2 and "--fp8 takes whole matrices" in err
 
 
+def test_a_plan_for_programs(capsys, shape, tmp_path):
+    words = ["--model", shape, "--device", "h100", "--tuner", "full", "--nproc-per-node", 8, "--global-batch-size", 4]
+    code, out, err = plan(capsys, *words, "--rows", 1, "--json", "-")
+    found = json.loads(out)
+    assert code == 0 and err.rstrip().endswith(shlex.join(found["command"]))
+    assert found["device"]["name"] == "H100" and found["device"]["memory"] == 80e9
+    assert found["model"] == {"name": str(shape), "parameters": 8_030_261_248, "trained": 8_030_261_248} | {
+        "precision": "bf16"
+    }
+    best = found["proposals"][0]
+    assert len(found["proposals"]) > 8 and best["fits"] and best["flags"]["tensor_parallel_size"] == 2
+    assert best["layout"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2} | {
+        "expert_parallel": 1, "sharding": "full"
+    }  # fmt: skip
+    parts = ("weights", "gradients", "moments", "gathered", "activations", "workspace")
+    assert best["memory"]["total"] == pytest.approx(sum(best["memory"][part] for part in parts))
+    assert best["memory"]["weights"] == pytest.approx(4 * 8_030_261_248 / 8, rel=0.01)
+    assert best["memory"]["limit"] == 0.85 * 80e9 and not all(one["fits"] for one in found["proposals"])
+    seconds = best["seconds"]
+    assert seconds["total"] == pytest.approx(seconds["arithmetic"] + seconds["idle"] + seconds["messages"])
+    assert best["tokens_per_second"] == pytest.approx(best["tokens"] / seconds["total"])
+    assert "8 data ranks = 8" in found["refused"][0]["what"] and found["refused"][0]["fix"]
+    file = tmp_path / "plan.json"
+    code, out, _ = plan(capsys, *words, "--json", file)
+    assert code == 0 and json.loads(file.read_text()) == found and "The best one" in out
+
+
+def test_a_plan_for_programs_that_fits_nowhere_or_cannot_be_written(capsys, shape, tmp_path):
+    words = ["--model", shape, "--device", "l4", "--tuner", "full", "--nproc-per-node", 2]
+    code, out, err = plan(capsys, *words, "--json", "-")
+    assert code == 2 and json.loads(out)["command"] is None and "nothing fits" in err
+    code, out, err = plan(capsys, *words, "--json", tmp_path / "none" / "plan.json")
+    assert code == 2 and "there is no such folder" in err and "Layouts" not in out
+
+
 def test_a_plan_for_the_machine_at_hand(capsys, tmp_path):
     write_toy(tmp_path / "toy", toy_config("llama", 2))
     code, out, _ = plan(capsys, "--model", tmp_path / "toy", "--device", "cpu", "--device-memory", "4GB")

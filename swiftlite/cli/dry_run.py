@@ -46,9 +46,9 @@ def show_plan(resolved: Resolved) -> None:
         console.print(f"note: {note}", markup=False)
 
 
-def wide_console() -> Console:
+def wide_console(*, stderr: bool = False) -> Console:
     """As wide as the terminal, or wide enough for anything where there is none."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, stderr=stderr)
     if not console.is_terminal:
         console.width = WIDTH
     return console

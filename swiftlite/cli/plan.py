@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swiftlite.cli.json_output import as_text, check_output, write_output
 from swiftlite.cli.options import RunCommand, own_flag
+from swiftlite.cli.plan_json import plan_values
 from swiftlite.config.flags import all_flags
 from swiftlite.errors import UserError
 from swiftlite.sizes import in_words
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from swiftlite.training.plan import Fleet, Plan, Proposal
 
 GB = 10**9
+TO_STDOUT = "-"  # in place of a file
 WORLDS = (1, 2, 4, 8)  # devices of a machine that are looked at where nobody says how many there are,
 NODES = (2, 4, 8, 16, 32)  # and machines, where one is not enough
 SIZES = {
@@ -40,24 +45,26 @@ UNSAID = ("method", "dry_run", "debug", "nproc_per_node", "nnodes", "node_rank",
 
 
 def plan(
-    resolved: Resolved, device: str | None, device_memory: str | None, link: float, network: float, rows: int
+    resolved: Resolved,
+    device: str | None,
+    device_memory: str | None,
+    link: float,
+    network: float,
+    rows: int,
+    json: str | None,
 ) -> None:
     """Print what layouts take. Raises UserError where the device is unknown, or nothing fits."""
     from swiftlite.cli.dry_run import wide_console
     from swiftlite.quick_imports import quick_imports
 
-    if rows < 1:
-        raise UserError("--rows is below 1", where="--rows", fix="give the number of layouts to show")
-    for option, speed in (("--link", link), ("--network", network)):
-        if not 0 <= speed < math.inf:  # nor is it nan
-            raise UserError(f"{option} is {speed:g}", where=option, fix="give a number of GB/s above 0")
+    _check_own(link, network, rows, json)
     with quick_imports():
         from swiftlite.checkpoint.tensor_writer import parse_size
         from swiftlite.planning.machine import device_of, measure_rate
         from swiftlite.training.plan import outline_of
     memory = None if device_memory is None else parse_size(_checked_size(device_memory))
     kind, target = device_of(device, memory, link * GB or None, network * GB or None)
-    console = wide_console()
+    console = wide_console(stderr=json == TO_STDOUT)
     for note in resolved.notes:
         console.print(f"note: {note}", markup=False)
     with console.status("building the model without weights"):
@@ -71,16 +78,36 @@ def plan(
     refused = {kind: error for _, plan in reversed(plans) for kind, error in plan.refused.items()}
     if not shown:
         raise next(iter(plans[0][1].refused.values()))
+    fitting = [(fleet, plan.best) for fleet, plan in plans if plan.best]
+    command = _command(resolved, *fitting[0]) if fitting else None
+    if json:
+        _write(plan_values(resolved.config, outline, target, plans, refused.values(), command), json)
     console.print(_table(shown))
     console.print(EXPLAINED, style="dim")
     _say_refused(console, refused.values())
-    fitting = [(fleet, plan.best) for fleet, plan in plans if plan.best]
     if not fitting:
         raise _nothing_fits(resolved, [proposal for _, proposal in shown])
     fleet, best = fitting[0]
     console.print(_parts(best))
     console.print("\nstart it by:" if fleet.machines == 1 else f"\n{ON_EACH.format(fleet.machines)}")
-    console.print(_command(resolved, fleet, best), markup=False)
+    console.print(shlex.join(command), markup=False)
+
+
+def _check_own(link: float, network: float, rows: int, json: str | None) -> None:
+    if rows < 1:
+        raise UserError("--rows is below 1", where="--rows", fix="give the number of layouts to show")
+    for option, speed in (("--link", link), ("--network", network)):
+        if not 0 <= speed < math.inf:  # nor is it nan
+            raise UserError(f"{option} is {speed:g}", where=option, fix="give a number of GB/s above 0")
+    if json and json != TO_STDOUT:
+        check_output(Path(json).expanduser())
+
+
+def _write(values: dict[str, Any], where: str) -> None:
+    if where == TO_STDOUT:
+        sys.stdout.write(as_text(values))
+    else:
+        write_output(values, Path(where).expanduser())
 
 
 def _config_of_model(config: RunConfig) -> PretrainedConfig:
@@ -204,7 +231,7 @@ def _say_refused(console: Console, refused: Collection[UserError]) -> None:
         console.print(f"  {error.what}" + (f" ({error.where})" if error.where else ""), markup=False)
 
 
-def _command(resolved: Resolved, fleet: Fleet, best: Proposal) -> str:
+def _command(resolved: Resolved, fleet: Fleet, best: Proposal) -> list[str]:
     """What starts the best layout: what was given, and what the plan has added."""
     recipe = ["--recipe", str(resolved.recipe)] if resolved.recipe else []
     words = ["swiftlite", resolved.config.method, *recipe]
@@ -213,7 +240,7 @@ def _command(resolved: Resolved, fleet: Fleet, best: Proposal) -> str:
             words += _flag(name, getattr(resolved.config, name))
     for name, value in ((fleet.flags if best.layout.world > 1 else {}) | best.flags).items():
         words += _flag(name, value)
-    return shlex.join(words)
+    return words
 
 
 def _flag(name: str, value: Any) -> list[str]:
@@ -253,6 +280,7 @@ PLAN = RunCommand(
         own_flag("link", "float", 0.0, "GB/s that a device sends to the others of its machine.", shown="the device's"),
         own_flag("network", "float", 0.0, "GB/s that a device sends to other machines.", shown="usual for the device"),
         own_flag("rows", "int", 8, "Layouts to show."),
+        own_flag("json", "str", None, "Write all layouts into this file; `-`: to stdout, and the tables to stderr."),
     ),
     fallback="sft",
     needs_rows=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swiftlite.cli.errors import show_error
-from swiftlite.cli.model_options import check_report, given_path
+from swiftlite.cli.json_output import check_output, write_output
+from swiftlite.cli.model_options import given_path
 from swiftlite.errors import UserError
 from swiftlite.quick_imports import quick_imports
 
@@ -67,7 +67,7 @@ def verify(
         raise UserError(f"{unknown[0]} is not verified", where="--method", fix=f"there are: {', '.join(methods)}")
     picked = _pick(nproc_per_node, layout)
     if report is not None:
-        check_report(report)
+        check_output(report)
 
     with quick_imports():
         from swiftlite.verification.run import read_verdicts  # behind the checks: it imports all of training
@@ -82,7 +82,7 @@ def verify(
         finally:  # hours of verdicts are worth keeping where the last one fails
             verdicts = read_verdicts(Path(folder))
             if report is not None:
-                _write_report(verdicts, report)
+                write_output([asdict(verdict) for verdict in verdicts], report)
     _show(verdicts)
     if not all(verdict.passed for verdict in verdicts) or all(verdict.refused for verdict in verdicts):
         raise typer.Exit(1)
@@ -130,10 +130,6 @@ def _verify_here(*arguments: Any) -> int:
             from swiftlite.verification.run import verify_in_process
 
         return verify_in_process(*arguments)
-
-
-def _write_report(verdicts: list[Verdict], path: Path) -> None:
-    path.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n", encoding="utf-8")
 
 
 def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases: list, resumed: bool) -> None:
