@@ -142,3 +142,35 @@ def test_counted_bytes_are_those_of_the_formula(tmp_path, monkeypatch):
         for collective in ("all-gather", "reduce-scatter")
     }
     assert [row.measured for row in rows] == pytest.approx([row.formula for row in rows])
+
+
+ADAPTED = replace(
+    MODEL, layers=Parameters(100, 10, 20, 0), ends=Parameters(40, 0, 0, 0), experts=Parameters(64, 0, 0, 0)
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "more", "expected"),
+    [
+        (Layout(), MODEL, {}, {"weights": 140 * 4, "gradients": 140 * 4}),
+        (
+            Layout(dp_replicate=2, dp_shard=4, sharding="full"), MODEL, {},
+            {"weights": (1.5 * 3 * 100 * 4 + 40 * 4) / 4, "gradients": 140 * 4 / 4},
+        ),
+        (
+            Layout(dp_shard=4, sharding="grad_op"), MODEL, {"sync_every_microbatch": True, "masters": 2},
+            {"weights": 3 * (100 * 2 + 40 * 2) / 4, "gradients": 3 * 140 * 2 / 4},
+        ),
+        (  # adapters in fp32 beside a base in 4 bits, whose ends stay in bf16
+            Layout(dp_shard=4, sharding="full", expert_parallel=2), ADAPTED, {"stored": 2, "frozen": 0.5},
+            {"weights": (1.5 * 3 * (10 * 4 + 154 * 0.5) + 40 * 2) / 4, "gradients": 10 * 4 / 4},
+        ),
+        (Layout(tp=2, dp_shard=2, sharding="full"), MODEL, {"offload": False, "paged": 8}, {"moments": 2 * 8 * 80 / 2}),
+        (Layout(tp=2), MODEL, {"offload": False}, {}),
+    ],
+)  # fmt: skip
+def test_what_is_copied_from_and_to_the_host(layout, model, more, expected):
+    step = replace(STEP, **({"offload": True} | more))
+    assert {
+        entry.what: entry.size for entry in step_traffic(layout, model, step) if entry.dimension == "host"
+    } == expected

@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,21 +13,16 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve
 from swiftlite.config.validate import Given
 from swiftlite.models.toys import toy_config, write_toy
-from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.stages import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE, ZERO_BUBBLE_V, StagePlan
 from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.parallel.world import joined
-from swiftlite.planning.choose import Choice, data_layouts
 from swiftlite.planning.communication import Parameters, Traffic
 from swiftlite.planning.devices import Device, find_device
 from swiftlite.planning.footprint import Blocks, NumberBytes, Work, footprint, in_flight
 from swiftlite.planning.memory import Kept
 from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
 from swiftlite.planning.search import CP, EP, PP, TP, candidates
-from swiftlite.sizes import in_words
-from swiftlite.training.needs import choose
 from swiftlite.training.plan import Fleet, outline_of, settle
-from swiftlite.training.setup import Trainee
 from swiftlite.verification.run import resolve_in_world
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -70,19 +64,6 @@ def test_memory_that_was_measured_on_a_gpu(tmp_path, model, flags, measured):
     found = settle(resolved, outline, Fleet(find_device("h200"), 1, 1))
     assert found.footprint.total / GIB == pytest.approx(measured, rel=0.02)
     assert found.fits
-
-
-@pytest.mark.parametrize(("rows", "mode"), [(8, "none"), (64, "full")])
-def test_auto_counts_the_gradients_that_add_up(tmp_path, rows, mode):
-    """8B on eight GPUs: rows of 4,096 tokens fit without recomputation, unless gradients wait whole for other rows."""
-    flags = {"tuner": "full", "max_length": 4096, "global_batch_size": rows, "nproc_per_node": 8, "parallel": "fsdp"}
-    resolved, outline = outlined(tmp_path, LLAMA, **flags)
-    free = int(find_device("h100").memory)
-    choice = choose(resolved.config, outline, free, resolved.layout)
-    assert choice.checkpointing == mode and choice.held.total <= 0.85 * free
-    told, known = Trainee.memory_words.fget, {"choice": choice, "mesh": Mesh(choice.layout, outline.device)}
-    assert told(SimpleNamespace(free=free, **known)).endswith("of 74.51 GiB free on a device")
-    assert "`swiftlite plan` shows what would fit" in told(SimpleNamespace(free=free // 2, **known))
 
 
 def test_experts_larger_than_this_machine_can_be_planned(tmp_path):
@@ -250,85 +231,6 @@ def test_a_reference_beside_the_model_is_counted(tmp_path):
     assert held[1].total - held[0].total == pytest.approx(4 * 8_030_261_248 / 8)
 
 
-def test_a_reference_is_no_second_model_where_the_peak_leaves_no_room(tmp_path):
-    flags = {"tuner": "full", "max_length": 4096, "global_batch_size": 64, "nproc_per_node": 8, "parallel": "fsdp"}
-    resolved, outline = outlined(tmp_path, LLAMA, activation_checkpointing="selective", **flags)
-    held, copy = outline.holds(resolved.config, resolved.layout, None), 4 * outline.trained / 8
-    choice, free = Choice(resolved.layout, False, "selective", held), int((held.total + copy) / 0.85) + 1
-    assert choice.bears_copy(free) and not choice.bears_copy(free - GIB)
-    assert not replace(choice, offload=True).bears_copy(free)
-    lighter = replace(held, activations=0, workspace=0)  # a copy is a quarter of what states leave, and fits
-    choice, free = Choice(resolved.layout, False, "full", lighter), int((held.resident + 4 * copy) / 0.85) + 1
-    assert choice.bears_copy(free + 2) and not choice.bears_copy(free - GIB)
-
-
-# --- what `--parallel auto` takes -------------------------------------------------------------------------------------
-
-H100, H200, L4 = (int(find_device(name).memory) for name in ("h100", "h200", "l4"))
-LIGHTER = {"ddp": 0, "fsdp full": 1, "offload": 2}
-
-
-@pytest.mark.parametrize(
-    ("model", "free", "flags", "kind", "mode"),
-    [
-        (LLAMA, H100, {"tuner": "full", "max_length": 4096}, "fsdp full", "none"),
-        (LLAMA, H100, {"tuner": "full", "max_length": 8192}, "fsdp full", "selective"),
-        (LLAMA, H200, {"tuner": "full", "max_length": 4096}, "fsdp full", "none"),  # 16 bytes x 8 B are 120 GiB
-        ("Qwen/Qwen2.5-0.5B-Instruct", L4, {"nproc_per_node": 2}, "ddp", "none"),
-        ("Qwen/Qwen2.5-0.5B-Instruct", L4, {"nproc_per_node": 2, "max_length": 32768}, "ddp", "full"),
-        ("meta-llama/Llama-3.1-70B-Instruct", H100, {}, "fsdp full", "selective"),
-        ("meta-llama/Llama-3.1-70B-Instruct", H100, {"nproc_per_node": 2}, "offload", "none"),
-        # replicas would fit, fully recomputed, which costs more than to send weights
-        (LLAMA, H200, {"max_length": 32768}, "fsdp full", "selective"),
-    ],
-)
-def test_auto_takes_the_layout_that_sends_least(tmp_path, model, free, flags, kind, mode):
-    """Of those that fit by the same sum as in a plan, and none that fits is lighter."""
-    resolved, outline = outlined(tmp_path, model, **({"nproc_per_node": 8} | flags))
-    choice = choose(resolved.config, outline, free, resolved.layout)
-    replicated = choice.layout.dp_replicate == resolved.layout.world
-    found = "offload" if choice.offload else "ddp" if replicated else "fsdp full"
-    assert (found, choice.checkpointing) == (kind, mode)
-    settled = resolved.config.model_copy(
-        update={"activation_checkpointing": mode, "offload": "cpu" if choice.offload else "none"}
-    )
-    assert outline.holds(settled, choice.layout, None) == choice.held
-    assert choice.held.total <= 0.85 * free and in_words(choice.held.total) in choice.reason
-    layouts = data_layouts(resolved.layout)
-    lighter = [outline.holds(settled.model_copy(update={"offload": "none"}), one, None) for one in layouts]
-    for held in lighter[: LIGHTER[kind]]:
-        assert held.total > 0.85 * free and in_words(held.total) in choice.reason
-
-
-def test_what_is_given_is_not_chosen(tmp_path):
-    for flags in ({"sharding": "full"}, {"parallel": "fsdp"}, {"mesh": "2x2"}, {"offload": "cpu"}):
-        resolved, outline = outlined(tmp_path, SMOLLM, nproc_per_node=4, **flags)
-        choice = choose(resolved.config, outline, H200, resolved.layout)
-        assert choice.layout == resolved.layout and choice.offload == ("offload" in flags) and not choice.reason
-
-
-def test_states_of_a_cpu_are_not_moved_to_it(tmp_path):
-    """They lie there in any case: what fits nowhere is sharded."""
-    resolved, outline = outlined(tmp_path, SMOLLM, "cpu", tuner="full", nproc_per_node=2)
-    choice = choose(resolved.config, outline, 4 * GIB, resolved.layout)
-    assert (choice.layout.dp_shard, choice.offload, choice.checkpointing) == (2, False, "full")
-    assert choice.held.moments == pytest.approx(8 * outline.trained / 2)
-    asked = outline.holds(
-        resolved.config.model_copy(update={"offload": "cpu", "activation_checkpointing": "full"}), resolved.layout, None
-    )
-    assert asked.moments == choice.held.moments
-    assert choose(resolved.config, outline, 400 * GIB, resolved.layout).layout.dp_replicate == 2
-
-
-def test_tokens_count_twice_on_a_cpu(monkeypatch, tmp_path):
-    resolved, outline = outlined(tmp_path, SMOLLM, "cpu", activation_checkpointing="full")
-    twice = outline.holds(resolved.config, resolved.layout, None)
-    monkeypatch.setattr("swiftlite.training.needs.ON_HOST", 1)
-    once = outline.holds(resolved.config, resolved.layout, None)
-    assert (twice.activations, twice.workspace) == (2 * once.activations, 2 * once.workspace)
-    assert twice.resident == once.resident
-
-
 def test_a_device_is_known_by_any_spelling():
     assert find_device("rtx-4090") == find_device("NVIDIA GeForce RTX 4090") is not None
     assert find_device("A100-40GB").memory == 40e9 and find_device("NVIDIA A100-SXM4-80GB").memory == 80e9
@@ -342,8 +244,53 @@ def test_messages_cost_what_nothing_hides():
     traffic = [Traffic("tp", "all-gather", "hidden states", 1e9), Traffic("fsdp", "all-gather", "weights", 3e8)]
     near = step_pace(layout, 8e12, traffic, device, per_machine=4, micro_batches=1, plan=None)
     assert near.compute == pytest.approx(2) and near.exposed == pytest.approx(1) and near.seconds == pytest.approx(3)
+    copies = [Traffic("host", "copy", "weights", 1e9), Traffic("host", "copy", "moments", 1e9)]
+    beside = step_pace(layout, 8e12, [*traffic, *copies], device, per_machine=2, micro_batches=1, plan=None)
+    assert [message.exposed for message in beside.messages] == pytest.approx([1, 1, 1, 1])  # 2 s are hidden already
+    assert [message.seconds for message in beside.messages] == pytest.approx([1, 3, 1, 1])
+    assert [message.between_machines for message in beside.messages] == [False, True, False, False]
+    alone = step_pace(layout, 8e12, copies, device, per_machine=4, micro_batches=1, plan=None)
+    assert [message.exposed for message in alone.messages] == pytest.approx([0, 1])
     far = step_pace(layout, 8e12, traffic, device, per_machine=2, micro_batches=1, plan=None)
     assert far.exposed == pytest.approx(1 + 1)  # 3 s between machines, of which arithmetic hides 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "forwards"),
+    [
+        ({"method": "sft"}, 0),
+        ({"method": "dpo"}, 1),
+        ({"method": "dpo", "loss": ["simpo"]}, 0),
+        ({"method": "dpo", "reference": "precompute"}, 0),
+        ({"method": "dpo", "tuner": "full"}, 0),
+        ({"method": "dpo", "tuner": "full", "reference": "model"}, 1),
+        ({"method": "kto"}, 3),  # of the reference, and of both models over other rows' answers
+        ({"method": "kto", "tuner": "full"}, 1),
+        ({"method": "kto", "loss": ["apo_zero_unpaired"]}, 1),
+        ({"method": "rm"}, 0),
+    ],
+)
+def test_forward_passes_of_a_reference_take_time(tmp_path, flags, forwards):
+    """A third of a step's arithmetic each, half of it where most weights are frozen."""
+    resolved, outline = outlined(tmp_path, SMOLLM, **({"activation_checkpointing": "none"} | flags))
+    found = settle(resolved, outline, Fleet(find_device("h200"), 1, 1))
+    rows = resolved.config.global_batch_size * (1 if flags["method"] in ("sft", "kto") else 2)
+    own = outline.flops.step([resolved.config.max_length] * rows) / (REACHED_FLOPS * 989e12)
+    each = 1 / 3 if flags.get("tuner") == "full" else 1 / 2
+    assert found.pace.compute == pytest.approx(own * (1 + forwards * each))
+
+
+@pytest.mark.parametrize(("flags", "copied"), [({"offload": "cpu"}, {"weights", "gradients"}), ({}, set())])
+def test_a_plan_counts_what_waits_in_the_hosts_memory(tmp_path, flags, copied):
+    flags = {"tuner": "full", "nproc_per_node": 4, "parallel": "fsdp", "optimizer": "paged_adamw"} | flags
+    resolved, outline = outlined(tmp_path / "gpu", SMOLLM, **flags)
+    messages = settle(resolved, outline, FOUR).pace.messages
+    found = {message.traffic.what: message for message in messages if message.traffic.dimension == "host"}
+    assert found.keys() == copied | {"moments"}
+    assert found["moments"].seconds == pytest.approx(2 * 8 * outline.trained / 4 / (REACHED_LINK * 64e9), rel=0.01)
+    resolved, outline = outlined(tmp_path / "cpu", SMOLLM, "cpu", **flags)
+    messages = settle(resolved, outline, FOUR).pace.messages
+    assert not [message for message in messages if message.traffic.dimension == "host"]
 
 
 def test_layouts_leave_what_is_given_as_it_is():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
 
 REDUCED = 4  # bytes of a gradient on its way: always fp32
+HOST = "host"  # in place of a dimension
 NORMALIZER = 4  # of a token's largest logit, its logit and its sum: always fp32
 # Tokens of a micro-batch in a pipeline are padded to a multiple: few shapes, so that a schedule is seldom built again.
 PIPELINE_ROUND = 64
@@ -32,7 +33,8 @@ PIPELINE_ROUND = 64
 
 @dataclass(frozen=True)
 class Traffic:
-    """dimension: of the mesh, `efsdp` and `ep` those of experts; size: bytes that a rank sends in a step, the mean."""
+    """dimension: of the mesh, `efsdp` and `ep` those of experts, or `host`; size: bytes that a rank sends in a step, or
+    copies from and to its host's memory, the mean."""
 
     dimension: str
     collective: str
@@ -122,7 +124,8 @@ class Step:
     tokens: of a micro-batch, as whole rows; trained: those of them that have a label; micro_batches: of a step;
     compute: bytes of a number in products of matrices; stored: those of weights as they are kept and of hidden states
     between layers (4 in full tuning; 2 where LoRA's base is bf16); schedule: None without a pipeline; frozen: bytes of
-    a layer's frozen number as it is gathered, where those are fewer than in products.
+    a layer's frozen number as it is gathered, where those are fewer than in products; masters: of a trained number;
+    offload: weights and gradients wait in the host's memory; paged: bytes of moments of a trained number that do.
     """
 
     tokens: int
@@ -133,6 +136,9 @@ class Step:
     sync_every_microbatch: bool = False
     schedule: Schedule | None = None
     frozen: float | None = None
+    masters: float = 4
+    offload: bool = False
+    paged: float = 0
 
 
 def step_traffic(layout: Layout, model: ModelShape, step: Step) -> list[Traffic]:
@@ -142,6 +148,7 @@ def step_traffic(layout: Layout, model: ModelShape, step: Step) -> list[Traffic]
     """
     plan = _Plan(layout, model, step)
     parts = (plan.weights(), plan.expert_weights(), plan.tensor(), plan.pipeline(), plan.context(), plan.experts())
+    parts += (plan.host(),)  # at last: what runs beside arithmetic first hides no copies as well
     return [entry for part in parts for entry in part if entry.size > 0]
 
 
@@ -171,18 +178,26 @@ class _Plan:
         are gathered as they are stored, once a step.
         Gradients are scattered once, in fp32, and what a rank keeps of them is summed over the replicas.
         """
-        model, layout = self.model, self.layout
-        layers, trained = model.layers.on_each(layout.tp)
-        ends, ends_trained = model.ends.on_each(layout.tp)
-        if layout.expert_parallel == 1:
-            layers += model.experts.count / layout.tp
-            trained += model.experts.trained / layout.tp
-        if layout.pp > 1:  # of a tied weight both ends have a copy
-            ends, ends_trained = ends + model.tied / layout.tp, ends_trained + model.tied / layout.tp
+        layout = self.layout
+        layers, trained = self._layers(experts=layout.expert_parallel == 1)
+        ends, ends_trained = self._ends()
         frozen = self.step.compute if self.step.frozen is None else min(self.step.frozen, self.step.compute)
         in_layers = trained * self.step.compute + (layers - trained) * frozen
         gathered = self._gathers() * in_layers + self._gathers(ends=True) * ends * self.step.stored
         yield from self._share("fsdp", layout.dp_shard * layout.cp, gathered, trained + ends_trained)
+
+    def _layers(self, *, experts: bool) -> tuple[float, float]:
+        """(all, trained) numbers of all layers on a rank of tensor parallelism, with their experts or without."""
+        model, tp = self.model, self.layout.tp
+        layers, trained = model.layers.on_each(tp)
+        return layers + experts * model.experts.count / tp, trained + experts * model.experts.trained / tp
+
+    def _ends(self) -> tuple[float, float]:
+        """The same of embedding, norm and head; in a pipeline both ends have a copy of a tied weight."""
+        model, tp = self.model, self.layout.tp
+        ends, trained = model.ends.on_each(tp)
+        copied = model.tied / tp if self.layout.pp > 1 else 0
+        return ends + copied, trained + copied
 
     def expert_weights(self) -> Iterator[Traffic]:
         """The same of experts that whole ranks hold: over `efsdp`, the ranks with the same experts."""
@@ -199,14 +214,35 @@ class _Plan:
             return (2 - 1 / self.model.depth) * self.micro_batches
         return self.micro_batches if self.step.sync_every_microbatch else 1
 
+    def _reductions(self) -> int:
+        return self.micro_batches if self.step.sync_every_microbatch and self.step.schedule is None else 1
+
     def _share(self, dimension: str, shards: int, gathered: float, trained: float) -> Iterator[Traffic]:
         """gathered: bytes of all units whole, as often as they are; trained: parameters whose gradients are summed."""
         p, replicas = self.layout.pp, self.layout.dp_replicate
-        times = self.micro_batches if self.step.sync_every_microbatch and self.step.schedule is None else 1
-        reduced = times * REDUCED * trained / p
+        reduced = self._reductions() * REDUCED * trained / p
         yield Traffic(dimension, "all-gather", "weights", _ring(shards) * gathered / p)
         yield Traffic(dimension, "reduce-scatter", "gradients", _ring(shards) * reduced)
         yield Traffic("dp_replicate", "all-reduce", "gradients", 2 * _ring(replicas) * reduced / shards)
+
+    # --- the host's memory --------------------------------------------------------------------------------------------
+
+    def host(self) -> Iterator[Traffic]:
+        """Each rank's shard of what is gathered is copied from there before it, and of gradients back after they are
+        reduced; moments that are paged come and go once a step."""
+        step, layout = self.step, self.layout
+        layers, trained = self._layers(experts=True)
+        ends, ends_trained = self._ends()
+        ranks = layout.pp * layout.dp_shard * layout.cp
+        if step.offload:
+            frozen = step.stored if step.frozen is None else step.frozen
+            of_layers = trained * step.masters + (layers - trained) * frozen
+            of_ends = ends_trained * step.masters + (ends - ends_trained) * step.stored
+            gathered = self._gathers() * of_layers + self._gathers(ends=True) * of_ends
+            reduced = self._reductions() * (trained + ends_trained) * step.masters
+            yield Traffic(HOST, "copy", "weights", gathered / ranks)
+            yield Traffic(HOST, "copy", "gradients", reduced / ranks)
+        yield Traffic(HOST, "copy", "moments", 2 * step.paged * (trained + ends_trained) / ranks)
 
     # --- tensor parallelism -------------------------------------------------------------------------------------------
 

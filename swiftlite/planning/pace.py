@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swiftlite.parallel.stages import StagePlan
-from swiftlite.planning.communication import Traffic
+from swiftlite.planning.communication import HOST, Traffic
 
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 REACHED_FLOPS = 0.5  # of a GPU's peak: 46 to 57% on an H200 (docs/performance.md, "One GPU")
 REACHED_LINK = 0.7  # of what a data sheet says of links
 BACKWARD = 2 / 3  # of the arithmetic of a step
-AGAIN = {"none": 0.0, "selective": 0.03, "full": 1 / 3}  # of the arithmetic, made again in the backward pass
+FORWARD = 1 - BACKWARD
+AGAIN = {"none": 0.0, "selective": 0.03, "full": FORWARD}  # of the arithmetic, made again in the backward pass
 WITH_ADAPTERS = 1.5  # times that where frozen weights take no gradient: forward passes are half of the arithmetic there
 
 
@@ -71,14 +72,15 @@ def step_pace(
     once = compute if sync_every_microbatch else compute / micro_batches  # what runs beside one exchange of weights
     left = {
         "all": compute,
-        "forward": once * (1 - BACKWARD),
+        "forward": once * FORWARD,
         "backward": once * BACKWARD,
         "other micro-batches": compute - compute / micro_batches,
     }
     messages = []
     for entry in traffic:
-        between = _span(layout, entry.dimension) > per_machine
-        seconds = entry.size / (REACHED_LINK * (device.network if between else device.link))
+        between = entry.dimension != HOST and _span(layout, entry.dimension) > per_machine
+        link = device.host if entry.dimension == HOST else device.network if between else device.link
+        seconds = entry.size / (REACHED_LINK * link)
         beside = _beside(entry, layout)
         hidden = min(seconds, left.get(beside, 0.0))
         if hidden:
@@ -111,8 +113,8 @@ def _span(layout: Layout, dimension: str) -> int:
 def _beside(entry: Traffic, layout: Layout) -> str | None:
     """The arithmetic that messages run beside: weights are gathered beside all of it, or beside a forward pass where
     they travel once; gradients beside a backward pass; what a pipeline hands on beside other micro-batches. What
-    tensor, context and expert parallelism exchange is waited for."""
-    if entry.dimension in ("tp", "cp", "ep"):
+    tensor, context and expert parallelism exchange is waited for, and so are moments that are paged."""
+    if entry.dimension in ("tp", "cp", "ep") or entry.what == "moments":
         return None
     if entry.dimension == "pp":
         return "other micro-batches"

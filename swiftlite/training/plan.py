@@ -32,12 +32,13 @@ from swiftlite.parallel.experts import check_expert_parallel
 from swiftlite.parallel.stages import StagePlan, stage_costs
 from swiftlite.planning.choose import USABLE
 from swiftlite.planning.communication import Step, step_traffic
-from swiftlite.planning.footprint import Footprint
-from swiftlite.planning.pace import AGAIN, WITH_ADAPTERS, Pace, step_pace
+from swiftlite.planning.footprint import STATE_BYTES, Footprint
+from swiftlite.planning.pace import AGAIN, FORWARD, WITH_ADAPTERS, Pace, step_pace
 from swiftlite.planning.search import candidates
 from swiftlite.training.needs import Outline, open_modes
 from swiftlite.training.precision import Precision
 from swiftlite.training.setup import build_base, check_alone, check_config, check_division, precision_of
+from swiftlite.training.setup_method import count_more_forwards
 from swiftlite.training.sources import find_weights
 
 if TYPE_CHECKING:
@@ -223,7 +224,9 @@ def _pace(
 ) -> Pace:
     row, count = pack_capacity(config), config.gradient_accumulation_steps
     adapted = outline.trained < outline.frozen
-    again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) * (WITH_ADAPTERS if adapted else 1)
+    again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) + count_more_forwards(config) * FORWARD
+    again *= WITH_ADAPTERS if adapted else 1
+    on_gpu = outline.device.type != "cpu"
     of = outline.number_bytes(config)
     step = Step(
         tokens=config.micro_batch_size * row,
@@ -234,6 +237,9 @@ def _pace(
         frozen=of.frozen,
         sync_every_microbatch=config.sync_every_microbatch,
         schedule=stages.schedule if stages else None,
+        masters=of.weight,
+        offload=config.offload == "cpu" and on_gpu,
+        paged=STATE_BYTES["moments"] if config.optimizer == "paged_adamw" and on_gpu else 0,
     )
     documents = [config.max_length] * (config.global_batch_size * row // config.max_length)
     return step_pace(

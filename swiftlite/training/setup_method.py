@@ -19,7 +19,7 @@ from swiftlite.models.tuners import adapters_off
 from swiftlite.objectives.preference import Preference
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired
-from swiftlite.training.methods import Judged, Method, Paired, Rewarded, Supervised, mismatched_of
+from swiftlite.training.methods import Judged, Method, Paired, Rewarded, Supervised, mismatched_of, preference_of
 from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
 
 if TYPE_CHECKING:
@@ -51,6 +51,20 @@ def needs_reference(loss: Preference | Unpaired | RewardModel | None) -> bool:
     return isinstance(loss, Unpaired) or (isinstance(loss, Preference) and loss.needs_reference)
 
 
+def switches_adapters_off(config: RunConfig) -> bool:
+    """Whether the trained model without its adapters is the reference."""
+    return config.reference is None and config.tuner == "lora" and config.adapter is None
+
+
+def count_more_forwards(config: RunConfig) -> int:
+    """Forward passes without gradient over the tokens of a step, beside its own: of a reference that is there while
+    training, and of both models over prompts with other rows' answers."""
+    loss = preference_of(config)
+    live = needs_reference(loss) and (config.reference == "model" or switches_adapters_off(config))
+    mismatched = isinstance(loss, Unpaired) and loss.needs_mismatched
+    return live + mismatched * (1 + live)
+
+
 def build_method(parts: MethodParts) -> Method:
     """The method of the config, with the reference that it needs."""
     config, trainee, loss = parts.config, parts.trainee, parts.loss
@@ -68,7 +82,7 @@ def build_method(parts: MethodParts) -> Method:
 
 def _reference(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:
     config, trainee = parts.config, parts.trainee
-    if config.reference is None and config.tuner == "lora" and config.adapter is None:
+    if switches_adapters_off(config):
         models = [part.model for part in trainee.divided.parts]
         return LiveReference(trainee.divided.runner, _modules(trainee), lambda: adapters_off(models))
     if config.reference == "model" or (config.reference is None and _copy_costs_little(parts)):
