@@ -155,6 +155,8 @@ def test_the_command_tells_and_writes(tmp_path, tiny_model, write_rows, chat_row
     assert row["rows"] == 6 and row["perplexity"] == pytest.approx(math.exp(row["loss"]))
     assert f"{row['loss']:.4f}" in done.stdout and "perplexity" in done.stdout
     assert not (tmp_path / "runs").exists()
+    done = run(*SWIFTLITE, "eval", *words[:4], "--json", "-", "--max-length", "160", cwd=tmp_path)
+    assert json.loads(done.stdout) == [row] and "perplexity" in done.stderr
 
 
 @pytest.mark.parametrize(

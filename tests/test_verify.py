@@ -320,6 +320,9 @@ def test_choices_are_taken_in_any_case(monkeypatch):
 def test_where_verdicts_cannot_be_written_none_are_looked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("began"))
     monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "-a", "llama", "--json", "-"])
+    assert ended.value.code == 2 and "name a file" in capsys.readouterr().err
     for report in ("~/", tmp_path, tmp_path / "v.json"):
         with pytest.raises(SystemExit) as ended:
             main(["verify", "-a", "llama", "--json", str(report)])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.cli.errors import show_error
-from swiftlite.cli.model_options import at_home, check_report
+from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
 from swiftlite.cli.options import RunCommand, own_flag
 from swiftlite.config.flags import Flag, all_flags
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE
@@ -38,22 +36,20 @@ LARGEST_LOSS = 700.0  # whose exponential is a number
 
 def evaluate(resolved: Resolved, json: str | None) -> None:
     """Evaluate. Raises what the evaluation itself raises."""
-    report = None if json is None else at_home(Path(json), "--json")
-    if report is not None:
-        check_report(report)
+    check_output(json)
     config = choose_rows(resolved)
     if os.environ.get("RANK", "0") == "0":
         for note in [*resolved.notes, *_unused(resolved)]:
-            print(f"note: {note}", flush=True)
+            print(f"note: {note}", file=sys.stderr if json == TO_STDOUT else sys.stdout, flush=True)
     from swiftlite.training.launch import launch
 
-    launch(config, resolved.layout, partial(show_error, debug="--debug" in sys.argv), partial(_evaluation, report))
+    launch(config, resolved.layout, partial(show_error, debug="--debug" in sys.argv), partial(_evaluation, json))
 
 
-def _evaluation(report: Path | None) -> Work:
+def _evaluation(json: str | None) -> Work:
     from swiftlite.training.evaluate import run_evaluation
 
-    return partial(run_evaluation, tell=partial(_tell, report))
+    return partial(run_evaluation, tell=partial(_tell, json), quiet=json == TO_STDOUT)
 
 
 def _settle(given: dict[str, Given], recipe: Recipe | None) -> tuple[dict[str, Given], Recipe | None]:
@@ -71,7 +67,7 @@ EVAL = RunCommand(
     "eval",
     evaluate,
     "Evaluate a model, a run or a checkpoint: loss, perplexity, rewards.",
-    own=(own_flag("json", "str", None, "File to write the numbers into."),),
+    own=(own_flag("json", "str", None, "Write the numbers into this file; `-`: to stdout, and all else to stderr."),),
     fallback="sft",
     needs_rows=False,
     settle=_settle,
@@ -101,14 +97,13 @@ def _unused(resolved: Resolved) -> list[str]:
     return [f"{flag.option} has no effect: nothing is trained" for flag in given]
 
 
-def _tell(report: Path | None, found: list[Evaluated]) -> None:
+def _tell(json: str | None, found: list[Evaluated]) -> None:
     """Print what was found, and write it."""
     from swiftlite.cli.dry_run import wide_console
 
     rows = [_row(one) for one in found]
-    wide_console().print(_table(rows))
-    if report is not None:
-        report.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    wide_console(stderr=json == TO_STDOUT).print(_table(rows))
+    write_output(rows, json)
 
 
 def _row(one: Evaluated) -> dict[str, Any]:

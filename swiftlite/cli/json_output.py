@@ -1,27 +1,34 @@
-"""What a command writes for programs to read, beside what it shows."""
+"""`--json` of commands that look: what they show, for programs to read."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from swiftlite.cli.model_options import at_home
 from swiftlite.errors import UserError
 
+TO_STDOUT = "-"  # in place of a file: what is shown goes to stderr then
 
-def check_output(path: Path) -> None:
-    """Raises UserError where `--json` could not be written, before the work is done that it tells of."""
-    where = f"--json {path}"
+
+def check_output(where: str | None) -> None:
+    """Raises UserError where the file could not be written, before the work is done that it tells of."""
+    if where in (None, TO_STDOUT):
+        return
+    path = at_home(Path(where), "--json")
     if not path.absolute().parent.is_dir():
-        raise UserError("there is no such folder", where=where, fix="make it first, or name another")
+        raise UserError("there is no such folder", where=f"--json {where}", fix="make it first, or name another")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError("the file cannot be written", where=where, fix="name another")
+        raise UserError("the file cannot be written", where=f"--json {where}", fix="name another")
 
 
-def write_output(value: Any, path: Path) -> None:
-    path.write_text(as_text(value), encoding="utf-8")
-
-
-def as_text(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+def write_output(value: Any, where: str | None) -> None:
+    """Nothing where no file was named."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    if where == TO_STDOUT:
+        sys.stdout.write(text)
+    elif where is not None:
+        at_home(Path(where), "--json").write_text(text, encoding="utf-8")

@@ -1,8 +1,7 @@
-"""What commands with flags of their own share: the options of those that load a finished model, files to write, `~`."""
+"""What commands with flags of their own share: the options of those that load a finished model, and `~`."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,17 +24,6 @@ def at_home(path: Path, where: str) -> Path:
 def given_path(param: typer.CallbackParam, path: Path | None) -> Path | None:
     """The same as a callback of options and arguments."""
     return path and at_home(path, max(param.opts, key=len))
-
-
-def check_report(path: Path) -> None:
-    """Of `--json`. Raises UserError where the numbers could not be written: they may be hours of work."""
-    from swiftlite.errors import UserError
-
-    where = f"--json {path}"
-    if not path.absolute().parent.is_dir():
-        raise UserError("there is no such folder", where=where, fix="make it first, or name another")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError("the file cannot be written", where=where, fix="name another")
 
 
 def model_option(*names: str, **details: Any) -> Any:

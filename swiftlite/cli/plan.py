@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.cli.json_output import as_text, check_output, write_output
+from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
 from swiftlite.cli.options import RunCommand, own_flag
 from swiftlite.cli.plan_json import plan_values
 from swiftlite.config.flags import all_flags
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from swiftlite.training.plan import Fleet, Plan, Proposal
 
 GB = 10**9
-TO_STDOUT = "-"  # in place of a file
 WORLDS = (1, 2, 4, 8)  # devices of a machine that are looked at where nobody says how many there are,
 NODES = (2, 4, 8, 16, 32)  # and machines, where one is not enough
 SIZES = {
@@ -80,8 +77,7 @@ def plan(
         raise next(iter(plans[0][1].refused.values()))
     fitting = [(fleet, plan.best) for fleet, plan in plans if plan.best]
     command = _command(resolved, *fitting[0]) if fitting else None
-    if json:
-        _write(plan_values(resolved.config, outline, target, plans, refused.values(), command), json)
+    write_output(plan_values(resolved.config, outline, target, plans, refused.values(), command), json)
     console.print(_table(shown))
     console.print(EXPLAINED, style="dim")
     _say_refused(console, refused.values())
@@ -99,15 +95,7 @@ def _check_own(link: float, network: float, rows: int, json: str | None) -> None
     for option, speed in (("--link", link), ("--network", network)):
         if not 0 <= speed < math.inf:  # nor is it nan
             raise UserError(f"{option} is {speed:g}", where=option, fix="give a number of GB/s above 0")
-    if json and json != TO_STDOUT:
-        check_output(Path(json).expanduser())
-
-
-def _write(values: dict[str, Any], where: str) -> None:
-    if where == TO_STDOUT:
-        sys.stdout.write(as_text(values))
-    else:
-        write_output(values, Path(where).expanduser())
+    check_output(json)
 
 
 def _config_of_model(config: RunConfig) -> PretrainedConfig:
@@ -280,7 +268,7 @@ PLAN = RunCommand(
         own_flag("link", "float", 0.0, "GB/s that a device sends to the others of its machine.", shown="the device's"),
         own_flag("network", "float", 0.0, "GB/s that a device sends to other machines.", shown="usual for the device"),
         own_flag("rows", "int", 8, "Layouts to show."),
-        own_flag("json", "str", None, "Write all layouts into this file; `-`: to stdout, and the tables to stderr."),
+        own_flag("json", "str", None, "Write all layouts into this file; `-`: to stdout, and all else to stderr."),
     ),
     fallback="sft",
     needs_rows=False,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swiftlite.cli.errors import show_error
-from swiftlite.cli.json_output import check_output, write_output
-from swiftlite.cli.model_options import given_path
+from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
 from swiftlite.errors import UserError
 from swiftlite.quick_imports import quick_imports
 
@@ -48,9 +47,7 @@ def verify(
     resume: Annotated[
         bool, typer.Option("--resume", help="Each layout goes on from a checkpoint of the one before it.")
     ] = False,
-    report: Annotated[
-        Path | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE", callback=given_path)
-    ] = None,
+    report: Annotated[str | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE")] = None,
 ) -> None:
     """Print the table. Exit code 1 where a layout differs, or where all were refused, which proves nothing.
     Raises UserError for names that do not exist.
@@ -66,8 +63,9 @@ def verify(
     if unknown:
         raise UserError(f"{unknown[0]} is not verified", where="--method", fix=f"there are: {', '.join(methods)}")
     picked = _pick(nproc_per_node, layout)
-    if report is not None:
-        check_output(report)
+    if report == TO_STDOUT:
+        raise UserError("stdout has each verdict as it comes", where="--json -", fix="name a file")
+    check_output(report)
 
     with quick_imports():
         from swiftlite.verification.run import read_verdicts  # behind the checks: it imports all of training
@@ -81,8 +79,7 @@ def verify(
             _run(Path(folder), nproc_per_node, models, wanted, picked, resume)
         finally:  # hours of verdicts are worth keeping where the last one fails
             verdicts = read_verdicts(Path(folder))
-            if report is not None:
-                write_output([asdict(verdict) for verdict in verdicts], report)
+            write_output([asdict(verdict) for verdict in verdicts], report)
     _show(verdicts)
     if not all(verdict.passed for verdict in verdicts) or all(verdict.refused for verdict in verdicts):
         raise typer.Exit(1)

@@ -6,6 +6,7 @@ its run has logged; but nothing is trained, and nothing is written.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -60,15 +61,18 @@ COUNTED = ("rows", "pairs", "desirable", "undesirable", "tokens", "trained_token
 Tell = Callable[[list[Evaluated]], None]
 
 
-def run_evaluation(config: RunConfig, world: World, layout: Layout, *, tell: Tell, began: float | None = None) -> None:
+def run_evaluation(
+    config: RunConfig, world: World, layout: Layout, *, tell: Tell, quiet: bool = False, began: float | None = None
+) -> None:
     """Evaluate the weights in `config.resume`, which began as `config.model`, or that model itself.
 
     The rows are those of `config.dataset`, each set by itself, or the part of them that `config.eval_fraction` holds
-    out. tell: gets what was found, on rank 0: of each data set, and of all if there are several. began: not needed.
+    out. tell: gets what was found, on rank 0: of each data set, and of all if there are several; quiet: stdout is for
+    something else; began: not needed.
 
     Raises UserError for what the user can mend, RunError for what fails.
     """
-    reporter = open_display() if world.rank == 0 else QuietReporter()
+    reporter = open_display(sys.stderr if quiet else None) if world.rank == 0 else QuietReporter()
     checkpoint = None if config.resume == "never" else _checkpoint_of(Path(config.resume))
     start, config = config.model_copy(update={"resume": "never"}), _of_the_weights(config)
     load = tokenizer_loader(config)
@@ -88,7 +92,8 @@ def run_evaluation(config: RunConfig, world: World, layout: Layout, *, tell: Tel
         with reporter.phase("loading the model"):
             check_same_rows(world, " ".join(prepared.fingerprint for prepared in data))
             world.meet("data")
-            trainee = build_trainee(config, model_config, None, load, world, layout)
+            frozen = config.tuner != "lora"  # adapters are small, and stay in fp32 as they were trained
+            trainee = build_trainee(config, model_config, None, load, world, layout, frozen=frozen)
             trainee.check(config.max_length, compiled=config.compile)
         for note in trainee.notes:
             reporter.message(f"note: {note}")
@@ -99,7 +104,8 @@ def run_evaluation(config: RunConfig, world: World, layout: Layout, *, tell: Tel
         @cache
         def build_start() -> Trainee:
             as_begun = check_model(start, layout, world.device, None)
-            return build_trainee(start, as_begun, None, load, world.within("start"), layout)
+            beside = world.within("start"), layout, trainee.choice
+            return build_trainee(start, as_begun, None, load, *beside, frozen=frozen)
 
         def build(number: int, prepared: PreparedData) -> Method:
             same, loss = world.within(f"set {number}").same, preference_of(config)

@@ -215,9 +215,11 @@ def build_trainee(
     world: World,
     layout: Layout,
     choice: Choice | None = None,
+    *,
+    frozen: bool = False,
 ) -> Trainee:
     """Build, divide and load the model. resume: a checkpoint folder whose weights to take; choice: of a model that this
-    one lies beside, made when all memory was free.
+    one lies beside, made when all memory was free; frozen: nothing of it will be trained.
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
@@ -243,6 +245,10 @@ def build_trainee(
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     notes += [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
     model = apply_tuner(base, config, adapter, notes.append)
+    if frozen:
+        model.requires_grad_(False)
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
     sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
     sources += read_on_top(model, base, weights, adapter, None if source == str(resume) else resume)
     fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, new_head))
@@ -333,8 +339,6 @@ def _on_meta(
     """What is known of the whole model, and then its parts. of_files: their type."""
     base, precision = outline.base, outline.precision
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else of_files
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
     known = {
         "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
