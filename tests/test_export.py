@@ -188,3 +188,18 @@ def test_engines_are_told_the_ends_of_turns(tmp_path, tiny_model, write_rows, ch
     assert {name: settings.eos_token_id for name, settings in found.items()} == {
         "full": [ends, turns], "texts": ends, "merged": [ends, turns]
     }  # fmt: skip
+
+
+def test_settings_that_transformers_does_not_like_are_kept(tmp_path, tiny_model, write_rows, chat_rows):
+    """A temperature without sampling is in the file of many a model, and engines go by it."""
+    base, chats = tmp_path / "base", write_rows("chats.jsonl", chat_rows)
+    shutil.copytree(tiny_model("llama"), base)
+    given = {"eos_token_id": 0, "temperature": 0.6, "top_p": 0.9, "pad_token_id": 1, "max_length": 99}
+    (base / "generation_config.json").write_text(json.dumps(given))
+    for tuner in ("full", "lora"):
+        values = settings(tmp_path, base, chats, tuner=tuner, max_steps=1, output_dir=str(tmp_path / tuner))
+        train_alone(resolve_config("sft", **values))
+    export(tmp_path / "lora", tmp_path / "merged")
+    for folder in (tmp_path / "full" / "model", tmp_path / "lora" / "model", tmp_path / "merged"):
+        found = json.loads((folder / "generation_config.json").read_text())
+        assert found == found | given | {"eos_token_id": [0, 2]}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ADAPTER_STEM, MODEL_STEM = "adapter_model", "model"
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,13 @@ def _save_config(folder: Path, base: PreTrainedModel, dtype: torch.dtype) -> Non
 
 
 def _save_generation(folder: Path, base: PreTrainedModel, stops: Sequence[int], *, needed: bool) -> None:
-    """Engines know no other ends of answers. needed: also where they are those of the base."""
+    """Engines know no other ends of answers. needed: also where they are those of the base.
+
+    Not by save_pretrained, which refuses settings that it does not like, such as a temperature without sampling.
+    """
     settings = copy.deepcopy(base.generation_config)
     changed = bool(stops) and list(stops) not in (settings.eos_token_id, [settings.eos_token_id])
     if changed:
         settings.eos_token_id, settings._from_model_config = list(stops), False
     if changed or needed:
-        settings.save_pretrained(folder)
+        settings.to_json_file(folder / GENERATION_CONFIG)
