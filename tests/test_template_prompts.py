@@ -177,6 +177,25 @@ def test_generation_ends_where_trained_answers_end():
         assert found == [tokenizer.eos_token, *stops]
 
 
+def test_generation_does_not_end_within_answers():
+    """Not at what closes a thought, nor at what stands before the end of the text; a template may want tools."""
+    said = "{{ '<|open|>think<|close|>' + message['content'] + '<|close|>said<|end|>' }}"
+    thinks = PLAIN.replace("{{ message['content'] }}", said).replace("<|im_end|>", "")
+    calls = "{% for c in m.tool_calls or [] %}<calls>{{ c.function.name }}</calls>{% endfor %}"
+    last = "{% if loop.last and m.role == 'assistant' %}{% else %}<|end|>{% endif %}"
+    open_end = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + calls + last + "{% endfor %}"
+    open_end += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tools = "{% for t in tools %}{{ t.function.name }}{% endfor %}"
+    for template, special, stops in (
+        (thinks, ["<|open|>", "<|close|>", "<|end|>"], []),
+        (open_end, ["<calls>", "</calls>", "<|end|>"], ["<|end|>"]),
+        (tools + PLAIN.replace("<|im_end|>", "<|end|>"), ["<|end|>"], ["<|end|>"]),
+    ):
+        tokenizer = tokenizer_of(template, special)
+        found = tokenizer.convert_ids_to_tokens(stop_tokens(GenerationConfig(), tokenizer))
+        assert found == [tokenizer.eos_token, *stops]
+
+
 def test_what_opens_the_next_turn_unasked_is_not_trained():
     """As in Cohere's Command A: special tokens alone, of which all turns have the first."""
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}<|done|>{% endfor %}"

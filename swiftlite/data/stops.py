@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import CALL
 from swiftlite.data.forms import BadRow, Chat
 from swiftlite.data.special_tokens import SPARE
-from swiftlite.data.template import ChatRenderer
+from swiftlite.data.template import ChatRenderer, Rendered
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _TALK = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
 _USED = [*CALL, {"role": "tool", "content": "x", "name": "call", "tool_call_id": "abcdefgh1"}, _TALK[1]]
+_TOOL = {"type": "function", "function": {"name": "call", "description": "x", "parameters": {}}}
 _SOME_DAY = "2025-01-01"
 
 
@@ -29,7 +31,8 @@ def stop_tokens(settings: GenerationConfig | PretrainedConfig, tokenizer: PreTra
 def _ends_of_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The added tokens that trained answers end with: before the end of the text, a question, or a tool's result.
 
-    They may be three: gpt-oss writes `<|return|>` and `<|call|>`, GLM stops at what opens the next turn.
+    They may be three: gpt-oss writes `<|return|>` and `<|call|>`, GLM stops at what opens the next turn. None of them
+    stands within an answer too, as what closes its thought; nor is it what the end of the text is written behind.
     """
     if tokenizer.chat_template is None:
         return []
@@ -37,16 +40,23 @@ def _ends_of_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         renderer = ChatRenderer(tokenizer, _SOME_DAY)
     except UserError:  # of a template that cannot be used; who uses it is told so
         return []
-    ends = []
+    ends, within = [], set()
     for messages in (_TALK[:2], _TALK, _USED):
-        try:
-            parts = renderer.render(Chat(messages, [message["role"] == "assistant" for message in messages]))
-        except (BadRow, UserError):  # what it does not take, it does not end
-            continue
-        for part in parts:
+        for part in _rendered(renderer, messages):
             answers = tokenizer([part.text[start:end] for start, end in part.spans], add_special_tokens=False)
-            ends += [ids[-1] for ids in answers["input_ids"]]
-    return [end for end in ends if end in tokenizer.all_special_ids or end in tokenizer.added_tokens_decoder]
+            ends += [ids[-1] for ids in answers["input_ids"][: -1 if part.add_eos else None]]
+            if messages is not _USED:  # a call may be a turn of its own
+                within.update(id_ for ids in answers["input_ids"] for id_ in ids[:-1])
+    added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return [end for end in ends if end in added and end not in within]
+
+
+def _rendered(renderer: ChatRenderer, messages: list[dict[str, Any]]) -> list[Rendered]:
+    """The texts that train each answer; with a tool where the template takes none without. Empty where it refuses."""
+    for tools in (None, [_TOOL]):
+        with contextlib.suppress(BadRow, UserError):  # what it does not take, it does not end
+            return renderer.render(Chat(messages, [message["role"] == "assistant" for message in messages], tools))
+    return []
 
 
 def padding_token(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
