@@ -136,6 +136,26 @@ def test_vllm_gets_a_path_with_a_comma_as_json(installed, adapter, tmp_path, cap
     assert json.loads(words[words.index("--lora-modules") + 1]) == {"name": "a-b", "path": str(tmp_path / "a,b")}
 
 
+def test_folders_of_odd_names(installed, adapter, tiny_model, tmp_path, monkeypatch, capsys):
+    """A dash makes no flag of them, and a line to copy is of the words that it shows."""
+    installed("vllm", "sglang")
+    monkeypatch.chdir(tmp_path)
+    base = shutil.copytree(tiny_model("llama"), tmp_path / "-my base")
+    assert line(capsys, model="./-my base")[2] == str(base) and line(capsys, model="-my base")[2] == str(base)
+    shutil.move(adapter(base=base), tmp_path / "-a b")
+    words = line(capsys, adapter="./-a b")
+    assert words[words.index("--tokenizer") + 1] == str(tmp_path / "-a b")
+    shutil.move(adapter(base=base, use_rslora=True), tmp_path / "c d")
+    with pytest.raises(UserError, match="rsLoRA") as refusal:
+        run_serve(ServeOptions(adapter="c d", engine="sglang", dry_run=True))
+    merge = shlex.split(refusal.value.fix.partition(": ")[2])
+    assert merge[:7] == ["swiftlite", "export", "--model", str(base), "--adapter", "c d", "--output-dir"]
+    base.rename("gone")
+    with pytest.raises(UserError, match="not where it was") as refusal:
+        run_serve(ServeOptions(adapter="c d", dry_run=True))
+    assert shlex.split(refusal.value.fix)[-2:] == ["--adapter", "c d"]
+
+
 def test_a_hub_id_keeps_its_name_and_revision(installed, capsys):
     installed(*WHOLE)
     asked = {"model": "org/some-model", "revision": "dev"}

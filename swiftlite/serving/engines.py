@@ -7,6 +7,7 @@ of them have been run.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,11 +188,11 @@ def _rank(settings: dict[str, Any], adapter: Path) -> int:
 
 
 def _merge_first(engine: Engine, source: ModelSource, why: str) -> UserError:
+    merge = shlex.join(["swiftlite", "export", "--model", source.base, "--adapter", str(source.adapter)])
     return UserError(
         f"{engine.title} {why}",
         where=str(source.adapter),
-        fix=f"merge it: swiftlite export --model {source.base} --adapter {source.adapter} --output-dir FOLDER, then "
-        "swiftlite serve --model FOLDER",
+        fix=f"merge it: {merge} --output-dir FOLDER, then swiftlite serve --model FOLDER",
     )
 
 

@@ -7,6 +7,7 @@ holds the files of either, or the output folder of a run, whose `model/` is mean
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def find_source(model: str | None, adapter: str | None) -> ModelSource:
     named = None if model is None else _inside_run(_resolve(model), f"--model {model}")
     if adapter is None:
         return _with_adapter(Path(named), None) if _is_adapter(named) else _checked(ModelSource(named, None, named))
-    folder = _inside_run(str(Path(adapter).expanduser()), f"--adapter {adapter}")
+    folder = _inside_run(str(_place(adapter)), f"--adapter {adapter}")
     if not _is_adapter(folder):
         raise UserError(
             f"the adapter folder has no {ADAPTER_CONFIG}" if Path(folder).is_dir() else "there is no such folder",
@@ -74,8 +75,14 @@ def check_answers(source: ModelSource) -> None:
 
 
 def _resolve(name: str) -> str:
-    path = Path(name).expanduser()
+    path = _place(name)
     return str(path) if path.is_dir() else model_name(name)
+
+
+def _place(name: str) -> Path:
+    """Whole where it begins with a dash: commands would read it as a flag."""
+    path = Path(name).expanduser()
+    return path.absolute() if str(path).startswith("-") else path
 
 
 def _is_adapter(name: str) -> bool:
@@ -113,7 +120,7 @@ def _with_adapter(folder: Path, base: str | None) -> ModelSource:
         raise UserError(
             f"the adapter's base model is not where it was: {recorded}",
             where=str(folder / ADAPTER_CONFIG),
-            fix=f"name it: --model BASE --adapter {folder}",
+            fix=f"name it: --model BASE --adapter {shlex.quote(str(folder))}",
         )
     own_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return _checked(ModelSource(source, folder, str(folder) if own_tokenizer else source))
@@ -137,7 +144,7 @@ def _base_of(folder: Path) -> str:
         raise UserError(
             "the adapter does not say which model it belongs to",
             where=str(path),
-            fix=f"name it: --model BASE --adapter {folder}",
+            fix=f"name it: --model BASE --adapter {shlex.quote(str(folder))}",
         )
     return base
 
