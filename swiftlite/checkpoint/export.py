@@ -14,12 +14,12 @@ from torch import nn
 
 from swiftlite.checkpoint.catalog import catalog_adapter, catalog_model, stored_tensors
 from swiftlite.checkpoint.tensor_writer import FilePlan, parse_size
+from swiftlite.config.names import GENERATION_CONFIG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ADAPTER_STEM, MODEL_STEM = "adapter_model", "model"
-GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ NAMES = (  # the settings that name files and folders
     "model", "tokenizer", "chat_template", "dataset", "eval_dataset", "adapter", "cache_dir", "output_dir", "resume"
 )  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
+GENERATION_CONFIG = "generation_config.json"
 LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
 # NAME[:SUBSET][@SPLIT][#COUNT][*WEIGHT]
 SPEC = re.compile(r"(?P<name>.+?)(?P<subset>:[^:@#*/\\]+)?(?P<split>@[^@#*]+)?(?P<count>#\d+)?(?P<weight>\*[\d.]+)?")

@@ -14,12 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from swiftlite.config.names import ADAPTER_CONFIG
+from swiftlite.config.names import ADAPTER_CONFIG, GENERATION_CONFIG
 from swiftlite.errors import UserError
 from swiftlite.serving.source import ModelSource, read_settings
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-GENERATION_CONFIG = "generation_config.json"
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
 
 # Settings of an adapter that make it more than products of two small matrices beside a layer.
