@@ -2,6 +2,7 @@
 
 import pytest
 from test_template import CHATML_MARKED, GLM, MISTRAL_SYSTEM, THINKING_PROMPT, TWO_TURNS, chat, trained_texts
+from tokenizers import normalizers
 from transformers import GenerationConfig
 
 from swiftlite.data.forms import BadRow
@@ -185,13 +186,18 @@ def test_generation_does_not_end_within_answers():
     last = "{% if loop.last and m.role == 'assistant' %}{% else %}<|end|>{% endif %}"
     open_end = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + calls + last + "{% endfor %}"
     open_end += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    marked = "{% if m.role == 'assistant' %}{% generation %} {% endgeneration %}|{% generation %}<|open|>"
+    marked += "{% endgeneration %}|{% generation %}{{ m.content }}<|end|>{% endgeneration %}{% else %}"
+    marked = open_end.replace("{{ m.content }}" + calls + last, marked + "{{ m.content }}{% endif %}")
     tools = "{% for t in tools %}{{ t.function.name }}{% endfor %}"
     for template, special, stops in (
         (thinks, ["<|open|>", "<|close|>", "<|end|>"], []),
         (open_end, ["<calls>", "</calls>", "<|end|>"], ["<|end|>"]),
+        (marked, ["<|open|>", "<|end|>"], ["<|end|>"]),
         (tools + PLAIN.replace("<|im_end|>", "<|end|>"), ["<|end|>"], ["<|end|>"]),
     ):
         tokenizer = tokenizer_of(template, special)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Strip()  # a blank is no token then
         found = tokenizer.convert_ids_to_tokens(stop_tokens(GenerationConfig(), tokenizer))
         assert found == [tokenizer.eos_token, *stops]
 

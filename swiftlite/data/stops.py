@@ -43,10 +43,11 @@ def _ends_of_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ends, within = [], set()
     for messages in (_TALK[:2], _TALK, _USED):
         for part in _rendered(renderer, messages):
-            answers = tokenizer([part.text[start:end] for start, end in part.spans], add_special_tokens=False)
-            ends += [ids[-1] for ids in answers["input_ids"][: -1 if part.add_eos else None]]
-            if messages is not _USED:  # a call may be a turn of its own
-                within.update(id_ for ids in answers["input_ids"] for id_ in ids[:-1])
+            texts = [part.text[start:end] for start, end in part.spans]
+            spans = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            ends += [ids[-1] for ids in spans[: -1 if part.add_eos else None] if ids]
+            if messages == _TALK[:2]:  # the spans of one answer; a call may be a turn of its own
+                within.update([id_ for ids in spans for id_ in ids][:-1])
     added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return [end for end in ends if end in added and end not in within]
 
