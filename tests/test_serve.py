@@ -233,7 +233,9 @@ def test_vllm_takes_no_adapter_on_gpt2(installed, adapter, tiny_model):
     assert "of the type gpt2" in refused(adapter=str(folder))
 
 
-def test_an_adapter_that_ends_answers_otherwise_is_served_with_its_ends(installed, adapter, capsys):
+def test_an_adapter_that_ends_answers_otherwise_is_served_with_its_ends(
+    installed, adapter, tiny_model, tmp_path, capsys
+):
     installed("vllm", "sglang")
     folder = adapter()
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
@@ -242,6 +244,9 @@ def test_an_adapter_that_ends_answers_otherwise_is_served_with_its_ends(installe
     with pytest.raises(UserError, match="ends answers as the base model does") as refused:
         run_serve(ServeOptions(model=str(folder), engine="sglang", dry_run=True))
     assert "swiftlite export" in refused.value.fix
+    base = shutil.copytree(tiny_model("llama"), tmp_path / "same")
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 0, 1]}')
+    assert "--lora-paths" in line(capsys, model=str(base), adapter=str(folder), engine="sglang")
 
 
 def test_lmdeploy_takes_an_adapter_that_was_trained_with_the_bases_tokenizer(installed, adapter, capsys):

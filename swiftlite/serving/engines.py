@@ -141,15 +141,24 @@ def check_adapter(engine: Engine, source: ModelSource, *, revision: str | None, 
         check_start(SimpleNamespace(**settings), source.adapter)
     if why := _refused(engine, source, settings):
         raise _merge_first(engine, source, why)
-    if "generation" not in engine.flags and ends_otherwise(source.adapter):
+    if "generation" not in engine.flags and ends_otherwise(source):
         raise _merge_first(engine, source, "ends answers as the base model does, and the adapter was trained otherwise")
     if "tokenizer" not in engine.flags and source.tokenizer != source.base:
         _check_same_tokenizer(engine, source, revision, trust_remote_code)
 
 
-def ends_otherwise(adapter: Path | None) -> bool:
-    """Whether an adapter ends answers with tokens that its base does not end them with: it has a file for them then."""
-    return adapter is not None and (adapter / GENERATION_CONFIG).is_file()
+def ends_otherwise(source: ModelSource) -> bool:
+    """Whether an adapter ends answers with tokens that its base does not end them with: it has a file for them then.
+    The base may have been given the same ends since."""
+    if source.adapter is None or not (source.adapter / GENERATION_CONFIG).is_file():
+        return False
+    ends = _ends(source.adapter / GENERATION_CONFIG)
+    return not ends or not ends <= _ends(Path(source.base).expanduser() / GENERATION_CONFIG)
+
+
+def _ends(file: Path) -> set[Any]:
+    found = read_settings(file).get("eos_token_id") if file.is_file() else None
+    return {id_ for id_ in (found if isinstance(found, list) else [found]) if isinstance(id_, int)}
 
 
 def _refused(engine: Engine, source: ModelSource, settings: dict[str, Any]) -> str:

@@ -129,7 +129,7 @@ def command_line(engine: Engine, program: str, source: ModelSource, options: Ser
         "--precision": _dtype(engine, options.precision),
         "--revision": revision,
         "tokenizer": own_tokenizer if "tokenizer" in engine.flags else None,
-        "generation": str(source.adapter) if ends_otherwise(source.adapter) else None,
+        "generation": str(source.adapter) if ends_otherwise(source) else None,
     }
     words = [*engine.start, model]
     for setting, value in values.items():
