@@ -1,17 +1,25 @@
 """What a run takes where the flags leave it open: the layout of `--parallel auto`, recomputation, a second model."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_plan import GIB, LLAMA, SMOLLM, outlined
+from torch.distributed import HashStore
 
+from swiftlite.config.layout import Layout
+from swiftlite.config.resolve import resolve_config
+from swiftlite.models.load import load_config
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.parallel.world import World
 from swiftlite.planning.choose import Choice, data_layouts
 from swiftlite.planning.devices import find_device
 from swiftlite.sizes import in_words
+from swiftlite.training import setup
 from swiftlite.training.needs import choose
-from swiftlite.training.setup import Trainee
+from swiftlite.training.setup import Trainee, build_trainee
 
 H100, H200, L4 = (int(find_device(name).memory) for name in ("h100", "h200", "l4"))
 LIGHTER = {"ddp": 0, "fsdp full": 1, "offload": 2}
@@ -110,3 +118,36 @@ def test_tokens_count_twice_on_a_cpu(monkeypatch, tmp_path):
     once = outline.holds(resolved.config, resolved.layout, None)
     assert (twice.activations, twice.workspace) == (2 * once.activations, 2 * once.workspace)
     assert twice.resident == once.resident
+
+
+class Chosen(Exception):
+    """What is free, in place of a choice by it."""
+
+
+def test_the_fullest_device_decides_for_all(monkeypatch, tiny_model):
+    """Whichever it is: what fits the first process's would be too large for another's."""
+
+    def say(_config, _outline, free, _layout):
+        raise Chosen(free)
+
+    config = resolve_config("sft", model=str(tiny_model("llama")), dataset=["rows.jsonl"])
+    first, second = (World(torch.device("cpu"), rank, 2, store) for store in [HashStore()] for rank in range(2))
+    monkeypatch.setattr(setup, "free_bytes", lambda _device: 8 * GIB)
+    monkeypatch.setattr(setup, "choose", say)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: (second.meet("weights"), second.least("free memory", GIB))[1])
+        with pytest.raises(Chosen) as told:
+            build_trainee(config, load_config(config.model), None, None, first, Layout(dp_shard=2, sharding="full"))
+    assert told.value.args == (GIB,) and other.result() == GIB
+
+
+@pytest.mark.parametrize("tuner", ["lora", "full"])
+def test_an_evaluation_keeps_nothing_for_a_backward_pass(tmp_path, tuner):
+    """Long rows, of which nothing is recomputed: reckoned as in training, states would go to the CPU for them."""
+    flags = {"tuner": tuner, "max_length": 32768, "nproc_per_node": 8, "activation_checkpointing": "none"}
+    resolved, outline = outlined(tmp_path, LLAMA, **flags, **({"pure_bf16": True} if tuner == "full" else {}))
+    assert choose(resolved.config, outline, H100, resolved.layout).offload
+    choice = choose(resolved.config, replace(outline, evaluates=True), H100, resolved.layout)
+    assert choice.layout.dp_replicate == 8 and not choice.offload
+    held = choice.held
+    assert (held.activations, held.moments) == (0, 0) and held.workspace > 0

@@ -77,6 +77,14 @@ class World:
         self._wait(lambda: self.store.check([key]))
         return self.store.get(key).decode()
 
+    def least(self, name: str, number: int) -> int:
+        """The smallest number that a process says. name: used once. Raises RunError where one of them fails before."""
+        if self.store is None:
+            return number
+        self.store.set(f"least/{name}/{self.rank}", str(number))
+        self.meet(f"least/{name}")
+        return min(map(int, self.store.multi_get([f"least/{name}/{rank}" for rank in range(self.size)])))
+
     @contextmanager
     def told_once(self, report: Callable[[BaseException], int]) -> Iterator[None]:
         """Of several processes the first that fails reports why, and each ends with SystemExit and its exit code.

@@ -92,8 +92,7 @@ def run_evaluation(
         with reporter.phase("loading the model"):
             check_same_rows(world, " ".join(prepared.fingerprint for prepared in data))
             world.meet("data")
-            frozen = config.tuner != "lora"  # adapters are small, and stay in fp32 as they were trained
-            trainee = build_trainee(config, model_config, None, load, world, layout, frozen=frozen)
+            trainee = build_trainee(config, model_config, None, load, world, layout, evaluates=True)
             trainee.check(config.max_length, compiled=config.compile)
         for note in trainee.notes:
             reporter.message(f"note: {note}")
@@ -105,7 +104,7 @@ def run_evaluation(
         def build_start() -> Trainee:
             as_begun = check_model(start, layout, world.device, None)
             beside = world.within("start"), layout, trainee.choice
-            return build_trainee(start, as_begun, None, load, *beside, frozen=frozen)
+            return build_trainee(start, as_begun, None, load, *beside, evaluates=True)
 
         def build(number: int, prepared: PreparedData) -> Method:
             same, loss = world.within(f"set {number}").same, preference_of(config)

@@ -46,7 +46,8 @@ def weights_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
 class Outline:
     """A model before it is divided, on `meta`, tuned as it will be, and what layouts take of it.
 
-    kernels: whose are used, `liger` or another's; trained, frozen: parameters; packed: of them, those that 4 bits hold.
+    kernels: whose are used, `liger` or another's; trained, frozen: parameters; packed: of them, those that 4 bits hold;
+    evaluates: there is no backward pass.
     """
 
     base: PreTrainedModel
@@ -57,6 +58,7 @@ class Outline:
     trained: int
     frozen: int
     packed: int
+    evaluates: bool = False
 
     @staticmethod
     def of(
@@ -66,11 +68,13 @@ class Outline:
         precision: Precision,
         device: torch.device,
         kernels: str,
+        *,
+        evaluates: bool = False,
     ) -> Outline:
         """base: with its adapters, and with what is frozen marked so. Raises UserError where 4 bits serve nothing."""
         trained, total = count_parameters(base)
         packed = 0 if config.quantization == "none" else count_quantizable(dissect(base).layers)
-        return Outline(base, model_config, precision, device, kernels, trained, total - trained, packed)
+        return Outline(base, model_config, precision, device, kernels, trained, total - trained, packed, evaluates)
 
     @property
     def layers(self) -> int:
@@ -106,8 +110,8 @@ class Outline:
     def number_bytes(self, config: RunConfig) -> NumberBytes:
         masters, stored = self.precision.masters.itemsize, weights_dtype(config, self.precision).itemsize
         share = masters / STATE_BYTES["weights"]
-        gradient = 0 if config.optimizer_in_backward else STATE_BYTES["gradients"] * share
-        moments = moment_bytes(config.optimizer, self.device.type)
+        gradient = 0 if config.optimizer_in_backward or self.evaluates else STATE_BYTES["gradients"] * share
+        moments = 0 if self.evaluates else moment_bytes(config.optimizer, self.device.type)
         in_layers = sum(part.count - part.trained for part in (*self.blocks.layers, *self.blocks.experts))
         size = self.precision.dtype.itemsize
         spared = self.packed * (size - 1 / 2 - size / BLOCK)
@@ -115,12 +119,10 @@ class Outline:
 
     def holds(self, config: RunConfig, layout: Layout, stages: StagePlan | None) -> Footprint:
         """What the fullest device does. config: with every setting of memory settled."""
-        mode = config.activation_checkpointing
-        spared = "selective" if spares_cheap_results(config, self.device) else "none"
         work = Work(
             tokens=config.micro_batch_size * pack_capacity(config),
             micro_batches=config.gradient_accumulation_steps,
-            kept=self._keeps({"none": spared, "offload": "full"}.get(mode, mode), config),
+            kept=self._kept(config),
             recomputed=self._keeps("none", config),
             hidden=self.model_config.get_text_config().hidden_size,
             chunk=CHUNK_BYTES[self.device.type],
@@ -133,6 +135,14 @@ class Outline:
         if self.device.type != "cpu":
             return held
         return replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)
+
+    def _kept(self, config: RunConfig) -> Kept:
+        """Of a token for the backward pass, if there is one."""
+        if self.evaluates:
+            return Kept(0, 0)
+        mode = config.activation_checkpointing
+        spared = "selective" if spares_cheap_results(config, self.device) else "none"
+        return self._keeps({"none": spared, "offload": "full"}.get(mode, mode), config)
 
     def _keeps(self, mode: str, config: RunConfig) -> Kept:
         written, hidden_dtype = how_written(config, self), weights_dtype(config, self.precision)

@@ -216,10 +216,10 @@ def build_trainee(
     layout: Layout,
     choice: Choice | None = None,
     *,
-    frozen: bool = False,
+    evaluates: bool = False,
 ) -> Trainee:
     """Build, divide and load the model. resume: a checkpoint folder whose weights to take; choice: of a model that this
-    one lies beside, made when all memory was free; frozen: nothing of it will be trained.
+    one lies beside, made when all memory was free; evaluates: nothing of it will be trained.
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
@@ -245,7 +245,7 @@ def build_trainee(
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     notes += [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
     model = apply_tuner(base, config, adapter, notes.append)
-    if frozen:
+    if evaluates and config.tuner != "lora":  # adapters are small, and stay in fp32 as they were trained
         model.requires_grad_(False)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
@@ -255,8 +255,8 @@ def build_trainee(
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout, notes.append)
     to_master_precision(model, precision.masters)
-    outline = Outline.of(config, base, model_config, precision, world.device, kernels)
-    free = int(world.same("free memory", str(free_bytes(world.device))))  # or ranks would decide differently
+    outline = Outline.of(config, base, model_config, precision, world.device, kernels, evaluates=evaluates)
+    free = world.least("free memory", free_bytes(world.device))  # or ranks would decide differently
     choice = choice or choose(config, outline, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
     trainee = _on_meta(config, model, outline, choice, mesh, of_files)
