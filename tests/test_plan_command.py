@@ -67,7 +67,7 @@ def test_what_fits_nowhere_and_what_is_wrong_is_told(capsys, shape):
     assert code == 2 and "neither a folder nor a hub id" in err
 
 
-@pytest.mark.parametrize("words", [("--link", -5), ("--network", "nan"), ("--link", "inf")])
+@pytest.mark.parametrize("words", [("--link", -5), ("--network", "nan"), ("--link", "inf"), ("--network", 1e-320)])
 def test_links_have_a_speed(capsys, shape, words):
     code, _, err = plan(capsys, "--model", shape, "--device", "h100", *words)
     assert code == 2 and err.startswith(f"error: {words[0]} is ")

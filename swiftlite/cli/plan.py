@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from swiftlite.training.plan import Fleet, Plan, Proposal
 
 GB = 10**9
+SLOWEST = 1e-6  # GB/s of a link: with less a step would seem to last for ever
 WORLDS = (1, 2, 4, 8)  # devices of a machine that are looked at where nobody says how many there are,
 NODES = (2, 4, 8, 16, 32)  # and machines, where one is not enough
 SIZES = {
@@ -93,8 +94,8 @@ def _check_own(link: float, network: float, rows: int, json: str | None) -> None
     if rows < 1:
         raise UserError("--rows is below 1", where="--rows", fix="give the number of layouts to show")
     for option, speed in (("--link", link), ("--network", network)):
-        if not 0 <= speed < math.inf:  # nor is it nan
-            raise UserError(f"{option} is {speed:g}", where=option, fix="give a number of GB/s above 0")
+        if speed != 0 and not SLOWEST <= speed < math.inf:  # nor is it nan
+            raise UserError(f"{option} is {speed:g}", where=option, fix=f"give GB/s, {SLOWEST:g} or more")
     check_output(json)
 
 

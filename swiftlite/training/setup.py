@@ -245,10 +245,7 @@ def build_trainee(
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     notes += [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
     model = apply_tuner(base, config, adapter, notes.append)
-    if evaluates and config.tuner != "lora":  # adapters are small, and stay in fp32 as they were trained
-        model.requires_grad_(False)
-    elif not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
+    _settle_trained(model, config, evaluates=evaluates)
     sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
     sources += read_on_top(model, base, weights, adapter, None if source == str(resume) else resume)
     fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, new_head))
@@ -269,6 +266,14 @@ def build_trainee(
             start_dora(part.model)
     world.meet("values")
     return trainee
+
+
+def _settle_trained(model: nn.Module, config: RunConfig, *, evaluates: bool) -> None:
+    """Of an evaluation nothing; adapters are small, and stay in fp32 as they were trained."""
+    if evaluates and config.tuner != "lora":
+        model.requires_grad_(False)
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
 
 
 def precision_of(config: RunConfig, name: str, model_config: PretrainedConfig, device: torch.device) -> Precision:
