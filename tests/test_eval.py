@@ -27,6 +27,7 @@ RUNS = {
     "sft-new-tokens": ("sft", {"tuner": "full", "new_tokens": ["<fox>", "<hen>"]}),
     "sft-lora": ("sft", {"tuner": "lora", "modules_to_save": ["lm_head"], "new_tokens": ["<fox>"]}),
     "sft-freeze": ("sft", {"tuner": "freeze", "trainable_layers": 1}),
+    "sft-micro-batches": ("sft", {"tuner": "full", "micro_batch_size": 2}),
     "sft-template": ("sft", {"tuner": "full", "chat_template": "chatml", "precision": "bf16"}),
     "dpo-full": ("dpo", {"tuner": "full"}),
     "dpo-precomputed": ("dpo", {"tuner": "full", "reference": "precompute"}),
@@ -195,3 +196,94 @@ def test_a_reward_model_is_known_as_one(tmp_path, train, write_rows):
     pairs = str(write_rows("more.jsonl", toy_pairs(4)))
     [found] = evaluate(model=str(moved), dataset=[pairs], max_length=160, cache_dir=str(tmp_path / "cache"))
     assert found.counts["pairs"] == 4 and "rewards/accuracy" in found.metrics
+
+
+def test_a_run_that_streamed_its_texts_is_evaluated(tmp_path, tiny_model, write_rows):
+    texts = write_rows("texts.jsonl", [{"text": f"Chapter {i}. There was a fox. " * (1 + i % 3)} for i in range(20)])
+    values = {"streaming": True, "eval_dataset": [str(texts)], "save_steps": 2, "eval_steps": 2}
+    train_alone(resolve_config("pretrain", **settings(tmp_path, tiny_model("llama"), texts, **values)))
+    [found] = evaluate(model=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert found.loss == metrics(tmp_path / "out")[-1]["eval_loss"]
+
+
+def test_rows_of_flags_take_the_place_of_all_that_a_run_names(tmp_path, train, write_rows, chat_rows):
+    train("sft-full")
+    given = {"model": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}
+    rows = str(write_rows("other.jsonl", chat_rows[:5]))
+    assert evaluate(**given, eval_dataset=[rows])[0].counts["rows"] == 5  # the run has an --eval-fraction
+    config = tmp_path / "out" / "config.yaml"
+    text = config.read_text().replace("eval_fraction: 0.3", "eval_fraction: 0.0")
+    config.write_text(text.replace("eval_dataset: []", f"eval_dataset: [{rows}]"))
+    assert evaluate(**given)[0].counts["rows"] == 5
+    assert evaluate(**given, eval_fraction="0.5")[0].counts["rows"] == 16  # of the rows that it was trained on
+
+
+def test_what_a_run_says_of_its_machine_is_not_taken_over(tmp_path, train):
+    train("sft-full")
+    config = tmp_path / "out" / "config.yaml"
+    text = config.read_text().replace("trust_remote_code: false", "trust_remote_code: true")
+    config.write_text(text.replace(f"cache_dir: {tmp_path}", f"cache_dir: {tmp_path}/nowhere"))
+    settled, recipe = settle({"model": Given(str(tmp_path / "out"), "--model", "flag")}, None)
+    found = resolve(None, settled, recipe, needs_rows=False).config
+    assert not found.trust_remote_code and found.cache_dir is None and found.workers is None
+
+
+def test_batch_sizes_give_way_to_processes_where_no_loss_depends_on_them(tmp_path, train):
+    def resolved(nproc):
+        given = {"model": Given(str(tmp_path / "out"), "--model", "flag")}
+        settled, recipe = settle(given | {"nproc_per_node": Given(nproc, "--nproc-per-node", "flag")}, None)
+        return resolve(None, settled, recipe, needs_rows=False, exact_batch=False)
+
+    train("kto-full", micro_batch_size=2)
+    kept = resolved(4)
+    assert (kept.config.global_batch_size, kept.config.micro_batch_size) == (4, 1)
+    assert "the recipe's micro_batch_size 2 gives way to the flags" in kept.notes
+    with pytest.raises(UserError, match="--global-batch-size 4 is not a multiple"):
+        resolved(3)  # the reference point of kto is of the rows of a step
+    config = tmp_path / "out" / "config.yaml"
+    config.write_text(config.read_text().replace("method: kto", "method: sft"))
+    assert resolved(3).config.global_batch_size % 3 == 0
+
+
+def test_new_tokens_are_those_of_the_weights_or_of_the_flag(tmp_path, train, tiny_model, write_rows, capsys):
+    rows = train("sft-new-tokens")
+    capsys.readouterr()
+    words = ["--cache-dir", str(tmp_path / "cache"), "--new-tokens", "<fox>", "--json", str(tmp_path / "found.json")]
+    assert _ended(["--model", str(tmp_path / "out"), *words]) == 0
+    assert "--new-tokens has no effect: the weights have those" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found.json").read_text())[0]["loss"] == rows[-1]["eval_loss"]
+    fox = str(write_rows("fox.jsonl", [{"prompt": "<fox>", "completion": "<fox>"}]))
+    given = {"model": str(tiny_model("llama")), "dataset": [fox], "cache_dir": str(tmp_path / "cache")}
+    [plain], [grown] = evaluate(**given), evaluate(**given, new_tokens=["<fox>"])
+    assert grown.counts["tokens"] < plain.counts["tokens"]
+
+
+TRAINING = {
+    "--streaming": [], "--shuffle": [], "--early-stopping-patience": ["3"], "--optimizer-in-backward": [],
+    "--fp8": [], "--tuner": ["full"], "--max-restarts": ["2"], "--output-dir": ["out"], "--sync-every-microbatch": [],
+}  # fmt: skip
+
+
+def test_flags_of_training_ask_for_nothing_and_are_told(tmp_path, tiny_model, write_rows, chat_rows, capsys):
+    rows = str(write_rows("rows.jsonl", chat_rows[:2]))
+    words = ["--model", str(tiny_model("llama")), "--dataset", rows, "--dry-run"]
+    assert _ended([*words, *(word for flag, value in TRAINING.items() for word in (flag, *value))]) == 0
+    told = capsys.readouterr().out
+    for flag in TRAINING:
+        assert f"note: {flag} has no effect: nothing is trained" in told
+    assert _ended([*words, "--max-steps", "many"]) == 2
+    assert "max_steps is 'many', not a whole number" in capsys.readouterr().err
+
+
+def test_names_are_shown_as_they_are_and_no_data_set_counts_twice(tmp_path, tiny_model, write_rows, chat_rows, capsys):
+    (tmp_path / "a[").mkdir()
+    rows = write_rows("a[/b].jsonl", chat_rows[:2])
+    words = ["--model", str(tiny_model("llama")), "--cache-dir", str(tmp_path / "cache"), "--dataset", str(rows)]
+    assert _ended(words) == 0 and "a[/b].jsonl" in capsys.readouterr().out
+    assert _ended([*words, str(rows)]) == 2 and "the data set is named twice" in capsys.readouterr().err
+
+
+def _ended(words):
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *words])
+    return ended.value.code

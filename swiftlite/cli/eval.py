@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
 from swiftlite.cli.options import RunCommand, own_flag
-from swiftlite.config.flags import Flag, all_flags
+from swiftlite.config.flags import Flag
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE
 from swiftlite.errors import UserError
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 USED_PANELS = (MODEL, DATA, PREFERENCE, PARALLELISM)
 USED = {  # of the other panels
-    "adapter", "tuner", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "precision", "seed",
-    "offload", "quantization", "kernels", "compile", "resume", "method", "debug", "dry_run",
+    "adapter", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "precision", "pure_bf16",
+    "seed", "offload", "quantization", "kernels", "compile", "resume", "method", "debug", "dry_run",
 }  # fmt: skip
-UNUSED = {"new_tokens", "shuffle", "streaming"}  # of those panels
+UNUSED = {"shuffle", "streaming", "sync_every_microbatch"}  # of those panels
 LARGEST_LOSS = 700.0  # whose exponential is a number
 
 
@@ -39,7 +39,7 @@ def evaluate(resolved: Resolved, json: str | None) -> None:
     check_output(json)
     config = choose_rows(resolved)
     if os.environ.get("RANK", "0") == "0":
-        for note in [*resolved.notes, *_unused(resolved)]:
+        for note in [*resolved.notes, *_without_effect(resolved)]:
             print(f"note: {note}", file=sys.stderr if json == TO_STDOUT else sys.stdout, flush=True)
     from swiftlite.training.launch import launch
 
@@ -72,6 +72,8 @@ EVAL = RunCommand(
     needs_rows=False,
     settle=_settle,
     uses=uses,
+    why_idle="nothing is trained",
+    exact_batch=False,
 )
 
 
@@ -79,22 +81,20 @@ def choose_rows(resolved: Resolved) -> RunConfig:
     """`dataset` becomes what is evaluated: rows of the command line, else those that a recipe evaluates, else all of
     its rows. Raises UserError where there are none."""
     config, by = resolved.config, resolved.given
-    said = [name for name in ("eval_dataset", "dataset") if by.get(name) == "flag"]
-    if len(said) == 2:
+    if by.get("dataset") == by.get("eval_dataset") == "flag":
         raise UserError("both --dataset and --eval-dataset name rows to evaluate", fix="name all of them by --dataset")
-    held_out = config.eval_fraction if by.get("eval_fraction") == "flag" or not said else 0.0
-    rows = getattr(config, said[0]) if said else config.eval_dataset or config.dataset
-    if config.eval_dataset and not said:
-        held_out = 0.0
+    rows = config.eval_dataset or config.dataset
     if not rows:
         raise UserError("no rows are named", fix="add --dataset with a file, a folder, a hub id or a short name")
-    return config.model_copy(update={"dataset": rows, "eval_dataset": [], "eval_fraction": held_out})
+    if twice := next((name for name in rows if rows.count(name) > 1), None):
+        raise UserError("the data set is named twice", where=twice, fix="name it once")
+    return config.model_copy(update={"dataset": rows, "eval_dataset": []})
 
 
-def _unused(resolved: Resolved) -> list[str]:
-    """A note for each flag of the command line that says how to train."""
-    given = [flag for name, flag in all_flags().items() if resolved.given.get(name) == "flag" and not uses(flag)]
-    return [f"{flag.option} has no effect: nothing is trained" for flag in given]
+def _without_effect(resolved: Resolved) -> list[str]:
+    """A note where the weights decide what a flag would."""
+    given = resolved.given.get("new_tokens") == "flag" and resolved.config.resume != "never"
+    return ["--new-tokens has no effect: the weights have those that they were trained with"] if given else []
 
 
 def _tell(json: str | None, found: list[Evaluated]) -> None:
@@ -102,8 +102,8 @@ def _tell(json: str | None, found: list[Evaluated]) -> None:
     from swiftlite.cli.dry_run import wide_console
 
     rows = [_row(one) for one in found]
+    write_output(rows, json)  # first: whoever reads what is shown may have gone
     wide_console(stderr=json == TO_STDOUT).print(_table(rows))
-    write_output(rows, json)
 
 
 def _row(one: Evaluated) -> dict[str, Any]:
@@ -120,18 +120,20 @@ def _row(one: Evaluated) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]]) -> Table:
     """A line for each number, a column for each data set."""
     from rich.table import Table
-
-    from swiftlite.reporting.words import short
+    from rich.text import Text
 
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(style="dim", no_wrap=True)
     for _ in rows:
         table.add_column(justify="right", overflow="fold")
     for name in rows[0]:
-        values = [row[name] for row in rows]
-        shown = [
-            value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else short(value)
-            for value in values
-        ]
-        table.add_row(name.replace("_", " "), *shown)
+        table.add_row(name.replace("_", " "), *(Text(_in_words(row[name])) for row in rows))
     return table
+
+
+def _in_words(value: str | float | None) -> str:
+    from swiftlite.reporting.words import printable, short
+
+    if isinstance(value, str):
+        return printable(value)
+    return f"{value:,}" if isinstance(value, int) else short(value)

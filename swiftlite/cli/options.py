@@ -37,7 +37,8 @@ class RunCommand:
     True where layouts are compared, of commands that only look.
 
     settle(given, recipe): what the flags and the recipe become before they are resolved, of commands that read them in
-    another way; uses(flag): whether a setting is any of its business, if help shows not all of them.
+    another way; uses(flag): whether a setting is any of its business, if help shows not all of them, and why_idle: why
+    others have no effect; exact_batch: False where a recipe's batch sizes may give way to the processes that there are.
 
     handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags, unless
     `--dry-run` asks for configuration and plan only.
@@ -53,6 +54,8 @@ class RunCommand:
     open_layout: bool = False
     settle: Callable[[dict[str, Given], Recipe | None], tuple[dict[str, Given], Recipe | None]] | None = None
     uses: Callable[[Flag], bool] = lambda flag: True
+    why_idle: str = ""
+    exact_batch: bool = True
 
     def read(self, words: list[str]) -> Line:
         """The words behind the command, by the schema. Raises UserError."""
@@ -93,12 +96,14 @@ class RunCommand:
             one_word = isinstance(value, list) and len(value) == 1  # so that `--report-to none` means none
             given[name] = Given(value[0] if one_word else value, line.typed[name], "flag")
         loaded = load_recipe(recipe) if recipe else None
+        notes = [*line.notes, *self._leave_out_idle(given)]
         if self.settle is not None:
             given, loaded = self.settle(given, loaded)
         said = "method" in given or (loaded is not None and "method" in loaded.entries)
         method = self.method or (None if said else self.fallback)
-        resolved = resolve(method, given, loaded, needs_rows=self.needs_rows, open_layout=self.open_layout)
-        resolved.notes[:0] = line.notes
+        bounds = {"open_layout": self.open_layout, "exact_batch": self.exact_batch}
+        resolved = resolve(method, given, loaded, needs_rows=self.needs_rows, **bounds)
+        resolved.notes[:0] = notes
         session.debug = session.debug or resolved.config.debug
         if not resolved.config.dry_run:
             self.handler(resolved, **own)
@@ -106,6 +111,15 @@ class RunCommand:
             from swiftlite.cli.dry_run import show_plan
 
             show_plan(resolved)
+
+    def _leave_out_idle(self, given: dict[str, Given]) -> list[str]:
+        """Take out the flags that the command does not use, or what they ask for would be checked and built. Returns a
+        note for each. Raises UserError for values that none of them takes."""
+        from swiftlite.config.validate import build_config
+
+        idle = {name: given.pop(name) for name in list(given) if not self.uses(all_flags()[name])}
+        build_config(idle)
+        return [f"{all_flags()[name].option} has no effect: {self.why_idle}" for name in idle]
 
 
 def own_flag(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from swiftlite.errors import UserError
 
 DEFAULT_GLOBAL = 8  # packs of a step: enough tokens for a steady gradient with packed rows of 2,048 tokens
-GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
+ALL = GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,29 @@ def weigh(flags: Mapping[str, int], recipe: Mapping[str, int]) -> tuple[dict[str
         if name in spare and len(keep) < 2:
             keep[name] = spare.pop(name)
     return keep, [name for name in order if name in spare]
+
+
+def fit_batch(
+    flags: Mapping[str, int],
+    recipe: Mapping[str, int],
+    ranks: Sequence[int],
+    *,
+    stages: int,
+    said: str,
+    spare: Sequence[Collection[str]] = (),
+) -> tuple[Batch, list[str]]:
+    """(the batch, the recipe keys that give way). ranks: of data, the first number that shares it evenly counts; spare:
+    which of the recipe's sizes may give way where none does, the first of these groups that helps. Raises UserError."""
+    failures = []
+    for group in ((), *spare):
+        kept, gave_way = weigh(flags, {name: size for name, size in recipe.items() if name not in group})
+        lost = [name for name in recipe if name in group and name not in flags]
+        for count in ranks:
+            try:
+                return solve_batch(kept, count, stages=stages, said=said), [*gave_way, *lost]
+            except UserError as error:
+                failures.append(error)
+    raise failures[0]
 
 
 def solve_batch(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swiftlite.config.batch import ACCUMULATION, DEFAULT_GLOBAL, GLOBAL, MICRO, Batch, solve_batch, weigh
+from swiftlite.config.batch import ACCUMULATION, ALL, DEFAULT_GLOBAL, GLOBAL, MICRO, Batch, fit_batch
 from swiftlite.config.checks import check_together, unused
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
@@ -78,11 +78,13 @@ def resolve(
     now: datetime.datetime | None = None,
     needs_rows: bool = True,
     open_layout: bool = False,
+    exact_batch: bool = True,
 ) -> Resolved:
     """Merge (flags over environment over recipe), type, check, and fill in.
 
     method: of the command, or None where the recipe or `--method` says it; needs_rows: a data set has to be named;
-    open_layout: layouts are still to be compared, and the batch may be shared by fewer data ranks than this one has.
+    open_layout: layouts are still to be compared, and the batch may be shared by fewer data ranks than this one has;
+    exact_batch: False where the recipe's batch sizes may give way, unless the method's loss depends on them.
     Raises UserError.
     """
     env = os.environ if env is None else env
@@ -98,7 +100,7 @@ def resolve(
     notes += gave_way
     named = typed.model_copy(update=_names(typed, base))
     layout = plan_layout(named, env)
-    batch, gave_way = _batch(named, given, layout, open_layout=open_layout)
+    batch, gave_way = _batch(named, given, layout, open_layout=open_layout, exact=exact_batch)
     notes += gave_way
     config = named.model_copy(update=_defaults(named, batch, now))
     positions = _positions(config.model)
@@ -199,7 +201,7 @@ def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
 
 
 def _batch(
-    config: RunConfig, given: Mapping[str, Given], layout: Layout, *, open_layout: bool
+    config: RunConfig, given: Mapping[str, Given], layout: Layout, *, open_layout: bool, exact: bool
 ) -> tuple[Batch, list[str]]:
     sizes: dict[str, dict[str, int]] = {"flag": {}, "recipe": {}}
     for name, size in ((GLOBAL, config.global_batch_size), (MICRO, config.micro_batch_size)):
@@ -218,23 +220,17 @@ def _batch(
         said = "--num-microbatches"
     if accumulation is not None and by is not None:
         sizes[by.by][ACCUMULATION] = accumulation
-    kept, gave_way = weigh(sizes["flag"], sizes["recipe"])
-    batch = _share_batch(kept, layout, said, fewer=open_layout)
+    ranks = divisors(layout.data_ranks)[::-1] if open_layout else [layout.data_ranks]
+    spare = [] if exact else [{MICRO, ACCUMULATION}] if config.method == "kto" else [{MICRO, ACCUMULATION}, {*ALL}]
+    batch, gave_way = fit_batch(sizes["flag"], sizes["recipe"], ranks, stages=layout.pp, said=said, spare=spare)
+    kept = {**sizes["recipe"], **sizes["flag"]}.keys() - gave_way
     notes = [f"the recipe's {name} {sizes['recipe'][name]} gives way to the flags" for name in gave_way]
-    if not {GLOBAL, ACCUMULATION} & kept.keys() and batch.global_size != DEFAULT_GLOBAL:
+    if not {GLOBAL, ACCUMULATION} & kept and batch.global_size != DEFAULT_GLOBAL:
         notes.append(
             f"--global-batch-size is {batch.global_size}, not {DEFAULT_GLOBAL}, which {layout.data_ranks} data ranks "
             f"with {batch.micro_size} a forward pass do not share evenly"
         )
     return batch, notes
-
-
-def _share_batch(sizes: Mapping[str, int], layout: Layout, said: str, *, fewer: bool) -> Batch:
-    """Over all data ranks; if they may be fewer, over as many as it takes."""
-    for ranks in reversed(divisors(layout.data_ranks) if fewer else []):
-        with suppress(UserError):
-            return solve_batch(sizes, ranks, stages=layout.pp, said=said)
-    return solve_batch(sizes, layout.data_ranks, stages=layout.pp, said=said)
 
 
 def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[str, Any]:

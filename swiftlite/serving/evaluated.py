@@ -1,7 +1,8 @@
 """What `swiftlite eval` evaluates: the weights that `--model` and `--adapter` name, under the settings of their run.
 
 A run's own config.yaml says what its result was trained for, on which rows, and from which model. Of it only what
-changes a loss counts: how the run was divided and how it saved memory does not.
+changes a loss counts: how the run was divided and how it saved memory does not, nor does what it says of the machine or
+allows: it may come from anybody.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.flags import all_flags
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import is_run
-from swiftlite.config.setting import DATA, MODEL, PREFERENCE, TUNER
+from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE, TUNER
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.serving.source import ModelSource, find_source
@@ -22,9 +23,17 @@ from swiftlite.serving.source import ModelSource, find_source
 if TYPE_CHECKING:
     from swiftlite.config.recipe import Recipe
 
-PANELS = (MODEL, DATA, TUNER, PREFERENCE)
-BESIDE = {"method", "global_batch_size", "precision", "quantization", "seed"}
-IN_THE_RESULT = {"tokenizer", "chat_template"}  # they lie beside its weights
+PANELS = (MODEL, DATA, PREFERENCE)
+BESIDE = {"method", "global_batch_size", "micro_batch_size", "precision", "quantization", "pure_bf16", "seed"}
+OF_TRAINING = {"streaming", "shuffle"}
+ROWS = {"dataset", "eval_dataset", "eval_fraction"}
+NOT_OF_A_RUN = {
+    "tokenizer", "chat_template",  # they lie beside its weights
+    "cache_dir", "workers",
+    "trust_remote_code",
+}  # fmt: skip
+OF_A_RECIPE = {"adapter", "gradient_accumulation_steps", "offload", "kernels", "compile", "debug", "dry_run"}
+ANY_TUNER = {"tuner": Given("lora", "swiftlite eval", "flag")}  # which adapters and 4 bits ask for, and nothing else
 
 
 def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str, Given], Recipe | None]:
@@ -38,12 +47,12 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
         where, fix = given["resume"].where, "name the run or the checkpoint as --model"
         raise UserError("an evaluation resumes nothing", where=where, fix=fix)
     if recipe is not None:
-        recipe = _only(recipe, all_flags().keys() - {"output_dir"})  # of which nothing is read, and nothing is written
+        recipe = _only(recipe, _of_panels(*PANELS, PARALLELISM) - OF_TRAINING | BESIDE | OF_A_RECIPE, given)
     model, adapter = given.get("model"), given.get("adapter")
     settled = {**given, "resume": Given("never", "swiftlite eval", "flag")}
     named = adapter or model
     if named is None:
-        return settled, recipe
+        return {**settled, **ANY_TUNER}, recipe
     source = find_source(model and str(model.value), adapter and str(adapter.value))
     weights = source.adapter or Path(source.base)
     run = _run_of(weights) if recipe is None else None
@@ -51,10 +60,10 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
     if run is not None or source.adapter is not None:
         settled["resume"] = Given(str(weights), named.where, "flag")
     if run is not None:
-        recipe = _settings(run)
+        recipe = _settings(run, given)
         del settled["adapter" if adapter else "model"]  # what the weights began as is in the recipe
     else:
-        settled |= {"model": Given(source.base, named.where, "flag"), **_on_base(source, adapter)}
+        settled |= {"model": Given(source.base, named.where, "flag"), **ANY_TUNER, **_on_base(source, adapter)}
     if source.is_classifier() and (recipe is None or "method" not in recipe.entries):
         settled.setdefault("method", Given("rm", named.where, "flag"))
     return settled, recipe
@@ -65,7 +74,7 @@ def _on_base(source: ModelSource, adapter: Given | None) -> dict[str, Given]:
     if source.adapter is None:
         return {}
     where = "--model" if adapter is None else adapter.where
-    return {"tuner": Given("lora", where, "flag"), "adapter": Given(None, where, "flag")}
+    return {"adapter": Given(None, where, "flag")}
 
 
 def _run_of(weights: Path) -> Path | None:
@@ -80,11 +89,20 @@ def _run_of(weights: Path) -> Path | None:
     return above if is_run(above) else None
 
 
-def _settings(run: Path) -> Recipe:
+def _settings(run: Path, given: Collection[str]) -> Recipe:
     """What of a run's settings changes a loss."""
-    panels = {name for name, flag in all_flags().items() if flag.panel in PANELS}
-    return _only(load_recipe(str(run / "config.yaml")), panels - IN_THE_RESULT | BESIDE)
+    names = _of_panels(*PANELS, TUNER) - NOT_OF_A_RUN - OF_TRAINING
+    return _only(load_recipe(str(run / "config.yaml")), names | BESIDE, given)
 
 
-def _only(recipe: Recipe, names: Collection[str]) -> Recipe:
+def _of_panels(*panels: str) -> set[str]:
+    return {name for name, flag in all_flags().items() if flag.panel in panels}
+
+
+def _only(recipe: Recipe, names: set[str], given: Collection[str]) -> Recipe:
+    """The recipe with these settings. given: by flags, which may name rows in place of all that it names."""
+    if {"dataset", "eval_dataset"} & set(given):
+        names = names - ROWS
+    elif "eval_fraction" in given:  # of the rows that it trains on
+        names = names - {"eval_dataset"}
     return replace(recipe, entries={name: entry for name, entry in recipe.entries.items() if name in names})
