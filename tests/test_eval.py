@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
-from swiftlite.models.toys import toy_judged, toy_pairs
+from swiftlite.models.toys import toy_judged, toy_pairs, toy_rows
 from swiftlite.parallel.world import World
 from swiftlite.serving.evaluated import settle
 from swiftlite.training import reference
@@ -28,6 +29,7 @@ RUNS = {
     "sft-lora": ("sft", {"tuner": "lora", "modules_to_save": ["lm_head"], "new_tokens": ["<fox>"]}),
     "sft-freeze": ("sft", {"tuner": "freeze", "trainable_layers": 1}),
     "sft-micro-batches": ("sft", {"tuner": "full", "micro_batch_size": 2}),
+    "sft-pure-bf16": ("sft", {"tuner": "full", "pure_bf16": True, "precision": "bf16"}),
     "sft-template": ("sft", {"tuner": "full", "chat_template": "chatml", "precision": "bf16"}),
     "dpo-full": ("dpo", {"tuner": "full"}),
     "dpo-precomputed": ("dpo", {"tuner": "full", "reference": "precompute"}),
@@ -198,6 +200,17 @@ def test_a_reward_model_is_known_as_one(tmp_path, train, write_rows):
     assert found.counts["pairs"] == 4 and "rewards/accuracy" in found.metrics
 
 
+@pytest.mark.parametrize("name", ["kto-full", "dpo-full", "sft-full"])
+def test_several_data_sets_together_have_the_loss_of_the_run(tmp_path, train, write_rows, name):
+    method, _ = RUNS[name]
+    sets = [write_rows(f"{place}.jsonl", ROWS.get(method, toy_rows)(30)[place:]) for place in (9, 17)]
+    logged = train(name, eval_fraction=0.0, eval_dataset=[str(path) for path in sets])[-1]
+    *each, whole = evaluate(model=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert [one.data for one in each] == [str(path) for path in sets] and whole.data == "all"
+    assert whole.loss == pytest.approx(logged["eval_loss"], rel=1e-6)
+    assert whole.counts["rows"] == sum(one.counts["rows"] for one in each) == 34
+
+
 def test_a_run_that_streamed_its_texts_is_evaluated(tmp_path, tiny_model, write_rows):
     texts = write_rows("texts.jsonl", [{"text": f"Chapter {i}. There was a fox. " * (1 + i % 3)} for i in range(20)])
     values = {"streaming": True, "eval_dataset": [str(texts)], "save_steps": 2, "eval_steps": 2}
@@ -243,6 +256,33 @@ def test_batch_sizes_give_way_to_processes_where_no_loss_depends_on_them(tmp_pat
     config = tmp_path / "out" / "config.yaml"
     config.write_text(config.read_text().replace("method: kto", "method: sft"))
     assert resolved(3).config.global_batch_size % 3 == 0
+
+
+def test_what_files_do_not_hold_of_a_run_is_told(tmp_path, train, capsys):
+    train("sft-full", save_dtype="bf16")
+    evaluate(model=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert "the files hold the trained weights in bfloat16, the run had them in fp32" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "out")
+    train("dpo-running-mean")
+    capsys.readouterr()
+    evaluate(model=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert "note:" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    evaluate(model=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert "bco_pair takes the mean reward before as 0" in capsys.readouterr().out
+
+
+def test_a_reference_that_is_gone_is_named_with_the_way_to_name_it_anew(tmp_path, train):
+    logged, given = train("dpo-full")[-1], {"model": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}
+    config = tmp_path / "out" / "config.yaml"
+    text = config.read_text()
+    model = next(line for line in text.splitlines() if line.startswith("model: "))
+    config.write_text(text.replace(model, "model: /nowhere/model"))
+    with pytest.raises(UserError, match="what it began as, which is not where it was") as told:
+        evaluate(**given)
+    assert "/nowhere/model" in told.value.where and "config.yaml" in told.value.fix
+    config.write_text(text)
+    assert evaluate(**given)[0].loss == logged["eval_loss"]
 
 
 def test_new_tokens_are_those_of_the_weights_or_of_the_flag(tmp_path, train, tiny_model, write_rows, capsys):

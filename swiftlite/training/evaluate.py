@@ -18,10 +18,12 @@ import torch
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.checkpoint.state import STATE, read_trainer_state
 from swiftlite.config.checks import unused_on_cpu
+from swiftlite.config.losses import losses_of
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import UserError
 from swiftlite.models.dtypes import source_dtype
+from swiftlite.models.load import check_model_path
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
 from swiftlite.reporting.display import open_display
@@ -39,6 +41,7 @@ from swiftlite.training.setup import (
     vocabulary_of,
 )
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
+from swiftlite.training.sources import find_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,6 +60,8 @@ class Evaluated:
     metrics: dict[str, float | None]
 
 
+ALL = "all"  # of the data sets
+RUNNING = "bco_pair"  # carries a mean from step to step
 COUNTED = ("rows", "pairs", "desirable", "undesirable", "tokens", "trained_tokens")
 Tell = Callable[[list[Evaluated]], None]
 
@@ -80,9 +85,11 @@ def run_evaluation(
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, None)
             config = _as_in_files(config, model_config, world.device)
-            if needs_reference(preference_of(config)):
+            loss = preference_of(config)
+            if needs_reference(loss):
                 _check_reference(start, config)
-        for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
+        on_cpu = unused_on_cpu(config) if world.device.type == "cpu" else []
+        for note in [*on_cpu, *_unlike_the_run(start, config, model_config, checkpoint)]:
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
             vocabulary = vocabulary_of(config, model_config)
@@ -107,7 +114,7 @@ def run_evaluation(
             return build_trainee(start, as_begun, None, load, *beside, evaluates=True)
 
         def build(number: int, prepared: PreparedData) -> Method:
-            same, loss = world.within(f"set {number}").same, preference_of(config)
+            same = world.within(f"set {number}").same
             parts = MethodParts(start, loss, prepared, trainee, False, build_start, load, reporter, same)
             method = build_method(parts)
             method.state = _carried(checkpoint, method.state)
@@ -123,7 +130,7 @@ def _of_the_weights(config: RunConfig) -> RunConfig:
     settled: dict[str, Any] = {"resume": "never", "activation_checkpointing": "none"}
     if config.tuner == "lora":
         adapter = config.adapter if config.resume == "never" else config.resume
-        settled |= {"adapter": adapter, "new_tokens": [] if adapter else config.new_tokens}
+        settled |= {"adapter": adapter, "new_tokens": config.new_tokens if config.resume == "never" else []}
         if adapter is None and config.quantization == "none":  # which none but adapters can be put on
             settled["tuner"] = "full"
     elif config.resume != "never":
@@ -148,27 +155,57 @@ def _as_in_files(config: RunConfig, model_config: PretrainedConfig, device: torc
     """Weights that are not trained need no masters: they stay in bf16 where files have that, and products."""
     in_bf16 = precision_of(config, config.precision, model_config, device).dtype == torch.bfloat16
     alike = in_bf16 and source_dtype(model_config) == torch.bfloat16 and config.tuner != "lora"
-    return config.model_copy(update={"pure_bf16": alike})
+    return config.model_copy(update={"pure_bf16": alike or config.pure_bf16})
+
+
+def _unlike_the_run(
+    start: RunConfig, config: RunConfig, model_config: PretrainedConfig, checkpoint: Path | None
+) -> Iterator[str]:
+    """Notes on what of a run its files do not hold, so that it has logged another loss."""
+    of_files = source_dtype(model_config)
+    if config.model != start.model and of_files != torch.float32 and not start.pure_bf16:
+        kind = str(of_files).removeprefix("torch.")
+        yield f"the files hold the trained weights in {kind}, the run had them in fp32: its loss was another one"
+    losses = losses_of("dpo", config.loss) if config.method == "dpo" else []
+    if checkpoint is None and RUNNING in dict(losses):
+        yield f"{RUNNING} takes the mean reward before as 0: the run's checkpoints have it, which are not beside this"
 
 
 def _check_reference(start: RunConfig, config: RunConfig) -> None:
-    """Raises UserError where the model would be compared with itself."""
+    """Raises UserError where the model would be compared with itself, or with what is gone."""
     if (start.model, start.adapter) == (config.model, config.adapter):
         raise UserError(
             f"{config.method} compares a model with what it began as, and nothing says what that was",
             where=config.model,
-            fix="name the run (--model OUT), whose config.yaml says it, or an adapter, which began as its base",
+            fix="name the run (--model OUT) without --recipe: its config.yaml says it; or an adapter: its base is it",
         )
+    try:
+        check_model_path(start.model)
+        find_weights(start, None)
+    except UserError as error:
+        raise UserError(
+            f"{config.method} compares a model with what it began as, which is not where it was: {error.what}",
+            where=error.where,
+            fix="write where it is now into the run's config.yaml, as its model or adapter",
+        ) from error
 
 
 def _each_set(config: RunConfig) -> Iterator[RunConfig]:
-    """A config for each data set of which the rows are evaluated; one for all where a part of them is held out."""
+    """A config for each data set of which the rows are evaluated, then one for all if theirs do not add up; only one
+    for all where a part of them is held out."""
     if config.eval_fraction:
         yield config.model_copy(update={"streaming": False})
         return
     once = {"eval_dataset": [], "shuffle": False, "epochs": 1.0, "max_steps": None, "streaming": False}
     for name in config.dataset:
         yield config.model_copy(update={**once, "dataset": [name]})
+    if len(config.dataset) > 1 and _of_other_rows(config):
+        yield config.model_copy(update=once)
+
+
+def _of_other_rows(config: RunConfig) -> bool:
+    """Whether the loss of a row depends on which others share its step, so that losses of sets do not add up."""
+    return config.method == "kto" and preference_of(config).needs_mismatched
 
 
 def _as_training(prepared: PreparedData) -> PreparedData:
@@ -191,7 +228,8 @@ def _evaluate(
     errors, whole, counts = partial(memory_errors, config=config, sound=False), Evaluation(), []
     for number, prepared in enumerate(data):
         method, plan = build(number, prepared), prepared.train
-        name = config.dataset[number] if len(data) > 1 else " ".join(config.dataset)
+        names = config.dataset if len(data) > 1 else [" ".join(config.dataset)]
+        name = names[number] if number < len(names) else ALL
         with reporter.phase(f"evaluating {name}", plan.total_steps) as update:
 
             def going_on(done: int, update: Callable[..., None] = update) -> bool:
@@ -202,6 +240,6 @@ def _evaluate(
         described, whole = plan.describe(), whole + found
         counts.append({key: described[key] for key in COUNTED if key in described})
         yield Evaluated(name, counts[-1], found.loss, method.metrics(found.sums, found.count))
-    if len(data) > 1:
+    if len(data) > 1 and name != ALL:
         summed = {key: sum(each[key] for each in counts) for key in counts[0]}
-        yield Evaluated("all", summed, whole.loss, method.metrics(whole.sums, whole.count))
+        yield Evaluated(ALL, summed, whole.loss, method.metrics(whole.sums, whole.count))
