@@ -1,26 +1,33 @@
 """`swiftlite eval`: the loss that a run has logged, from what it has saved; and what has nothing to be evaluated."""
 
+import io
 import json
 import math
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from test_launch import SWIFTLITE, run
+from rich.console import Console
+from test_launch import ENV, SWIFTLITE, ranks_of, run, wait_gone
 from test_parity import metrics, render_chat, settings, train_alone
 
 from swiftlite.checkpoint.folder import list_checkpoints
+from swiftlite.cli import dry_run
 from swiftlite.cli.app import main
-from swiftlite.cli.eval import choose_rows
+from swiftlite.cli.eval import _tell, choose_rows
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_judged, toy_pairs, toy_rows
 from swiftlite.parallel.world import World
 from swiftlite.serving.evaluated import settle
 from swiftlite.training import reference
-from swiftlite.training.evaluate import run_evaluation
+from swiftlite.training.evaluate import Evaluated, run_evaluation
+from swiftlite.training.step import DirectStep
 
 ROWS = {"dpo": toy_pairs, "rm": toy_pairs, "kto": toy_judged}
 RUNS = {
@@ -321,6 +328,57 @@ def test_names_are_shown_as_they_are_and_no_data_set_counts_twice(tmp_path, tiny
     words = ["--model", str(tiny_model("llama")), "--cache-dir", str(tmp_path / "cache"), "--dataset", str(rows)]
     assert _ended(words) == 0 and "a[/b].jsonl" in capsys.readouterr().out
     assert _ended([*words, str(rows)]) == 2 and "the data set is named twice" in capsys.readouterr().err
+
+
+def test_numbers_stand_in_one_line_in_a_narrow_terminal(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(dry_run, "wide_console", lambda: Console(file=shown, width=40, soft_wrap=True, highlight=False))
+    sets = [Evaluated(f"{name}.jsonl", {"rows": 1234567}, 12.5, {}) for name in "abc"]
+    _tell(None, sets[:1])
+    assert shown.getvalue().count("perplexity") == 1
+    _tell(None, sets)
+    assert shown.getvalue().count("1,234,567") == 4 and shown.getvalue().count("perplexity") == 4
+    assert max(map(len, shown.getvalue().splitlines())) <= 40
+
+
+def test_means_of_no_rows_and_numbers_that_are_none_are_told_apart(tmp_path, capsys):
+    report = tmp_path / "found.json"
+    _tell(report, [Evaluated("a", {"desirable": 3}, math.nan, {"logps/rejected": None, "logps/chosen": -math.inf})])
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    told = {name: words.strip() for name, words in lines}
+    assert told["logps/rejected"] == "no rows" and told["logps/chosen"] == told["loss"] == "not finite"
+    assert json.loads(report.read_text())[0]["loss"] is None
+
+
+def test_a_full_memory_brings_no_advice_for_training(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(DirectStep, "evaluate", full)
+    with pytest.raises(RunError, match="ran out of memory in the evaluation") as told:
+        rows = str(write_rows("rows.jsonl", chat_rows[:2]))
+        evaluate(model=str(tiny_model("llama")), dataset=[rows], cache_dir=str(tmp_path / "cache"))
+    assert "--max-length" in told.value.fix
+    assert "--tuner" not in told.value.fix and "--activation-checkpointing" not in told.value.fix
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_several_processes_end_on_a_signal_with_a_word(tmp_path, tiny_model, write_rows, number):
+    rows = write_rows("many.jsonl", toy_rows(20_000))
+    words = ["--model", tiny_model("llama"), "--dataset", rows, "--cache-dir", tmp_path / "cache", "--json", "found"]
+    command = [*SWIFTLITE, "eval", *map(str, words), "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, cwd=tmp_path
+    )
+    assert any("loading the model" in line for line in process.stdout)
+    ranks = ranks_of(process.pid)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and len(ranks) == 2
+    assert err.split() == ["interrupted" if number == signal.SIGINT else "terminated"]
+    wait_gone(ranks)
+    assert not (tmp_path / "found").exists()
 
 
 def _ended(words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,11 @@ from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
 from swiftlite.cli.options import RunCommand, own_flag
 from swiftlite.config.flags import Flag
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE
+from swiftlite.ending import seen_signal
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from swiftlite.config.recipe import Recipe
@@ -31,6 +34,7 @@ USED = {  # of the other panels
     "seed", "offload", "quantization", "kernels", "compile", "resume", "method", "debug", "dry_run",
 }  # fmt: skip
 UNUSED = {"shuffle", "streaming", "sync_every_microbatch"}  # of those panels
+ENDED = {128 + signal.SIGINT: "interrupted", 128 + signal.SIGTERM: "terminated"}
 LARGEST_LOSS = 700.0  # whose exponential is a number
 
 
@@ -43,7 +47,12 @@ def evaluate(resolved: Resolved, json: str | None) -> None:
             print(f"note: {note}", file=sys.stderr if json == TO_STDOUT else sys.stdout, flush=True)
     from swiftlite.training.launch import launch
 
-    launch(config, resolved.layout, partial(show_error, debug="--debug" in sys.argv), partial(_evaluation, json))
+    try:
+        launch(config, resolved.layout, partial(show_error, debug="--debug" in sys.argv), partial(_evaluation, json))
+    except SystemExit as stop:
+        if stop.code in ENDED and seen_signal() is None:  # it was passed on to the processes, and nobody has told it
+            print(ENDED[stop.code], file=sys.stderr)
+        raise
 
 
 def _evaluation(json: str | None) -> Work:
@@ -102,19 +111,24 @@ def _tell(json: str | None, found: list[Evaluated]) -> None:
     from swiftlite.cli.dry_run import wide_console
 
     rows = [_row(one) for one in found]
-    write_output(rows, json)  # first: whoever reads what is shown may have gone
-    wide_console(stderr=json == TO_STDOUT).print(_table(rows))
+    finite = [{name: value if _is_finite(value) else None for name, value in row.items()} for row in rows]
+    write_output(finite, json)  # first: whoever reads what is shown may have gone
+    console, side_by_side = wide_console(stderr=json == TO_STDOUT), _table(rows)
+    for table in [side_by_side] if _fits(side_by_side, console) else [_table([row]) for row in rows]:
+        console.print(table)
 
 
 def _row(one: Evaluated) -> dict[str, Any]:
-    """The numbers of one data set by their names in metrics.jsonl; perplexity is of methods that learn tokens."""
+    """The numbers of one data set by their names in metrics.jsonl, None for a mean of no rows; perplexity is of methods
+    that learn tokens."""
     row = {"data": one.data, **one.counts, "loss": one.loss}
     if not one.metrics:
         row["perplexity"] = math.exp(one.loss) if one.loss < LARGEST_LOSS else math.inf
-    row |= one.metrics
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
-    }
+    return row | one.metrics
+
+
+def _is_finite(value: str | float | None) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -124,16 +138,26 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(style="dim", no_wrap=True)
-    for _ in rows:
-        table.add_column(justify="right", overflow="fold")
+    shown = [{name: _in_words(value) for name, value in row.items()} for row in rows]
+    for row in shown:
+        widest = max(len(words) for name, words in row.items() if name != "data")
+        table.add_column(justify="right", overflow="fold", min_width=widest)
     for name in rows[0]:
-        table.add_row(name.replace("_", " "), *(Text(_in_words(row[name])) for row in rows))
+        table.add_row(name.replace("_", " "), *(Text(row[name]) for row in shown))
     return table
+
+
+def _fits(table: Table, console: Console) -> bool:
+    """Whether the numbers stand in one line each; names of data sets may be folded."""
+    unlimited = console.options.update(max_width=sys.maxsize)
+    return console.measure(table, options=unlimited).minimum <= console.width
 
 
 def _in_words(value: str | float | None) -> str:
     from swiftlite.reporting.words import printable, short
 
+    if value is None:
+        return "no rows"
     if isinstance(value, str):
         return printable(value)
-    return f"{value:,}" if isinstance(value, int) else short(value)
+    return f"{value:,}" if isinstance(value, int) else short(value if _is_finite(value) else None)

@@ -234,6 +234,6 @@ def _verdict(failure: Any, asked: int) -> BaseException:
         advice = "; the system may have run out of memory" if name == "SIGKILL" else ""
         return RunError(
             f"process {rank} was killed by {name}{advice}",
-            fix="run it again with --resume auto: it goes on from the newest checkpoint, if there is one",
+            fix="run it again; training goes on from its newest checkpoint, if there is one, with --resume auto",
         )
     return SystemExit(max(f.exitcode if f.exitcode in (1, 2) else 1 for f in failures.values()))

@@ -81,7 +81,7 @@ def run_evaluation(
     checkpoint = None if config.resume == "never" else _checkpoint_of(Path(config.resume))
     start, config = config.model_copy(update={"resume": "never"}), _of_the_weights(config)
     load = tokenizer_loader(config)
-    with other_memory_errors():
+    with other_memory_errors(learns=False):
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, None)
             config = _as_in_files(config, model_config, world.device)
@@ -225,7 +225,7 @@ def _evaluate(
 ) -> Iterator[Evaluated]:
     """Each data set, and all together where there are several."""
     modules, divided = [part.scorer for part in trainee.divided.parts], trainee.divided
-    errors, whole, counts = partial(memory_errors, config=config, sound=False), Evaluation(), []
+    errors, whole, counts = partial(memory_errors, config=config, sound=False, learns=False), Evaluation(), []
     for number, prepared in enumerate(data):
         method, plan = build(number, prepared), prepared.train
         names = config.dataset if len(data) > 1 else [" ".join(config.dataset)]

@@ -50,9 +50,11 @@ def unfit_rows() -> Iterator[None]:
 
 
 @contextmanager
-def memory_errors(doing: str, batches: Sequence[MicroBatch], config: RunConfig, *, sound: bool) -> Iterator[None]:
+def memory_errors(
+    doing: str, batches: Sequence[MicroBatch], config: RunConfig, *, sound: bool, learns: bool = True
+) -> Iterator[None]:
     """Turn what the device raises when its memory is full into OutOfMemory. doing: what needs it; batches: with what;
-    sound: the weights may be saved afterwards.
+    sound: the weights may be saved afterwards; learns: there are gradients, and what they need.
     """
     try:
         yield
@@ -63,28 +65,30 @@ def memory_errors(doing: str, batches: Sequence[MicroBatch], config: RunConfig, 
         raise OutOfMemory(
             f"the device ran out of memory in {doing}",
             where=f"a micro-batch of {longest.input_ids.shape[1]:,} tokens: {list_rows(longest.where)}",
-            fix=_less_memory(config),
+            fix=_less_memory(config, learns),
             sound=sound,
         ) from error
 
 
-def other_memory_errors() -> AbstractContextManager[None]:
+def other_memory_errors(*, learns: bool = True) -> AbstractContextManager[None]:
     """Turn what is raised outside of steps into a RunError."""
+    smaller = "--tuner lora and --quantization nf4" if learns else "--quantization nf4"
+    recompute = ", or use --activation-checkpointing full" if learns else ""
     return memory_told(
         "the device ran out of memory",
-        fix="where the model was being loaded, divide it (--parallel fsdp) or use --tuner lora and --quantization nf4; "
-        "else lower --micro-batch-size or --max-length, or use --activation-checkpointing full",
+        fix=f"where the model was being loaded, divide it (--parallel fsdp) or use {smaller}; "
+        f"else lower --micro-batch-size or --max-length{recompute}",
     )
 
 
-def _less_memory(config: RunConfig) -> str:
+def _less_memory(config: RunConfig, learns: bool) -> str:
     """What of the flags that save memory is not in use yet, the cheapest first."""
     advice = []
     if config.micro_batch_size > 1:
         advice.append("--micro-batch-size 1")
-    if config.activation_checkpointing not in ("full", "offload"):
+    if learns and config.activation_checkpointing not in ("full", "offload"):
         advice.append("--activation-checkpointing full")
-    if config.tuner == "full":
+    if learns and config.tuner == "full":
         advice.append("--tuner lora")
     if config.offload == "none":
         advice.append("--offload cpu")
