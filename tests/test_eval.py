@@ -332,7 +332,9 @@ def test_names_are_shown_as_they_are_and_no_data_set_counts_twice(tmp_path, tiny
 
 def test_numbers_stand_in_one_line_in_a_narrow_terminal(monkeypatch):
     shown = io.StringIO()
-    monkeypatch.setattr(dry_run, "wide_console", lambda: Console(file=shown, width=40, soft_wrap=True, highlight=False))
+    monkeypatch.setattr(
+        dry_run, "wide_console", lambda **_: Console(file=shown, width=40, soft_wrap=True, highlight=False)
+    )
     sets = [Evaluated(f"{name}.jsonl", {"rows": 1234567}, 12.5, {}) for name in "abc"]
     _tell(None, sets[:1])
     assert shown.getvalue().count("perplexity") == 1
@@ -343,7 +345,9 @@ def test_numbers_stand_in_one_line_in_a_narrow_terminal(monkeypatch):
 
 def test_means_of_no_rows_and_numbers_that_are_none_are_told_apart(tmp_path, capsys):
     report = tmp_path / "found.json"
-    _tell(report, [Evaluated("a", {"desirable": 3}, math.nan, {"logps/rejected": None, "logps/chosen": -math.inf})])
+    _tell(
+        str(report), [Evaluated("a", {"desirable": 3}, math.nan, {"logps/rejected": None, "logps/chosen": -math.inf})]
+    )
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     told = {name: words.strip() for name, words in lines}
     assert told["logps/rejected"] == "no rows" and told["logps/chosen"] == told["loss"] == "not finite"
