@@ -6,11 +6,14 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from swiftlite.config.resolve import resolve_config
 from swiftlite.models import products
 from swiftlite.models.lora import fuse_adapters
 from swiftlite.models.products import FastLinear
-from swiftlite.models.tuners import adapters_off
+from swiftlite.models.toys import toy_config
+from swiftlite.models.tuners import adapters_off, apply_tuner
 
 
 class Tiny(nn.Module):
@@ -119,3 +122,17 @@ def test_other_kinds_keep_their_own_forward(more):
     model = adapted(**more)
     fuse_adapters(model)
     assert "FusedLinear" not in {type(module).__name__ for module in model.modules()}
+
+
+@pytest.mark.parametrize("flags", [{"new_tokens": ["<fox>"]}, {"dora": True}, {}])
+def test_adapters_of_a_model_without_memory_draw_no_numbers(flags):
+    """They are drawn when weights are read; of 256 experts in 60 layers they would be five billion. Ties last."""
+    config = resolve_config("sft", model="nowhere", dataset=["d"], **flags)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(toy_config("qwen3"))
+    state = torch.get_rng_state()
+    wrapped = apply_tuner(model, config, None, print)
+    assert torch.equal(torch.get_rng_state(), state) and all(p.is_meta for p in wrapped.parameters())
+    base = wrapped.get_base_model()
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    assert len({id(p) for end in ends for p in end.parameters()}) == 1 + ("new_tokens" in flags)

@@ -6,9 +6,11 @@ the base's weights, or that change more than layers, cannot be gone on with.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from swiftlite.errors import UserError, first_line
@@ -89,7 +91,9 @@ def wrap(model: PreTrainedModel, settings: PeftConfig) -> nn.Module:
     """The model in peft's wrapper. Raises what peft does, which are ValueErrors most of the time."""
     import peft
 
-    wrapped = peft.get_peft_model(model, settings)
+    on_meta = all(p.is_meta for p in model.parameters())  # numbers drawn for adapters would be lost there
+    with torch.device("meta") if on_meta else nullcontext():  # peft's `low_cpu_mem_usage` unties tied weights
+        wrapped = peft.get_peft_model(model, settings)
     found = wrapped.peft_config["default"]
     if base := existing(model.name_or_path):  # the adapter finds it from any folder
         found.base_model_name_or_path = str(base.absolute())
