@@ -17,7 +17,7 @@ from test_parity import metrics, render_chat, settings, train_alone
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.cli import dry_run
 from swiftlite.cli.app import main
-from swiftlite.cli.eval import _tell, choose_rows
+from swiftlite.cli.eval import _of_the_weights, _tell, choose_rows
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
@@ -328,6 +328,21 @@ def test_names_are_shown_as_they_are_and_no_data_set_counts_twice(tmp_path, tiny
     words = ["--model", str(tiny_model("llama")), "--cache-dir", str(tmp_path / "cache"), "--dataset", str(rows)]
     assert _ended(words) == 0 and "a[/b].jsonl" in capsys.readouterr().out
     assert _ended([*words, str(rows)]) == 2 and "the data set is named twice" in capsys.readouterr().err
+
+
+def test_flags_win_over_what_a_run_says_and_another_base_is_told(tmp_path, train, tiny_model):
+    def resolved(**values):
+        given = {name: Given(str(value), f"--{name}", "flag") for name, value in values.items()}
+        settled, recipe = settle(given, None)
+        return resolve(None, settled, recipe, needs_rows=False)
+
+    train("sft-pure-bf16")
+    assert not resolved(model=tmp_path / "out", precision="fp32").config.pure_bf16
+    shutil.rmtree(tmp_path / "out")
+    train("dpo-running-mean")
+    assert not _of_the_weights(resolved(adapter=tmp_path / "out"))
+    [told] = _of_the_weights(resolved(adapter=tmp_path / "out", model=tiny_model("mistral")))
+    assert told.startswith("the adapter was trained on ")
 
 
 def test_numbers_stand_in_one_line_in_a_narrow_terminal(monkeypatch):

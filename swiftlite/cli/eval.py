@@ -43,7 +43,7 @@ def evaluate(resolved: Resolved, json: str | None) -> None:
     check_output(json)
     config = choose_rows(resolved)
     if os.environ.get("RANK", "0") == "0":
-        for note in [*resolved.notes, *_without_effect(resolved)]:
+        for note in [*resolved.notes, *_of_the_weights(resolved)]:
             print(f"note: {note}", file=sys.stderr if json == TO_STDOUT else sys.stdout, flush=True)
     from swiftlite.training.launch import launch
 
@@ -100,10 +100,16 @@ def choose_rows(resolved: Resolved) -> RunConfig:
     return config.model_copy(update={"dataset": rows, "eval_dataset": []})
 
 
-def _without_effect(resolved: Resolved) -> list[str]:
-    """A note where the weights decide what a flag would."""
-    given = resolved.given.get("new_tokens") == "flag" and resolved.config.resume != "never"
-    return ["--new-tokens has no effect: the weights have those that they were trained with"] if given else []
+def _of_the_weights(resolved: Resolved) -> list[str]:
+    """Notes where the weights decide what a flag would, or belong to another model."""
+    from swiftlite.config.resolve import of_another_base
+
+    config, notes = resolved.config, []
+    if config.resume == "never":
+        return notes
+    if resolved.given.get("new_tokens") == "flag":
+        notes.append("--new-tokens has no effect: the weights have those that they were trained with")
+    return [*notes, *of_another_base(config.model_copy(update={"adapter": config.resume}))]
 
 
 def _tell(json: str | None, found: list[Evaluated]) -> None:

@@ -107,7 +107,7 @@ def resolve(
     if "max_length" not in given and positions is not None and positions < config.max_length:
         notes.append(f"--max-length is {positions}, not {config.max_length}: the model has no more positions")
         config = config.model_copy(update={"max_length": positions})
-    notes += _of_another_base(config)
+    notes += of_another_base(config)
     check_together(config, {name: item.where for name, item in given.items()})
     by = {name: item.by for name, item in given.items()}
     notes += unused(config, layout, by)
@@ -255,7 +255,7 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
     }
 
 
-def _of_another_base(config: RunConfig) -> list[str]:
+def of_another_base(config: RunConfig) -> list[str]:
     """A note where an adapter's settings name another base model, which may have the same shapes."""
     if config.adapter is None:
         return []

@@ -107,8 +107,9 @@ def metric_means(sums: dict[str, float]) -> dict[str, float | None]:
         for name, count in counts.items()
     }
     rows = sum(counts.values())
-    for name in {"rewards/accuracy", "kl/reference"} & set(sums):
-        means[name] = sums[name] / rows if rows else None
+    for name in ("rewards/accuracy", "kl/reference"):
+        if name in sums:
+            means[name] = sums[name] / rows if rows else None
     chosen, rejected = means["rewards/chosen"], means["rewards/rejected"]
     means["rewards/margin"] = None if chosen is None or rejected is None else chosen - rejected
     return means

@@ -105,4 +105,6 @@ def _only(recipe: Recipe, names: set[str], given: Collection[str]) -> Recipe:
         names = names - ROWS
     elif "eval_fraction" in given:  # of the rows that it trains on
         names = names - {"eval_dataset"}
+    if "precision" in given:
+        names = names - {"pure_bf16"}  # which is one
     return replace(recipe, entries={name: entry for name, entry in recipe.entries.items() if name in names})

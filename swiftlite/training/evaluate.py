@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from swiftlite.errors import UserError
 from swiftlite.models.dtypes import source_dtype
 from swiftlite.models.load import check_model_path
 from swiftlite.models.tokenizer import tokenizer_loader
+from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.world import World
 from swiftlite.reporting.display import open_display
 from swiftlite.reporting.run import QuietReporter, Reporter
@@ -42,6 +44,7 @@ from swiftlite.training.setup import (
 )
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
+from swiftlite.training.stopping import stop_requests
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,6 +67,7 @@ ALL = "all"  # of the data sets
 RUNNING = "bco_pair"  # carries a mean from step to step
 COUNTED = ("rows", "pairs", "desirable", "undesirable", "tokens", "trained_tokens")
 Tell = Callable[[list[Evaluated]], None]
+Stops = Callable[[], int | None]
 
 
 def run_evaluation(
@@ -216,6 +220,22 @@ def _as_training(prepared: PreparedData) -> PreparedData:
     return replace(prepared, train=prepared.eval, eval=None, fingerprint=f"eval {prepared.fingerprint}")
 
 
+@contextmanager
+def _stops(mesh: Mesh) -> Iterator[Stops]:
+    """Yields what gives the signal that any of several processes has had, or None: all end before the same step, or
+    one would wait for another for good. A process on its own ends at once."""
+    if mesh.stored is None:
+        yield lambda: None
+        return
+    with stop_requests(None, 0.0) as requested:
+
+        def agreed() -> int | None:
+            number = torch.tensor(float(requested() or 0), device=mesh.device)
+            return int(mesh.largest(number).item()) or None
+
+        yield agreed
+
+
 def _evaluate(
     config: RunConfig,
     data: list[PreparedData],
@@ -230,10 +250,12 @@ def _evaluate(
         method, plan = build(number, prepared), prepared.train
         names = config.dataset if len(data) > 1 else [" ".join(config.dataset)]
         name = names[number] if number < len(names) else ALL
-        with reporter.phase(f"evaluating {name}", plan.total_steps) as update:
+        with reporter.phase(f"evaluating {name}", plan.total_steps) as update, _stops(trainee.mesh) as stopped:
 
-            def going_on(done: int, update: Callable[..., None] = update) -> bool:
+            def going_on(done: int, update: Callable[..., None] = update, stopped: Stops = stopped) -> bool:
                 update(done)
+                if number := stopped():
+                    raise SystemExit(128 + number)
                 return True
 
             found = evaluate_rows(plan, method, divided.runner, divided.share, modules, errors, going_on, "train")
