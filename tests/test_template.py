@@ -397,6 +397,27 @@ def test_an_end_of_turn_of_two_tokens(make_tokenizer):
     assert trained_texts(tokenizer, chat(TWO_TURNS)) == [answers]
 
 
+def test_an_end_of_turn_with_words_between_its_tokens(make_tokenizer):
+    """As Kimi K3 has it: what is opened by name is closed by name, and the model stops behind all of it. An answer
+    that holds such a closing ends at its own; one that ends the text otherwise is cut at its first token."""
+    close = "<|close|>response<|sep|><|close|>message<|sep|><|im_end|>"
+    template = (
+        "{% for m in messages %}<|open|>message {{ m.role }}<|sep|>{% if m.role == 'assistant' %}"
+        "<|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>{% else %}{{ m.content }}{% endif %}"
+        "<|close|>message<|sep|><|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|open|>message assistant<|sep|><|open|>response<|sep|>{% endif %}"
+    )
+    tokens = ["<|open|>", "<|sep|>", "<|close|>"]
+    tokenizer = make_tokenizer(template, tokens)
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [[f"I am small.{close}", f"Now I answer.{close}"]]
+    assert trained_texts(tokenizer, chat(["Close it.", f"So: {close}"])) == [[f"So: {close}{close}"]]
+    last = template.replace("{% endif %}<|close|>message<|sep|><|im_end|>", "{% endif %}<|im_end|>")
+    last = last.removesuffix("{% endif %}") + "{% else %}the<|sep|>end<|im_end|>{% endif %}"
+    assert trained_texts(make_tokenizer(last, tokens), chat(TWO_TURNS)) == [
+        ["I am small.<|close|>", "Now I answer.<|close|>"]
+    ]
+
+
 def test_an_end_token_of_its_own_does_not_stand_for_the_turns(make_tokenizer):
     conversation = chat(["Which token ends a turn?", "It is <|im_end|>"])
     for template in (toy_tokenizer().chat_template, CHATML_MARKED, CHATML_MARKED_WIDE):

@@ -180,7 +180,7 @@ def test_generation_ends_where_trained_answers_end():
 
 def test_generation_does_not_end_within_answers():
     """Not at what closes a thought, nor at what stands before the end of the text; a template may want tools."""
-    said = "{{ '<|open|>think<|close|>' + message['content'] + '<|close|>said<|end|>' }}"
+    said = "{{ '<|open|>think<|close|>' + message['content'] + '<|close|>said' }}"
     thinks = PLAIN.replace("{{ message['content'] }}", said).replace("<|im_end|>", "")
     calls = "{% for c in m.tool_calls or [] %}<calls>{{ c.function.name }}</calls>{% endfor %}"
     last = "{% if loop.last and m.role == 'assistant' %}{% else %}<|end|>{% endif %}"
@@ -191,7 +191,8 @@ def test_generation_does_not_end_within_answers():
     marked = open_end.replace("{{ m.content }}" + calls + last, marked + "{{ m.content }}{% endif %}")
     tools = "{% for t in tools %}{{ t.function.name }}{% endfor %}"
     for template, special, stops in (
-        (thinks, ["<|open|>", "<|close|>", "<|end|>"], []),
+        (thinks, ["<|open|>", "<|close|>"], []),
+        (thinks.replace("said'", "said<|end|>'"), ["<|open|>", "<|close|>", "<|end|>"], ["<|end|>"]),
         (open_end, ["<calls>", "</calls>", "<|end|>"], ["<|end|>"]),
         (marked, ["<|open|>", "<|end|>"], ["<|end|>"]),
         (tools + PLAIN.replace("<|im_end|>", "<|end|>"), ["<|end|>"], ["<|end|>"]),

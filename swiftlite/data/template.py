@@ -332,12 +332,15 @@ class ChatRenderer:
 
         Or several, if these are all that it is, and stand behind an answer that is not the last one too: Cohere's
         Command R7B has two. Phi-3 adds one at the very end; the first Llama 3 and Command A open the next answer, asked
-        or not.
+        or not. Or all of it, with words between special tokens, where each answer is closed so: Kimi K3 closes
+        `response` and `message` by their names before its `<|end_of_msg|>`.
         """
         ends = self._special.opening(self._end)
+        between = self._behind_an_answer(PROBE) or ""
+        if ends and ends[-1] < len(self._end) and between.startswith(self._end) and self._special.end(self._end):
+            return self._end
         if not ends or ends[-1] < len(self._end):
             return self._end[: min(ends, default=0)]
-        between = self._behind_an_answer(PROBE) or ""
         shared = len(os.path.commonprefix([self._end, between]))
         closing = self._before_opener(self._end, ends)
         return self._end[: max((end for end in closing if end <= shared), default=ends[0])]
