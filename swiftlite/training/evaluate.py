@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -85,7 +85,7 @@ def run_evaluation(
     checkpoint = None if config.resume == "never" else _checkpoint_of(Path(config.resume))
     start, config = config.model_copy(update={"resume": "never"}), _of_the_weights(config)
     load = tokenizer_loader(config)
-    with other_memory_errors(learns=False):
+    with other_memory_errors(learns=False), ExitStack() as stack:
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, None)
             config = _as_in_files(config, model_config, world.device)
@@ -105,6 +105,8 @@ def run_evaluation(
             world.meet("data")
             trainee = build_trainee(config, model_config, None, load, world, layout, evaluates=True)
             trainee.check(config.max_length, compiled=config.compile)
+            stopped = stack.enter_context(_stops(trainee.mesh))
+            world.meet("ready")  # to end before the same step
         for note in trainee.notes:
             reporter.message(f"note: {note}")
         if trainee.has_new_head:
@@ -124,7 +126,7 @@ def run_evaluation(
             method.state = _carried(checkpoint, method.state)
             return method
 
-        found = list(_evaluate(config, data, trainee, build, reporter))
+        found = list(_evaluate(config, data, trainee, build, reporter, stopped))
     if world.rank == 0:
         tell(found)
 
@@ -242,6 +244,7 @@ def _evaluate(
     trainee: Trainee,
     build: Callable[[int, PreparedData], Method],
     reporter: Reporter,
+    stopped: Stops,
 ) -> Iterator[Evaluated]:
     """Each data set, and all together where there are several."""
     modules, divided = [part.scorer for part in trainee.divided.parts], trainee.divided
@@ -250,9 +253,9 @@ def _evaluate(
         method, plan = build(number, prepared), prepared.train
         names = config.dataset if len(data) > 1 else [" ".join(config.dataset)]
         name = names[number] if number < len(names) else ALL
-        with reporter.phase(f"evaluating {name}", plan.total_steps) as update, _stops(trainee.mesh) as stopped:
+        with reporter.phase(f"evaluating {name}", plan.total_steps) as update:
 
-            def going_on(done: int, update: Callable[..., None] = update, stopped: Stops = stopped) -> bool:
+            def going_on(done: int, update: Callable[..., None] = update) -> bool:
                 update(done)
                 if number := stopped():
                     raise SystemExit(128 + number)
