@@ -78,7 +78,8 @@ def plan(
         raise next(iter(plans[0][1].refused.values()))
     fitting = [(fleet, plan.best) for fleet, plan in plans if plan.best]
     command = _command(resolved, *fitting[0]) if fitting else None
-    write_output(plan_values(resolved.config, outline, target, plans, refused.values(), command), json)
+    if json is not None:
+        write_output(plan_values(resolved.config, outline, target, plans, refused.values(), command), json)
     console.print(_table(shown))
     console.print(EXPLAINED, style="dim")
     _say_refused(console, refused.values())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -331,9 +332,16 @@ class Session:
 
     def _create_model(self, folder: Path) -> None:
         trainee = self._trainee
-        tokenizer, chats = self._load_tokenizer(), self._config.method != "pretrain"
-        stops = stop_tokens(trainee.base.generation_config, tokenizer) if chats and trainee.base.can_generate() else ()
-        create_model_files(folder, trainee.files, trainee.model, trainee.base, tokenizer, stops)
+        tokenizer = self._load_tokenizer()
+        create_model_files(folder, trainee.files, trainee.model, trainee.base, tokenizer, self._stops)
+
+    @cached_property
+    def _stops(self) -> Sequence[int]:
+        """Ids that end an answer, which are the same in each checkpoint; texts end as they did."""
+        base = self._trainee.base
+        if self._config.method == "pretrain" or not base.can_generate():
+            return ()
+        return stop_tokens(base.generation_config, self._load_tokenizer())
 
     def _write_model(self, folder: Path) -> None:
         self._trainee.files.plan.write(folder, to_write(self._mesh, self._trainee.tensors()))
