@@ -46,7 +46,7 @@ from swiftlite.planning.communication import PIPELINE_ROUND
 from swiftlite.training.divide import Part
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.optimizer import clip_gradients
-from swiftlite.training.pipeline_step import PipelineStep, StageScorer, Work, pad_micro_batch
+from swiftlite.training.pipeline_step import PipelineStep, StageScorer, Work
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import DirectStep
 
@@ -394,7 +394,7 @@ def test_stages_in_a_row_are_the_model(name):
 def test_padding_changes_no_score():
     base = random_model(toy_config("gpt2"))
     batch = steps_of(512, 3)[0][2]
-    padded = pad_micro_batch(batch, 128, batch.max_document)
+    padded = batch.padded_to(128)
     assert padded.input_ids.shape == (1, 128)
     assert padded.trained_tokens == batch.trained_tokens
     assert torch.diff(padded.cu_seqlens).max() == padded.position_ids.max() + 1 == batch.max_document

@@ -18,7 +18,7 @@ from swiftlite.models.anatomy import dissect
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import decoder_inputs
-from swiftlite.parallel.context import Context, slice_for_context
+from swiftlite.parallel.context import slice_for_context
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"]
 SIZES = [(21, 9, 14), (1, 6, 3), (5, 12, 1), (13, 2, 2)]  # prompt, chosen, rejected; windows of 8 end inside prompts
@@ -131,7 +131,7 @@ def body(rank: int) -> dict[str, object]:
         attention.document_attention(
             torch.nn.Module(), heads, heads, heads, None, cu_seq_lens_q=batch.cu_seqlens, key_index=batch.key_index,
             cu_seq_lens_k=batch.key_cu_seqlens, max_length_q=batch.max_document,
-            context=Context(dist.group.WORLD, whole.tokens),
+            context=batch.context,
         )  # fmt: skip
     except UserError as error:
         found["refused"] = f"{error.what} {error.fix}"

@@ -103,16 +103,22 @@ class MicroBatch:
             **keys,
         )
 
-    def padded_to(self, length: int) -> MicroBatch:
-        """With one further document, where it takes one to make the row so many tokens long."""
-        more = length - self.input_ids.shape[1]
-        return self.padded([more] if more else [])
+    def padded_to(self, length: int, longest: int | None = None) -> MicroBatch:
+        """With what further documents it takes to make the row so many tokens long.
+
+        longest: tokens of one of them at most; None for no more than the longest of the row. So learnt positions exist
+        for them, and `max_document` stays true.
+        """
+        more, longest = length - self.input_ids.shape[1], longest or self.max_document
+        return self.padded([min(longest, more - begun) for begun in range(0, more, longest)])
 
 
 def _on(device: torch.device, holder: MicroBatch | Completions) -> dict[str, torch.Tensor | Completions]:
     values = {field.name: getattr(holder, field.name) for field in fields(holder)}
     moved = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, torch.Tensor)}
-    return moved | {name: x.to(device) for name, x in values.items() if isinstance(x, Completions)}
+    return moved | {
+        name: values[name].to(device) for name in ("completions", "context") if values.get(name) is not None
+    }
 
 
 class _Segment(NamedTuple):

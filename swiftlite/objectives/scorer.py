@@ -130,8 +130,8 @@ class TokenScorer(nn.Module):
     ) -> torch.Tensor:
         """log p of the trained tokens from the decoder's last hidden states `[1, T, hidden]`, or scores of answers."""
         if self._anatomy.gives_scores:
-            start = 0 if batch.context is None else batch.context.rank * hidden.shape[1]
-            return answer_scores(hidden[0], self._anatomy.head.weight, batch.completions.last - start)
+            last = batch.completions.last if batch.context is None else batch.context.in_slice(batch.completions.last)
+            return answer_scores(hidden[0], self._anatomy.head.weight, last)
         head, transform = self._anatomy.head, self._anatomy.transform
         return token_logprobs(
             hidden[0].index_select(0, batch.learnt),

@@ -1,12 +1,13 @@
 """Context parallelism: the tokens of one packed row divided over the `cp` ranks, attention exact over all of them.
 
-Each rank runs the model on a contiguous slice of every row. Only attention looks beyond it:
+Each rank runs the model on a share of every row, most of it whole documents (`parallel/division.py`), and attends to
+those by itself. Attention to documents that lie on several ranks:
 
-- at least as many query heads as ranks: all-to-all from slices of tokens to shares of heads, attention over the whole
-  row, and back (DeepSpeed Ulysses, arXiv 2309.14509). The shares may be uneven, and key/value heads travel only to the
-  ranks whose queries read them. Every rank works on the whole row, so causal masks leave nobody idle.
-- fewer: keys and values of the row are gathered, and each rank's queries attend to what stands before them (Llama 3,
-  arXiv 2407.21783, section 3.3.2). Contiguous slices make the last rank's work the longest.
+- at least as many query heads as ranks: all-to-all from slices of tokens to shares of heads, attention over whole
+  documents, and back (DeepSpeed Ulysses, arXiv 2309.14509). The shares may be uneven, and key/value heads travel only
+  to the ranks whose queries read them. Every rank works on whole documents, so causal masks leave nobody idle.
+- fewer: keys and values are gathered, and each rank's queries attend to what stands before them (Llama 3, arXiv
+  2407.21783, section 3.3.2). The last rank's work is the longest.
 
 Both have exact backwards; losses are local sums, and gradients are summed over `cp` with the other data ranks.
 """
@@ -15,15 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import attention_heads
 from swiftlite.models.attention import attend_row
 from swiftlite.models.rotary import LONGROPE, length_limits
+from swiftlite.parallel.division import SLACK, Division, borders_of, divide_row
 from swiftlite.parallel.exchange import exchange, gather_rows, sum_parts
 
 if TYPE_CHECKING:
@@ -36,10 +40,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """One packed row that the ranks of a group hold in contiguous slices. tokens: of the row, without padding."""
+    """One packed row that the ranks of a group hold in slices. tokens: of the row, without padding."""
 
     group: dist.ProcessGroup
     tokens: int
+    division: Division
+
+    def to(self, device: torch.device) -> Context:
+        """The same with its tensors on a device."""
+        return replace(self, division=self.division.to(device))
 
     @property
     def size(self) -> int:
@@ -54,7 +63,11 @@ class Context:
 
         Gradients of all ranks are summed, so a loss that each rank makes of the whole row is divided by `size`.
         """
-        return gather_rows(values, self.group)[: self.tokens]
+        return gather_rows(values, self.group).index_select(0, self.division.found[: self.tokens])
+
+    def in_slice(self, places: torch.Tensor) -> torch.Tensor:
+        """Where in this rank's slice these places of the row are: beyond its ends, for those that others hold."""
+        return self.division.found[places] - self.rank * len(self.division.places)
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
         """The sum of what each rank has of some numbers; its gradient, alike on all ranks, is that of each part."""
@@ -67,26 +80,35 @@ class Context:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        borders: torch.Tensor,
+        _borders_in_row: torch.Tensor,
         sinks: torch.Tensor | None,
         shared: SharedKeys | None,
     ) -> torch.Tensor:
         """Attention of this rank's slice of the row.
 
         attend: attention on one process; query: `[1, heads, slice, head_dim]`; key, value: `[1, kv_heads, slice, ...]`;
-        borders: int32 `[documents + 1]`, of the whole padded row; sinks: `[heads]` or None; shared: keys that documents
-        share, by their place in that row. Returns `[1, slice, heads, value_dim]`.
+        sinks: `[heads]` or None; shared: keys that documents share, by their place in the row.
+        Returns `[1, slice, heads, value_dim]`.
         Raises UserError where documents share keys and there are fewer heads than ranks.
         """
-        if query.shape[1] >= self.size:
-            return self._over_heads(attend, query, key, value, borders, sinks, shared)
-        if shared is not None:
+        division, is_divisible = self.division, query.shape[1] >= self.size
+        if shared is not None and not is_divisible:
             raise _too_few_heads(query.shape[1], self.size)
-        return self._over_tokens(attend, query, key, value, borders, sinks)
+        if not sum(division.counts):
+            return attend(query, key, value, division.own, division.own, sinks)
+        together = partial(self._over_heads, keys=shared) if is_divisible else self._over_tokens
+        if len(division.own) == 1:
+            return together(attend, query, key, value, sinks)
+        own_tokens = query.shape[2] - division.counts[self.rank]
+        pieces = [x.tensor_split([own_tokens], dim=2) for x in (query, key, value)]
+        own, divided = zip(*pieces, strict=True)
+        own = attend(*own, division.own, division.own, sinks)
+        return torch.cat([own, together(attend, *divided, sinks)], dim=1)
 
-    def _over_heads(self, attend, query, key, value, borders, sinks, shared):  # noqa: ANN001, ANN202
+    def _over_heads(self, attend, query, key, value, sinks, keys):  # noqa: ANN001, ANN202
+        counts = self.division.counts
         shares = divide_heads(query.shape[1], key.shape[1], self.size)
-        mine, slice_tokens = shares[self.rank], query.shape[2]
+        mine, tokens = shares[self.rank], query.shape[2]
         rows = [_pack(query[:, s.queries], key[:, s.keys], value[:, s.keys]) for s in shares]
         heads = len(mine.key_of_query), mine.keys.stop - mine.keys.start
         shapes = ((heads[0], query.shape[3]), (heads[1], key.shape[3]), (heads[1], value.shape[3]))
@@ -94,27 +116,30 @@ class Context:
         packed = exchange(
             torch.cat([row.flatten() for row in rows]),
             [row.numel() for row in rows],
-            [slice_tokens * width] * self.size,
+            [count * width for count in counts],
             self.group,
         )
-        query, key, value = _unpack(packed.view(self.size * slice_tokens, width), shapes)
+        query, key, value = _unpack(packed.view(sum(counts), width), shapes)
         if not mine.is_regular:
             key, value = key[:, mine.key_of_query], value[:, mine.key_of_query]
         sinks = None if sinks is None else sinks[mine.queries]
-        output = attend_row(attend, query, key, value, borders, sinks, shared)
-        width = slice_tokens * output.shape[3]
-        parts = [len(share.key_of_query) for share in shares]
-        output = exchange(
-            output.flatten(), [len(mine.key_of_query) * width] * self.size, [n * width for n in parts], self.group
-        )
-        parts = zip(output.split([n * width for n in parts]), parts, strict=True)
-        return torch.cat([part.view(1, slice_tokens, number, -1) for part, number in parts], dim=2)
+        output = attend_row(attend, query, key, value, self.division.shared, sinks, keys)
+        dim, parts = output.shape[3], [len(share.key_of_query) for share in shares]
+        receive = [tokens * number * dim for number in parts]
+        output = exchange(output.flatten(), [count * heads[0] * dim for count in counts], receive, self.group)
+        parts = zip(output.split(receive), parts, strict=True)
+        return torch.cat([part.view(1, tokens, number, dim) for part, number in parts], dim=2)
 
-    def _over_tokens(self, attend, query, key, value, borders, sinks):  # noqa: ANN001, ANN202
-        slice_tokens = query.shape[2]
-        start, stop = self.rank * slice_tokens, (self.rank + 1) * slice_tokens
+    def _over_tokens(self, attend, query, key, value, sinks):  # noqa: ANN001, ANN202
+        counts, borders = self.division.counts, self.division.shared
+        start, most = sum(counts[: self.rank]), max(counts)
+        stop = start + counts[self.rank]
         shapes = tuple((x.shape[1], x.shape[3]) for x in (key, value))
-        key, value = _unpack(gather_rows(_pack(key, value), self.group)[:stop], shapes)
+        rows = F.pad(_pack(key, value), (0, 0, 0, most - counts[self.rank]))
+        parts = zip(gather_rows(rows, self.group).split(most), counts, strict=True)
+        key, value = _unpack(torch.cat([part[:count] for part, count in parts])[:stop], shapes)
+        if start == stop:  # nothing to ask, but the others' backward sends gradients here
+            return value[:, :1, :0].transpose(1, 2).expand(-1, -1, query.shape[1], -1)
         # Documents before the slice have no queries here, those behind it neither queries nor keys.
         return attend(query, key, value, borders.clamp(start, stop) - start, borders.clamp(max=stop), sinks)
 
@@ -158,31 +183,41 @@ def _unpack(rows: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch
     ]
 
 
-def slice_for_context(batch: MicroBatch, group: dist.ProcessGroup | None) -> MicroBatch:
-    """This rank's contiguous slice of a micro-batch; all of it where there is no group.
+def slice_for_context(
+    batch: MicroBatch, group: dist.ProcessGroup | None, *, slice_tokens: int | None = None
+) -> MicroBatch:
+    """This rank's share of a micro-batch; all of it where there is no group.
 
-    The row is padded to a multiple of the ranks by a document of its own without labels. `input_ids`, `position_ids`
-    and `labels` become `[1, slice]`, `learnt` and `owner` those of the slice's labels, and the counts of
-    tokens those of the slice, without padding: summed over the group they are the row's. Borders, keys, `max_document`
-    and `completions` go on describing the whole row.
+    slice_tokens: of each rank, where that is settled; else as many as keep documents whole, or an even part.
+    The row is padded by documents of their own without labels. `input_ids`, `position_ids` and `labels` become
+    `[1, slice]`, `learnt` and `owner` those of the slice's labels, and the counts of tokens those of the slice, without
+    padding: summed over the group they are the row's. Borders, keys, `max_document` and `completions` go on describing
+    the whole row.
     """
     if group is None:
         return batch
-    rank, size, tokens = dist.get_rank(group), dist.get_world_size(group), batch.input_ids.shape[1]
-    length = -(-tokens // size)
-    row = batch.padded_to(length * size)
-    part = slice(rank * length, (rank + 1) * length)
-    first, last = torch.searchsorted(row.learnt, torch.tensor([part.start, part.stop])).tolist()
+    tokens, size, rank = batch.input_ids.shape[1], dist.get_world_size(group), dist.get_rank(group)
+    even = slice_tokens or -(-tokens // size)
+    if batch.key_index is None:
+        lengths = torch.diff(batch.cu_seqlens[batch.cu_seqlens <= batch.tokens]).tolist()  # without padding
+        division = divide_row(lengths, size, rank, even, 0 if slice_tokens else int(even * SLACK))
+        row = batch.padded_to(len(division.found))
+    else:  # a pair's prompt and answers are documents that read one another
+        row, order = batch.padded_to(even * size), torch.arange(even * size)
+        part = order[rank * even : (rank + 1) * even]
+        division = Division(part, order, borders_of([]), row.cu_seqlens, [even] * size)
+    learnt = torch.isin(division.places, row.learnt).nonzero().flatten()
+    owner = None if row.owner is None else row.owner[torch.searchsorted(row.learnt, division.places[learnt])]
     return replace(
         row,
-        input_ids=row.input_ids[:, part],
-        position_ids=row.position_ids[:, part],
-        labels=row.labels[:, part],
-        learnt=row.learnt[first:last] - part.start,
-        owner=None if row.owner is None else row.owner[first:last],
-        tokens=max(0, min(batch.tokens - part.start, length)),
-        trained_tokens=last - first,
-        context=Context(group, tokens),
+        input_ids=row.input_ids[:, division.places],
+        position_ids=row.position_ids[:, division.places],
+        labels=row.labels[:, division.places],
+        learnt=learnt,
+        owner=owner,
+        tokens=int((division.places < batch.tokens).sum()),
+        trained_tokens=len(learnt),
+        context=Context(group, tokens, division),
     )
 
 

@@ -291,7 +291,8 @@ class _Plan:
 
     def context(self) -> Iterator[Traffic]:
         """Heads of queries, keys, values and outputs exchanged (DeepSpeed Ulysses, arXiv 2309.14509, section 3.2), or
-        keys and values gathered where there are fewer heads than ranks (arXiv 2407.21783, section 3.3.2).
+        keys and values gathered where there are fewer heads than ranks (arXiv 2407.21783, section 3.3.2). Of a row that
+        is one document: of several, those that lie whole on a rank are not sent.
         """
         c, t, model = self.layout.cp, self.layout.tp, self.model
         if c == 1:

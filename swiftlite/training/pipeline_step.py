@@ -26,7 +26,7 @@ import torch.distributed.pipelining as pipelining
 from swiftlite.data.batches import MicroBatch, empty_micro_batch
 from swiftlite.errors import SwiftliteError
 from swiftlite.objectives.scorer import TokenScorer
-from swiftlite.parallel.context import Context, slice_for_context
+from swiftlite.parallel.context import slice_for_context
 from swiftlite.parallel.data import reshard
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Routing, Stage
@@ -227,14 +227,14 @@ class PipelineStep:
         tokens = math.ceil(tokens / PIPELINE_ROUND) * PIPELINE_ROUND
         longest = max(batch.max_document for batch in batches)
         full = [*batches, *[empty_micro_batch()] * (number - len(batches))]
-        return [self._place(pad_micro_batch(batch, tokens, longest)) for batch in full]
+        return [self._place(batch.padded_to(tokens, longest)) for batch in full]
 
     def _place(self, batch: MicroBatch) -> MicroBatch:
         """On the device, and this context rank's part of it."""
         if (group := self._mesh.group("cp")) is not None:
-            rows = batch.tokens
-            batch = slice_for_context(batch, group)
-            batch = replace(batch, context=Context(group, rows))  # padding is no part of the row
+            rows, slice_tokens = batch.tokens, -(-batch.input_ids.shape[1] // self._mesh.layout.cp)
+            batch = slice_for_context(batch, group, slice_tokens=slice_tokens)
+            batch = replace(batch, context=replace(batch.context, tokens=rows))  # padding is no part of the row
         return batch.to(self._mesh.device)
 
     def _outcome(
@@ -325,12 +325,3 @@ class PipelineStep:
 
     def _rank_of(self, stage: int) -> int:
         return dist.get_global_rank(self._pipeline.group, self._pipeline.plan.rank_of(stage))
-
-
-def pad_micro_batch(batch: MicroBatch, tokens: int, longest: int) -> MicroBatch:
-    """A micro-batch of `tokens` tokens: documents without labels, of at most `longest` tokens, are put behind it.
-
-    No longer than real ones, so that learnt positions exist for them and `max_document` stays true.
-    """
-    missing = tokens - batch.input_ids.shape[1]
-    return batch.padded([longest] * (missing // longest) + [missing % longest] * (missing % longest > 0))

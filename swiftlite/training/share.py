@@ -17,8 +17,8 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.balance import Item, fill, spread
 from swiftlite.training.flops import FlopCounter
 
-# A CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split of a step
-# into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
+# A process on a CPU gains little from a forward pass over more tokens than this, and pays for each in memory. The split
+# of a step into forward passes does not change the sums, so a micro-batch is run in smaller pieces there.
 CPU_FORWARD_TOKENS = 1024
 
 FULL_ENOUGH = 0.75  # of the longest row of a forward pass, which the others are filled up to
@@ -81,7 +81,7 @@ class Sharing:
             return share_step(cut, 0, 1, 1, None, self._cost)
         if layout.pp > 1 and not self.alike:  # a short last step still has work for all stages
             size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
-        limit = CPU_FORWARD_TOKENS if self.mesh.device.type == "cpu" and self.in_pieces else None
+        limit = CPU_FORWARD_TOKENS * layout.cp if self.mesh.device.type == "cpu" and self.in_pieces else None
         rank, ranks = self.mesh.data_rank, layout.data_ranks
         return share_step(packs, rank, ranks, size, limit, self._cost, alike=self.alike, beside=self.side_by_side or 0)
 
