@@ -264,9 +264,11 @@ def test_a_missing_tracker_is_found_before_anything_else(tmp_path, monkeypatch):
 
 
 FAKE = """
+import os
 calls = []
 def init(**settings):
     calls.append(("init", settings))
+    os.makedirs(settings["dir"] + "/wandb/run", exist_ok=True)
     if settings["name"] == "refused":
         raise RuntimeError("No API key hf_abcdefghijklmnopqrst\\nmore")
 def log(numbers, step):
@@ -314,7 +316,11 @@ def test_a_tracker_that_does_not_start_leaves_nothing(tmp_path, fake_wandb):
     with pytest.raises(UserError, match=r"wandb does not start: No API key \*\*\*\n") as caught, reporter:
         reporter.start(4, FACTS)
     assert "wandb login" in caught.value.fix
-    assert not output.exists()
+    assert not output.exists()  # or it would be refused as one that holds something else than a run
+    (output / "wandb").mkdir(parents=True)
+    with pytest.raises(UserError), reporter:
+        reporter.start(4, FACTS, start_step=2)
+    assert [entry.name for entry in output.iterdir()] == ["wandb"]  # of the run that was to go on
 
 
 def test_tensorboard_holds_the_rows_once(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -248,13 +250,17 @@ class _Running:
 
 
 def _start_trackers(config: RunConfig, output: Path, run_id: str, start_step: int) -> dict[str, Tracker]:
-    """Make the folder and start them; take an empty folder back where one does not start."""
+    """Make the folder and start them; where one does not start, what they made in it goes, as a folder that holds
+    something else than a run is refused."""
     name, settings = config.run_name or output.resolve().name, config.model_dump(mode="json")
     with disk_errors(output):
         output.mkdir(parents=True, exist_ok=True)
+        before = os.listdir(output)
     try:
         return open_trackers(list(dict.fromkeys(config.report_to)), output, name, run_id, start_step, settings)
     except BaseException:
+        for made in set(config.report_to).difference(before):  # each in a folder of its name
+            shutil.rmtree(output / made, ignore_errors=True)
         with suppress(OSError):  # it holds something
             output.rmdir()
         raise
