@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -275,8 +276,8 @@ def log(numbers, step):
     if step == 3:
         raise ConnectionError("gone")
     calls.append(("log", numbers, step))
-def finish():
-    calls.append(("finish",))
+def finish(**how):
+    calls.append(("finish", how))
     raise ConnectionError("gone")
 """
 
@@ -321,6 +322,24 @@ def test_a_tracker_that_does_not_start_leaves_nothing(tmp_path, fake_wandb):
     with pytest.raises(UserError), reporter:
         reporter.start(4, FACTS, start_step=2)
     assert [entry.name for entry in output.iterdir()] == ["wandb"]  # of the run that was to go on
+
+
+@pytest.mark.parametrize(
+    ("error", "how"), [(None, {}), (RunError("no"), {"exit_code": 1}), (SystemExit(143), {"exit_code": 1})]
+)
+def test_a_tracker_knows_how_the_run_ended(tmp_path, fake_wandb, error, how):
+    with (
+        suppress(RunError, SystemExit),
+        RunReporter(config(report_to=["wandb"]), tmp_path, stream := io.StringIO()) as reporter,
+    ):
+        reporter.start(4, FACTS)
+        if error:
+            raise error
+        reporter.finish(tmp_path / "model")
+    import wandb
+
+    assert wandb.calls[-1] == ("finish", how)
+    assert "warning: wandb may lack the last steps: gone" in stream.getvalue().splitlines()
 
 
 def test_tensorboard_holds_the_rows_once(tmp_path):

@@ -91,7 +91,7 @@ class RunReporter:
     ) -> None:
         self._display.close()
         if self._running is not None:
-            self._running.close(error)
+            self._running.close(error, self._display.message)
             if not self._running.finished:
                 with suppress(Exception):  # what ended the run is told, not this
                     _draw(self._output)
@@ -233,20 +233,25 @@ class _Running:
         self._kept_at = time.monotonic()
         write_run_state(self._output, self._state)
 
-    def close(self, error: BaseException | None) -> None:
-        """error: what ends the run, if anything; nothing that goes wrong here may hide it."""
+    def close(self, error: BaseException | None, message: Callable[[str], None]) -> None:
+        """error: what ends the run, if anything; nothing that goes wrong here may hide it. message: as for `log`."""
         self._metrics.close()
-        for tracker in self._trackers.values():
-            with suppress(Exception):
-                tracker.close()
-        if not self.finished:
-            how = f"at step {self.board.step:,} of {self.board.total:,}"
-            if isinstance(error, Exception):
-                how = f"failed {how}: {(str(error) or type(error).__name__).splitlines()[0]}"
-            else:  # a signal, or the end of the block without `finish`
-                how = f"stopped {how}"
+        unfinished = None if self.finished else self._how_it_ended(error)
+        if unfinished:
             with suppress(RunError):
-                self.write_state(how)
+                self.write_state(unfinished)
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close(unfinished)
+            except Exception as failure:
+                said = f"warning: {name} may lack the last steps: {without_secrets(str(failure))[:200]}"
+                message(printable(said))
+
+    def _how_it_ended(self, error: BaseException | None) -> str:
+        at = f"at step {self.board.step:,} of {self.board.total:,}"
+        if isinstance(error, Exception):
+            return f"failed {at}: {(str(error) or type(error).__name__).splitlines()[0]}"
+        return f"stopped {at}"  # by a signal, or the end of the block without `finish`
 
 
 def _start_trackers(config: RunConfig, output: Path, run_id: str, start_step: int) -> dict[str, Tracker]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -20,7 +21,9 @@ class Tracker(Protocol):
     """Takes the numbers of one logged step at a time."""
 
     def log(self, row: dict[str, float], step: int) -> None: ...
-    def close(self) -> None: ...
+
+    def close(self, unfinished: str | None = None) -> None:
+        """unfinished: how the run ended before its last step, in words."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -43,7 +46,8 @@ def open_trackers(
             opened[name] = OPENERS[name](output, run_name, run_id, start_step, shown)
         except Exception as error:  # every package has errors of its own, and none of them is ours
             for tracker in opened.values():
-                tracker.close()
+                with suppress(Exception):  # the first error counts
+                    tracker.close(f"{name} does not start")
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"{name} does not start: {without_secrets(reason)[:200]}",
@@ -74,7 +78,7 @@ class TensorBoard:
         for key, value in row.items():
             self._writer.add_scalar(key if "/" in key else f"train/{key}", value, step)
 
-    def close(self) -> None:
+    def close(self, unfinished: str | None = None) -> None:
         self._writer.close()
 
 
@@ -82,14 +86,22 @@ class RunTracker:
     """wandb, swanlab and trackio share one small interface: init, log, finish."""
 
     def __init__(self, package: str, **settings: Any) -> None:
-        self._package = importlib.import_module(package)
+        self._package, self._name = importlib.import_module(package), package
         self._package.init(project=PROJECT, **settings)
 
     def log(self, row: dict[str, float], step: int) -> None:
         self._package.log(row, step=step)
 
-    def close(self) -> None:
-        self._package.finish()
+    def close(self, unfinished: str | None = None) -> None:
+        self._package.finish(**(_ending(self._name, without_secrets(unfinished)) if unfinished else {}))
+
+
+def _ending(package: str, words: str) -> dict[str, Any]:
+    """What `finish` is told, or the run would stand there as one that went to its end; trackio has no word for it."""
+    if package == "wandb":
+        return {"exit_code": 1}
+    state = "crashed" if words.startswith("failed") else "aborted"
+    return {"state": state, "error": words} if package == "swanlab" else {}
 
 
 def _open_wandb(output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> Tracker:
