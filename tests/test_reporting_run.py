@@ -305,6 +305,7 @@ def test_a_tracker_gets_the_numbers_and_cannot_end_the_run(tmp_path, fake_wandb)
     assert kinds == ["init", "log", "log"]  # it failed at step 3 and was left out
     settings = wandb.calls[0][1]
     assert settings["name"] == "mine" and settings["id"] == read_run_state(output)["id"]
+    assert settings["project"] == "swiftlite"
     assert wandb.calls[1][2] == 1 and wandb.calls[1][1]["loss"] == pytest.approx(2.9)
     assert "mfu" not in wandb.calls[1][1] and "step" not in wandb.calls[1][1]
     assert "wandb failed and is left out from here on: gone" in stream.getvalue()
@@ -327,7 +328,8 @@ def test_a_tracker_that_does_not_start_leaves_nothing(tmp_path, fake_wandb):
 @pytest.mark.parametrize(
     ("error", "how"), [(None, {}), (RunError("no"), {"exit_code": 1}), (SystemExit(143), {"exit_code": 1})]
 )
-def test_a_tracker_knows_how_the_run_ended(tmp_path, fake_wandb, error, how):
+def test_a_tracker_knows_how_the_run_ended(tmp_path, fake_wandb, monkeypatch, error, how):
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
     with (
         suppress(RunError, SystemExit),
         RunReporter(config(report_to=["wandb"]), tmp_path, stream := io.StringIO()) as reporter,
@@ -338,7 +340,7 @@ def test_a_tracker_knows_how_the_run_ended(tmp_path, fake_wandb, error, how):
         reporter.finish(tmp_path / "model")
     import wandb
 
-    assert wandb.calls[-1] == ("finish", how)
+    assert wandb.calls[0][1]["project"] == "theirs" and wandb.calls[-1] == ("finish", how)
     assert "warning: wandb may lack the last steps: gone" in stream.getvalue().splitlines()
 
 

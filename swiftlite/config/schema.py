@@ -389,7 +389,9 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     eval_steps: OptionalCount = flag(
         None, LOGGING, "Steps between evaluations.", "eval_interval", shown="as --save-steps"
     )
-    report_to: Annotated[list[Tracker], ToList] = flag([], LOGGING, "Trackers to report to.", shown="none")
+    report_to: Annotated[list[Tracker], ToList] = flag(
+        [], LOGGING, "Trackers to report to: in project `swiftlite`, or WANDB_PROJECT, SWANLAB_PROJ_NAME.", shown="none"
+    )
     run_name: OptionalText = flag(
         None, LOGGING, "Name of the run in trackers.", shown="the output folder's", metavar="NAME"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from swiftlite.imports import import_package
 from swiftlite.untrusted import without_secrets
 
 PROJECT = "swiftlite"
+PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "swanlab": "SWANLAB_PROJ_NAME"}  # which a project given to `init` hides
 
 
 class Tracker(Protocol):
@@ -87,7 +89,8 @@ class RunTracker:
 
     def __init__(self, package: str, **settings: Any) -> None:
         self._package, self._name = importlib.import_module(package), package
-        self._package.init(project=PROJECT, **settings)
+        project = os.environ.get(PROJECT_VARIABLES.get(package, "")) or PROJECT
+        self._package.init(project=project, **settings)
 
     def log(self, row: dict[str, float], step: int) -> None:
         self._package.log(row, step=step)
