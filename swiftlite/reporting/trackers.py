@@ -131,6 +131,6 @@ OPENERS: dict[str, Callable[[Path, str, str, int, dict[str, Any]], Tracker]] = {
 FIXES = {
     "tensorboard": "see that --output-dir can be written",
     "wandb": "run `wandb login`, or set WANDB_MODE=offline",
-    "swanlab": "run `swanlab login`, or set SWANLAB_MODE=local",
+    "swanlab": "run `swanlab login`, or set SWANLAB_MODE=offline",
     "trackio": "see that trackio's folder (TRACKIO_DIR) can be written",
 }
