@@ -258,10 +258,14 @@ def test_the_command_does_not_write_where_nothing_can_be_written(run, monkeypatc
 
 
 def test_values_of_others_that_are_no_numbers_are_not_drawn(run):
-    output = run()
+    output, digits = run(), "9" * 400
     with (output / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1005, "loss": NaN}\n{"step": 1006, "loss": 1e400}\n')
-    assert command(output).exit_code == 0
+        file.write(f'{{"step": 1007, "loss": 1e308, "mfu": {digits}}}\n{{"step": 1008, "loss": -1e308}}\n')
+        file.write(f'{{"step": {digits}, "loss": 1}}\n')
+    (output / "run.json").write_text('{"seconds": Infinity}')
+    result = command(output)
+    assert result.exit_code == 0 and "a line that holds no step" in result.stderr
 
 
 def test_the_command_counts_the_lines_it_leaves_out(run):

@@ -6,6 +6,7 @@ from typing import Any
 
 SHORTEST_SPAN, LONGEST_SPAN = 3, 10  # rows that a moving average reaches back
 MOST_POINTS = 2048
+LARGEST = 1e100  # no training has such numbers, and the span of two of them may be infinite
 
 
 class Average:
@@ -54,7 +55,7 @@ def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]
     points = [
         (row["step"], row[key])
         for row in rows
-        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool)
+        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool) and abs(row[key]) < LARGEST
     ]
     return [step for step, _ in points], [value for _, value in points]
 

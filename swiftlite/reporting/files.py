@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,11 @@ def write_run_state(output: Path, state: dict[str, Any]) -> None:
 def read_run_state(output: Path) -> dict[str, Any]:
     """The same, or nothing where there is none; what is not of its type is left out."""
     found = read_json(output / RUN)
-    state = {key: value for key, value in found.items() if isinstance(value, STATE_TYPES.get(key, object))}
+    state = {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, STATE_TYPES.get(key, object)) and not (isinstance(value, float) and not isfinite(value))
+    }
     messages = state.get("messages", [])
     return state | {"messages": [m for m in messages if isinstance(m, dict) and type(m.get("step")) is int]}
 

@@ -12,6 +12,7 @@ from swiftlite.reporting.files import disk_errors, write_whole
 from swiftlite.untrusted import parse_json
 
 FILE = "metrics.jsonl"
+MOST_STEPS = 2**53  # a larger number is damage, and none that can be drawn
 
 
 class MetricsFile:
@@ -94,4 +95,5 @@ def _row(line: str) -> dict[str, Any] | None:
         row = parse_json(line)
     except ValueError:
         return None
-    return _finite(row) if isinstance(row, dict) and type(row.get("step")) is int else None
+    known = isinstance(row, dict) and type(row.get("step")) is int and row["step"] < MOST_STEPS
+    return _finite(row) if known else None
