@@ -255,6 +255,10 @@ def test_the_command_does_not_write_where_nothing_can_be_written(run, monkeypatc
     result = command(output)
     assert isinstance(result.exception, UserError) and result.exception.where == str(output)
     assert not (output / "loss.png").exists()
+    monkeypatch.undo()
+    (output / "report.html").mkdir()
+    error = command(output).exception
+    assert isinstance(error, UserError) and error.where == str(output / "report.html") and "--resume" not in error.fix
 
 
 def test_values_of_others_that_are_no_numbers_are_not_drawn(run):

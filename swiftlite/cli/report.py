@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from swiftlite.cli.model_options import given_path
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 
 RUN = "Output folder of a run."
 METRICS = "metrics.jsonl"
+ELSEWHERE = "copy the run to a folder that can be written, and name that one"
 
 
 def register(app: typer.Typer) -> None:
@@ -21,8 +22,8 @@ def register(app: typer.Typer) -> None:
 
 
 def report(run: Annotated[Path, typer.Argument(help=RUN, metavar="RUN", callback=given_path)]) -> None:
-    """Write report.html and loss.png into the run's folder. Raises UserError where it holds no metrics or is read-only,
-    and where curves cannot be drawn."""
+    """Write report.html and loss.png into the run's folder. Raises UserError where it holds no metrics or cannot be
+    written, and where curves cannot be drawn."""
     from swiftlite.reporting.metrics import damage_in_words
     from swiftlite.reporting.page import write_report_page
     from swiftlite.reporting.plots import write_loss_plot
@@ -34,10 +35,12 @@ def report(run: Annotated[Path, typer.Argument(help=RUN, metavar="RUN", callback
         fix = f"name the --output-dir of a run, which holds {METRICS}{such}"
         raise UserError("this is a file" if run.is_file() else problem, where=str(run), fix=fix)
     if not os.access(run, os.W_OK):
-        fix = "copy the run to a folder that can be written, and name that one"
-        raise UserError("the folder cannot be written", where=str(run), fix=fix)
+        raise UserError("the folder cannot be written", where=str(run), fix=ELSEWHERE)
     if damage := damage_in_words(run):
         typer.echo(damage, err=True)
     for write in (write_report_page, write_loss_plot):
-        path = write(run)
+        try:
+            path = write(run)
+        except RunError as error:  # its way out is one for a training run
+            raise UserError(error.what, where=error.where, fix=f"mend that, or {ELSEWHERE}") from error
         typer.echo(f"wrote {path}" if path is not None else "no step is logged yet, so there is no curve to draw")
