@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from swiftlite.checkpoint.claim import Claim
 from swiftlite.cli.report import register
 from swiftlite.errors import UserError
 from swiftlite.reporting.charts import LARGE, Line, chart, nice_ticks, tick_texts
@@ -259,6 +261,16 @@ def test_the_command_does_not_write_where_nothing_can_be_written(run, monkeypatc
     (output / "report.html").mkdir()
     error = command(output).exception
     assert isinstance(error, UserError) and error.where == str(output / "report.html") and "--resume" not in error.fix
+
+
+def test_a_run_that_was_killed_does_not_run_any_more(run):
+    output = run()
+    (output / "run.json").write_text('{"state": "running"}')
+    with closing(Claim(output)) as claim:
+        claim.take()
+        assert command(output).exit_code == 0 and ">running</b>" in (output / "report.html").read_text()
+    command(output)
+    assert ">stopped without a word after step 40</b>" in (output / "report.html").read_text()
 
 
 def test_values_of_others_that_are_no_numbers_are_not_drawn(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -43,3 +44,15 @@ class Claim:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a run has claimed the folder; taken to be so where the file system knows no locks."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ def register(app: typer.Typer) -> None:
 def report(run: Annotated[Path, typer.Argument(help=RUN, metavar="RUN", callback=given_path)]) -> None:
     """Write report.html and loss.png into the run's folder. Raises UserError where it holds no metrics or cannot be
     written, and where curves cannot be drawn."""
+    from swiftlite.checkpoint.claim import is_held
     from swiftlite.reporting.metrics import damage_in_words
     from swiftlite.reporting.page import write_report_page
     from swiftlite.reporting.plots import write_loss_plot
@@ -38,7 +40,7 @@ def report(run: Annotated[Path, typer.Argument(help=RUN, metavar="RUN", callback
         raise UserError("the folder cannot be written", where=str(run), fix=ELSEWHERE)
     if damage := damage_in_words(run):
         typer.echo(damage, err=True)
-    for write in (write_report_page, write_loss_plot):
+    for write in (partial(write_report_page, alive=is_held(run)), write_loss_plot):
         try:
             path = write(run)
         except RunError as error:  # its way out is one for a training run

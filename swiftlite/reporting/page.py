@@ -27,13 +27,15 @@ SINGLE_CHARTS = {
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def write_report_page(output: Path) -> Path:
+def write_report_page(output: Path, *, alive: bool = True) -> Path:
     """Write the page from run.json, config.yaml, audit.json and metrics.jsonl of a run folder.
 
-    Raises RunError where the file cannot be written.
+    alive: whether a process may still write into it. Raises RunError where the file cannot be written.
     """
     name, style = escape(output.resolve().name), STYLE.read_text(encoding="utf-8")
     rows, state = read_metrics(output), read_run_state(output)
+    if state.get("state") == "running" and not alive:  # it was killed before it could say so
+        state["state"] = f"stopped without a word after step {rows[-1]['step'] if rows else 0:,}"
     body = [
         f"<header><h1>{name}</h1>{_state(state)}</header>",
         _facts(state),
