@@ -53,6 +53,9 @@ def test_a_table_and_a_trace_of_two_steps(base, tmp_path, profilers, checkpointi
     folder = tmp_path / "out" / "profile"
     text = (folder / "rank-00000.txt").read_text()
     assert "matrix products" in text and "layers.mlp" in text
+    assert {len(line) for line in text.split("module")[1].splitlines()[1:]} == {
+        len("layers.post_attention_layernorm ") + 24
+    }
     with gzip.open(folder / "rank-00000.json.gz") as file:
         trace = json.load(file)["traceEvents"]
     steps = {event["name"] for event in trace if event["name"].startswith("ProfilerStep#")}

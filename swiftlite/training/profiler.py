@@ -63,16 +63,17 @@ class Table:
 
     def lines(self) -> list[str]:
         """As text for a terminal; the kinds and the rest add up to the step."""
-        rows = [f"{'kind of work':<28}{'ms a step':>12}{'share':>9}"]
+        width = max([28, *(len(module) + 1 for module in self.modules)])
+        rows = [f"{'kind of work':<{width}}{'ms a step':>12}{'share':>9}"]
         for kind, spent in sorted(self.kinds.items(), key=lambda item: -item[1]):
-            rows.append(f"{kind:<28}{spent:>12,.1f}{spent / self.wall:>9.1%}")
-        rows.append(f"{'step':<28}{self.wall:>12,.1f}{1:>9.1%}")
+            rows.append(f"{kind:<{width}}{spent:>12,.1f}{spent / self.wall:>9.1%}")
+        rows.append(f"{'step':<{width}}{self.wall:>12,.1f}{1:>9.1%}")
         if under_way := self.messages[0]:
-            rows += ["", f"{'messages under way':<28}{under_way:>12,.1f}"]
-            rows.append(f"{MEANWHILE:<28}{self.messages[1]:>12,.1f}{self.messages[1] / under_way:>9.1%}")
-        rows += ["", f"{'module':<28}{'forward':>12}{'backward':>12}"]
+            rows += ["", f"{'messages under way':<{width}}{under_way:>12,.1f}"]
+            rows.append(f"{MEANWHILE:<{width}}{self.messages[1]:>12,.1f}{self.messages[1] / under_way:>9.1%}")
+        rows += ["", f"{'module':<{width}}{'forward':>12}{'backward':>12}"]
         for module, spent in sorted(self.modules.items(), key=lambda item: -sum(item[1])):
-            rows.append(f"{module:<28}{spent[0]:>12,.1f}{spent[1]:>12,.1f}")
+            rows.append(f"{module:<{width}}{spent[0]:>12,.1f}{spent[1]:>12,.1f}")
         return rows
 
 
