@@ -71,11 +71,12 @@ def test_modules_bear_no_marks_afterwards(base, tmp_path, profilers):
     assert not [hook for hook in hooks if hook.__module__ == profiler_module.__name__]
 
 
-def test_a_run_that_is_too_short_writes_nothing(base, tmp_path, profilers):
+def test_a_run_that_is_too_short_writes_nothing_and_says_so(base, tmp_path, profilers, capsys):
     train(base, profile=True, max_steps=profiler_module.WARM + profiler_module.RECORDED - 1)
     assert profilers[0].table is None
     assert not (tmp_path / "out" / "profile").exists()
     assert (tmp_path / "out" / "model").is_dir()
+    assert "note: nothing is profiled: that takes 4 steps, 3 are left\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder
 from swiftlite.training.precision import LossScale
-from swiftlite.training.profiler import StepProfiler
+from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
 from swiftlite.training.setup import Trainee, build_trainee, check_model, check_same_rows, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
@@ -248,6 +248,9 @@ class Session:
     def _profiler(self) -> StepProfiler | None:
         if not self._config.profile:
             return None
+        left = self._prepared.train.total_steps - self._progress.step
+        if left < WARM + RECORDED:
+            self._reporter.message(f"note: nothing is profiled: that takes {WARM + RECORDED} steps, {left} are left")
         parts, by_module = self._trainee.divided.parts, not self._config.compile
         return StepProfiler(self._output / "profile", self._mesh, parts, by_module=by_module)
 
