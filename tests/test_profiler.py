@@ -79,6 +79,17 @@ def test_a_run_that_is_too_short_writes_nothing_and_says_so(base, tmp_path, prof
     assert "note: nothing is profiled: that takes 4 steps, 3 are left\n" in capsys.readouterr().out
 
 
+def test_modules_that_bear_no_marks_are_not_told(tmp_path):
+    """As compiled layers do; all of their work would stand outside the model."""
+    here = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    with StepProfiler(tmp_path, here, [], by_module=False) as profiler:
+        for _ in range(profiler_module.WARM + profiler_module.RECORDED):
+            torch.randn(64, 64) @ torch.randn(64, 64)
+            profiler.step()
+    text = (tmp_path / "rank-00000.txt").read_text()
+    assert "matrix products" in text and "module" not in text
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -51,7 +51,8 @@ def kind_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Milliseconds a step. wall: from begin to end; kinds: of all work; modules: (forward, backward) of each.
+    """Milliseconds a step. wall: from begin to end; kinds: of all work; modules: (forward, backward) of each, where
+    they are known.
 
     messages: (in which one was under way between processes, of that while this one computed).
     """
@@ -71,7 +72,7 @@ class Table:
         if under_way := self.messages[0]:
             rows += ["", f"{'messages under way':<{width}}{under_way:>12,.1f}"]
             rows.append(f"{MEANWHILE:<{width}}{self.messages[1]:>12,.1f}{self.messages[1] / under_way:>9.1%}")
-        rows += ["", f"{'module':<{width}}{'forward':>12}{'backward':>12}"]
+        rows += ["", f"{'module':<{width}}{'forward':>12}{'backward':>12}"] if self.modules else []
         for module, spent in sorted(self.modules.items(), key=lambda item: -sum(item[1])):
             rows.append(f"{module:<{width}}{spent[0]:>12,.1f}{spent[1]:>12,.1f}")
         return rows
@@ -83,7 +84,7 @@ class StepProfiler:
     def __init__(self, folder: Path, mesh: Mesh, parts: Sequence[Part], *, by_module: bool) -> None:
         """parts: of the model here; by_module: mark the modules, which compiled layers do not bear."""
         self._folder, self._name, self._on_gpu = folder, f"rank-{mesh.rank:05d}", mesh.device.type == "cuda"
-        self._parts, self._marks = parts if by_module else [], []
+        self._parts, self._by_module, self._marks = parts if by_module else [], by_module, []
         self.table: Table | None = None
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         self._profile = profile(
@@ -119,6 +120,8 @@ class StepProfiler:
         if self._profile.step_num < WARM + RECORDED:  # the run ended before
             return
         self.table = tabulate(recorded.events(), on_gpu=self._on_gpu)
+        if not self._by_module:  # all of it would be outside the model
+            self.table = replace(self.table, modules={})
         with disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(self._folder / f"{self._name}.json.gz"))
