@@ -166,6 +166,18 @@ def test_no_plot_without_rows_and_one_for_a_single_row(tmp_path, run):
     assert write_loss_plot(run(steps=1)) is not None
 
 
+def test_one_point_is_seen_and_a_long_name_leaves_the_curves_their_room(run, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, path, **_: (drawn.append(figure), path.touch())
+    )
+    output = run(steps=1, **{"eval_rewards/margin": 0.5})
+    write_loss_plot(output.rename(output.with_name("n" * 250)))
+    axes = drawn[0].axes
+    assert all(any(line.get_marker() == "." for line in each.lines) for each in axes)
+    assert len(axes[0].get_title(loc="left")) < 100
+
+
 def test_drawing_needs_no_window_system(run):
     code = (
         "import sys; from pathlib import Path; from swiftlite.reporting.plots import write_loss_plot\n"

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 BLUE, PALE, ORANGE, GREEN, GREY = "#1f5fbf", "#a9c6ee", "#d9730d", "#2e8b57", "#5f6b7a"
 
+LONGEST_TITLE = 90  # letters
+
 
 def write_loss_plot(output: Path) -> Path | None:
     """Draw loss, evaluation, learning rate and gradient norm, and preference curves where there are any.
@@ -29,13 +31,15 @@ def write_loss_plot(output: Path) -> Path | None:
     groups = preference_groups(rows)
     figure = figures.Figure(figsize=(10, 5.6 + 2.6 * len(groups)), layout="constrained")
     grid = figure.add_gridspec(2 + len(groups), 2, height_ratios=[3.2, 1.4, *[1.8] * len(groups)])
-    _loss(figure.add_subplot(grid[0, :]), rows, output.resolve().name)
+    name = output.resolve().name
+    shown = name if len(name) <= LONGEST_TITLE else name[: LONGEST_TITLE - 1] + "…"  # the curves would make room for it
+    _loss(figure.add_subplot(grid[0, :]), rows, shown)
     _small(figure.add_subplot(grid[1, 0]), rows, "learning_rate", "learning rate", GREEN)
     _small(figure.add_subplot(grid[1, 1]), rows, "grad_norm", "gradient norm", GREY)
     for number, (title, keys) in enumerate(groups.items()):
         axes = figure.add_subplot(grid[2 + number, :])
         for key in keys:
-            axes.plot(*series(rows, key), linewidth=1.3, label=key)
+            _line(axes, *series(rows, key), linewidth=1.3, label=key)
         axes.set_title(title, fontsize=10, loc="left")
         axes.legend(frameon=False, fontsize=8)
         _plain(axes)
@@ -46,8 +50,7 @@ def write_loss_plot(output: Path) -> Path | None:
 
 def _loss(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
     steps, losses = series(rows, "loss")
-    marker = "." if len(steps) < 3 else None
-    axes.plot(steps, losses, color=PALE, linewidth=1, marker=marker, label="loss")
+    _line(axes, steps, losses, color=PALE, linewidth=1, label="loss")
     axes.plot(steps, smoothed(losses), color=BLUE, linewidth=2, label="smoothed")
     eval_steps, eval_losses = series(rows, "eval_loss")
     if eval_losses:
@@ -58,8 +61,13 @@ def _loss(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
     _plain(axes)
 
 
+def _line(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
+    """A line through one point alone, such as an only evaluation's, would not be seen."""
+    axes.plot(steps, values, marker="." if len(steps) < 3 else None, **style)
+
+
 def _small(axes: Axes, rows: list[dict[str, Any]], key: str, title: str, color: str) -> None:
-    axes.plot(*series(rows, key), color=color, linewidth=1)
+    _line(axes, *series(rows, key), color=color, linewidth=1)
     axes.set_title(title, fontsize=10, loc="left")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
     _plain(axes)
