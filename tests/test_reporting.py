@@ -193,6 +193,18 @@ def test_numbers_that_are_not_finite_are_said_to_be_so():
     assert re.search(r"loss +not finite", text.replace("│", " ")) or "not fini" in text
 
 
+def test_what_a_step_lacks_is_not_called_wrong_and_evaluations_stay():
+    """A step of kto may have no rejected answer; a panel that changes its shape at each evaluation is hard to read."""
+    board = Board(5, FACTS)
+    board.add(row(1, loss=0.6931) | {"rewards/rejected": None, "eval_rewards/margin": 0.25, "eval_logps/chosen": -9.0})
+    lines = drawn(board).splitlines()
+    board.add(row(2, loss=0.6935) | {"rewards/rejected": 0.5})
+    text = drawn(board)
+    assert "not finite" not in "\n".join(lines) and len(text.splitlines()) == len(lines)
+    assert re.search(r"eval margin +0\.250", text) and re.search(r"eval logp chosen +-9\.000", text)
+    assert "0.6935 │" in text and "0.6931 │" in text  # not 0.69 at both ends
+
+
 def test_rows_may_come_while_the_panel_is_drawn():
     board = Board(10_000, FACTS)
     console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)

@@ -41,6 +41,7 @@ class Board:
         self.total, self.facts, self.step = total, facts, start_step
         self.row: dict[str, Any] = {}
         self.eval_loss: float | None = None
+        self._evaluated: dict[str, float | None] = {}  # what preference methods measured last, as `eval_rewards/margin`
         self.events: deque[str] = deque(maxlen=3)
         self.last_loss: float | None = None
         self.smooth: float | None = None
@@ -76,6 +77,7 @@ class Board:
             self._smooths.add(self.smooth)
         if row.get("eval_loss") is not None:
             self.eval_loss = row["eval_loss"]
+        self._evaluated |= {key: value for key, value in row.items() if key.startswith("eval_") and "/" in key}
 
     @property
     def elapsed(self) -> str:
@@ -164,7 +166,8 @@ class Board:
         if not values:
             return Text("the loss appears here after the first step".ljust(width)[:width], style="dim")
         low, high = min(values), max(values)
-        labels = [short(high, 2), *[""] * (height - 2), short(low, 2)]
+        digits = 2 if short(high, 2) != short(low, 2) else 4
+        labels = [short(high, digits), *[""] * (height - 2), short(low, digits)]
         margin = max(map(len, labels)) + 1
         size = width - margin - 1, height, low, high
         text = Text(no_wrap=True)
@@ -197,8 +200,11 @@ class Board:
             ("memory", shown("peak_memory_gib", "{:.2f} GiB".format)),
             ("MFU", f"{row['mfu']:.1%}" if row.get("mfu") is not None else "–"),
         ]
-        preference = {key.removeprefix("rewards/").replace("logps/", "logp "): row[key] for key in row if "/" in key}
-        return cells + [(name, short(value, 3)) for name, value in preference.items()]
+        preference = {key: value for key, value in row.items() if "/" in key and key not in self._evaluated}
+        for key, value in (preference | self._evaluated).items():
+            name = key.replace("eval_", "eval ").replace("rewards/", "").replace("logps/", "logp ")
+            cells.append((name, short(value, 3) if value is not None else "–"))  # a step may have no rejected answer
+        return cells
 
 
 class _Drawn:
