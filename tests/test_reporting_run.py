@@ -308,7 +308,7 @@ def test_a_tracker_gets_the_numbers_and_cannot_end_the_run(tmp_path, fake_wandb)
     assert settings["project"] == "swiftlite"
     assert wandb.calls[1][2] == 1 and wandb.calls[1][1]["loss"] == pytest.approx(2.9)
     assert "mfu" not in wandb.calls[1][1] and "step" not in wandb.calls[1][1]
-    assert "wandb failed and is left out from here on: gone" in stream.getvalue()
+    assert "warning: wandb failed and is left out from here on: gone" in stream.getvalue()
     assert steps(output) == [1, 2, 3, 4]
 
 

@@ -210,7 +210,7 @@ class _Running:
                 tracker.log(numbers, row["step"])
             except Exception as error:  # a tracker that breaks must not end hours of training
                 del self._trackers[name]
-                message(f"{name} failed and is left out from here on: {without_secrets(str(error))[:200]}")
+                message(f"warning: {name} failed and is left out from here on: {without_secrets(str(error))[:200]}")
 
     def say(self, text: str) -> None:
         self.board.say(text)
