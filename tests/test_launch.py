@@ -16,12 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_parity import metrics
 from torch.distributed import HashStore
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
+from swiftlite.checkpoint.safetensors_files import SINGLE
+from swiftlite.checkpoint.weights import TensorFolder
 from swiftlite.config.schema import RunConfig
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_pairs
@@ -30,6 +32,7 @@ from swiftlite.parallel.stages import SPLITS_CORRECTLY
 from swiftlite.parallel.start import DEFAULT_PORT, Machines
 from swiftlite.parallel.world import World
 from swiftlite.training import output
+from swiftlite.training.agreement import agreed, check_same_weights
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 SWIFTLITE = [sys.executable, "-m", "swiftlite"]
@@ -353,7 +356,7 @@ def test_a_signal_to_one_process_that_loads_ends_the_others_too(number, code, sa
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
 def test_where_one_process_is_interrupted_those_that_wait_for_it_are_too(error, code):
-    worlds = [World(torch.device("cpu"), rank, 2, store) for store in [HashStore()] for rank in range(2)]
+    worlds = two_worlds()
     with pytest.raises(SystemExit) as ended, worlds[1].told_once(lambda error: 1):
         raise error
     assert ended.value.code == code
@@ -467,6 +470,41 @@ def test_a_machine_that_does_not_see_the_output_folder_says_so(tmp_path, monkeyp
         folder.check_shared()
     threading.Timer(0.2, lambda: [(tmp_path / "out").mkdir(), (tmp_path / "out" / "config.yaml").touch()]).start()
     folder.check_shared()
+
+
+def two_worlds() -> list[World]:
+    store = HashStore()
+    return [World(torch.device("cpu"), rank, 2, store) for rank in range(2)]
+
+
+def test_processes_that_were_started_otherwise_do_not_train(tmp_path):
+    first, second = two_worlds()
+    config = RunConfig(model="m", dataset=["d"], learning_rate=1e-3, output_dir="runs/m-1", template_date="2026-01-02")
+    agreed(config, first)
+    elsewhere = {"model": str(tmp_path), "cache_dir": str(tmp_path), "node_rank": 1, "template_date": "2026-01-01"}
+    own = config.model_copy(update=elsewhere | {"output_dir": "runs/m-2"})
+    taken = {"output_dir": "runs/m-1", "template_date": "2026-01-02"}
+    assert agreed(own, second) == own.model_copy(update=taken)
+    with pytest.raises(UserError, match="--learning-rate 0.05 instead of 0.001, --save-steps 7 instead of 500"):
+        agreed(own.model_copy(update={"learning_rate": 0.05, "save_steps": 7}), second)
+
+
+def test_processes_that_find_another_model_do_not_train(tmp_path, tiny_model):
+    first, second = two_worlds()
+    model, copied, other = tiny_model("llama"), tmp_path / "copied", tmp_path / "other"
+    shutil.copytree(model, copied)
+    shutil.copytree(model, other)
+    save_file({name: 2 * tensor for name, tensor in load_file(model / SINGLE).items()}, other / SINGLE)
+    config = AutoConfig.from_pretrained(model)
+    check_same_weights(first, config, [TensorFolder(model)])
+    check_same_weights(second, AutoConfig.from_pretrained(copied), [TensorFolder(copied)])
+    with pytest.raises(UserError, match="another model") as told:
+        check_same_weights(second, config, [TensorFolder(other)])
+    assert str(other) in told.value.where
+    config.rope_parameters["rope_theta"] *= 2
+    with pytest.raises(UserError, match="another model") as told:
+        check_same_weights(second, config, [TensorFolder(model)])
+    assert "settings" in told.value.where
 
 
 def test_processes_that_read_other_rows_do_not_train(tmp_path, flags, write_rows, chat_rows):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from swiftlite.config.checks import LORA_SHAPE
 from swiftlite.config.flags import all_flags
-from swiftlite.config.names import with_absolute_names
+from swiftlite.config.names import NAMES, with_absolute_names
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import DERIVED, NOT_SAVED
 from swiftlite.config.schema import RunConfig
@@ -57,6 +58,16 @@ def changed_settings(before: Path, now: RunConfig) -> dict[str, str]:
         if name in given and name not in UNTOLD and not _same(name, *values):
             found[name] = f"{flag.option} {_word(values[0])} -> {_word(values[1])}"
     return found
+
+
+def other_settings(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """`--learning-rate 0.01 instead of 0.001` of each setting in which two processes of a run must agree, and do not.
+    here, there: their settings, as JSON has them. Names of files are none: what lies there is compared."""
+    return [
+        f"{flag.option} {_word(here.get(name))} instead of {_word(there.get(name))}"
+        for name, flag in all_flags().items()
+        if name not in (*UNTOLD, *NAMES) and here.get(name) != there.get(name)
+    ]
 
 
 def _same(name: str, one: Any, other: Any) -> bool:

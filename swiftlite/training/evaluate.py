@@ -30,6 +30,7 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.world import World
 from swiftlite.reporting.display import open_display
 from swiftlite.reporting.run import QuietReporter, Reporter
+from swiftlite.training.agreement import check_same_rows
 from swiftlite.training.evaluation import Evaluation, evaluate_rows
 from swiftlite.training.failures import memory_errors, other_memory_errors
 from swiftlite.training.methods import Method, preference_of
@@ -38,7 +39,6 @@ from swiftlite.training.setup import (
     Trainee,
     build_trainee,
     check_model,
-    check_same_rows,
     precision_of,
     vocabulary_of,
 )

@@ -99,13 +99,13 @@ def work_here(config: RunConfig, layout: Layout, report: Report, load: Load, beg
     quiet_bitsandbytes()
     with quick_imports():
         from swiftlite.parallel.world import joined
+        from swiftlite.training.agreement import agreed
 
         work = load()
 
     raise_seen_signal()
     with joined() as world, world.told_once(lambda error: report(_reason(error))):
-        config = config.model_copy(update={"output_dir": world.same("output", config.output_dir)})
-        work(config, world, layout, began=began)
+        work(agreed(config, world), world, layout, began=began)
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -45,6 +45,7 @@ from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
+from swiftlite.training.agreement import check_same_rows
 from swiftlite.training.failures import StepFailed, other_memory_errors
 from swiftlite.training.loop import Loop, Parts, Progress
 from swiftlite.training.methods import Method, preference_of
@@ -53,7 +54,7 @@ from swiftlite.training.output import OutputFolder
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
-from swiftlite.training.setup import Trainee, build_trainee, check_model, check_same_rows, vocabulary_of
+from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
 from swiftlite.training.stopping import Stopped, stop_requests

@@ -24,7 +24,7 @@ from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.methods import PAIRED
 from swiftlite.config.names import most_positions
 from swiftlite.data.stops import padding_token
-from swiftlite.errors import RunError, UserError
+from swiftlite.errors import UserError
 from swiftlite.imports import import_package
 from swiftlite.models import attention, fp8
 from swiftlite.models.anatomy import (
@@ -55,6 +55,7 @@ from swiftlite.parallel.world import World
 from swiftlite.planning.choose import Choice
 from swiftlite.planning.memory import free_bytes
 from swiftlite.sizes import in_words
+from swiftlite.training.agreement import check_same_weights
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.needs import Outline, choose, weights_dtype
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
@@ -198,15 +199,6 @@ def vocabulary_of(config: RunConfig, model_config: PretrainedConfig) -> int | No
     return None if grows else getattr(model_config.get_text_config(), "vocab_size", None)
 
 
-def check_same_rows(world: World, fingerprint: str) -> None:
-    """Raises RunError where this process has read other rows than the first: each would compute steps of its own."""
-    if world.same("rows", fingerprint) != fingerprint:
-        raise RunError(
-            f"process {world.rank} has read other rows, or another tokenizer, than process 0",
-            fix="start again when nothing writes to the data; on several machines give all of them the same files",
-        )
-
-
 def build_trainee(
     config: RunConfig,
     model_config: PretrainedConfig,
@@ -223,7 +215,10 @@ def build_trainee(
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
-    model_config = copy.deepcopy(model_config)  # it is changed below, and a reference is built from it as well
+    given, model_config = (
+        model_config,
+        copy.deepcopy(model_config),
+    )  # it is changed below, and a reference is built from it as well
     of_files = source_dtype(model_config)  # which transformers changes when it builds the model
     precision = precision_of(config, config.precision, model_config, world.device)
     source, adapter = find_weights(config, resume)
@@ -248,6 +243,7 @@ def build_trainee(
     _settle_trained(model, config, evaluates=evaluates)
     sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
     sources += read_on_top(model, base, weights, adapter, None if source == str(resume) else resume)
+    check_same_weights(world, given, [folder for folder, _ in sources])
     fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, new_head))
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout, notes.append)
