@@ -166,11 +166,13 @@ def test_every_end_has_its_code_and_one_block(run, monkeypatch, error, code, sai
     assert "Traceback" not in err and err.count("error:") <= 1
 
 
-def test_only_rank_0_speaks(run, monkeypatch):
+def test_only_rank_0_speaks_and_of_mistakes_the_first_of_each_machine(run, monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert run("sft", *DRY) == (0, "", "")
     assert run("sft", "--no-such-flag") == (2, "", "")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another machine, which may have another recipe
+    assert "unknown flag" in run("sft", "--no-such-flag")[2]
     for nonsense in ("x", "2"):
         monkeypatch.setenv("RANK", nonsense)
         assert "RANK is" in run("sft", *DRY)[2]

@@ -192,6 +192,6 @@ def _usage_error(error: Any, words: list[str]) -> UserError:
 def _report(error: BaseException, session: Session) -> int:
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     one_of_several = rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
-    if one_of_several and isinstance(error, UserError):
-        return error.exit_code  # every rank reads the same command line; rank 0 tells of it
+    if one_of_several and os.environ.get("LOCAL_RANK") != "0" and isinstance(error, UserError):
+        return error.exit_code  # those of a machine read the same line and the same files; its first tells of it
     return show_error(error, debug=session.debug)
