@@ -39,16 +39,18 @@ class Signs:
         if pause > 2 * EVERY:  # nobody listened in between, so nothing is known of that time
             self._heard.clear()
         for machine in range(self._machines):
-            if machine == self._machine or not self._store.check([f"machine/{machine}"]):
+            if machine == self._machine:
                 continue
-            sign = self._store.get(f"machine/{machine}")
+            key = f"machine/{machine}"
+            sign = self._store.get(key) if self._store.check([key]) else b""  # it may end before it gives one
             last, since = self._heard.setdefault(machine, (sign, now))
             if sign != last:
                 self._heard[machine] = sign, now
             elif now - since > SILENCE:
                 host = sign.decode().rpartition(" ")[0]
+                named = f"machine {machine} ({host})" if host else f"machine {machine}"
                 raise RunError(
-                    f"machine {machine} ({host}) has given no sign of life for {SILENCE:.0f} seconds",
+                    f"{named} has given no sign of life for {SILENCE:.0f} seconds",
                     fix="see what became of its processes, then start again with --resume auto",
                 )
 
