@@ -418,6 +418,20 @@ def test_machines_need_a_place_to_meet(tmp_path, flags):
     assert done.returncode == 2 and "--master-addr HOST" in done.stderr
 
 
+def test_machines_that_do_not_meet_are_told_in_one_block():
+    script = (
+        "from swiftlite.errors import UserError\n"
+        "from swiftlite.parallel import start\n"
+        "start.SECONDS_TO_MEET = 1\n"
+        "try: start.start_processes(start.Machines(1, nodes=2, node=1, port=PORT), print)\n"
+        "except UserError as error: print(error.what, error.where)\n"
+    )
+    port = free_port()
+    ended = run(sys.executable, "-c", script.replace("PORT", port))
+    assert ended.stdout.startswith("the 2 machines did not meet: ") and f"machine 1, 127.0.0.1:{port}" in ended.stdout
+    assert ended.stderr == f"machine 1 meets 1 more at 127.0.0.1:{port}\n"
+
+
 def test_a_machine_that_waits_for_the_others_can_be_ended(tmp_path, flags):
     port = free_port()
     words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port]
@@ -461,6 +475,9 @@ def test_a_machine_that_is_silent_is_not_waited_for(monkeypatch):
             assert not waiting.done()  # it lives
         with pytest.raises(RunError, match="machine 1 .* no sign of life"):
             waiting.result(timeout=10)
+    silent = World(torch.device("cpu"), 0, 2, HashStore(), heartbeat.Signs(HashStore(), 0, 2))
+    with pytest.raises(RunError, match="machine 1 has given no sign of life"):  # it has ended before its first one
+        silent.meet("world")
 
 
 def test_a_machine_that_does_not_see_the_output_folder_says_so(tmp_path, monkeypatch):

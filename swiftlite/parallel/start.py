@@ -21,10 +21,11 @@ from types import FrameType
 from typing import Any
 
 from swiftlite.ending import end_with_parent, end_without_finalizing, raise_seen_signal
-from swiftlite.errors import RunError, UserError
+from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.streams import settle_streams
 
 DEFAULT_PORT = 29500
+SECONDS_TO_MEET = 900  # of several machines
 SECONDS_FOR_THE_FIRST = 5
 SECONDS_TO_ANSWER = 2  # that a handler of signals has, where the main thread is not waiting outside Python
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -43,6 +44,11 @@ class Machines:
     address: str = "127.0.0.1"
     port: int | None = None
 
+    @property
+    def place(self) -> str:
+        """Where several meet."""
+        return f"{self.address}:{self.port or DEFAULT_PORT}"
+
     def again(self) -> Machines:
         """For another attempt. Of several machines each notices in its own time that one has failed: those that come
         first must not meet what is left of the attempt before, so they go to another port."""
@@ -55,10 +61,11 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
     Raises SystemExit with the exit code of the run, RunError where a process was killed, UserError where the machine
     has too few GPUs.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with _no_word_of_sockets():
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from swiftlite.parallel.world import port_errors
+        from swiftlite.parallel.world import port_errors
 
     count = machines.processes
     _check_devices(count)
@@ -67,8 +74,7 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     if machines.nodes > 1:
-        place = f"{machines.address}:{machines.port or DEFAULT_PORT}"
-        print(f"machine {machines.node} meets {machines.nodes - 1} more at {place}", file=sys.stderr)
+        print(f"machine {machines.node} meets {machines.nodes - 1} more at {machines.place}", file=sys.stderr)
     launch = elastic_launch(
         LaunchConfig(
             min_nodes=machines.nodes,
@@ -94,7 +100,12 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
     before = {number: signal.signal(number, pass_on) for number in STOPPING}
     try:
         raise_seen_signal()  # one that the imports above have swallowed; from here on none is
-        with _held_back_in_new_processes(), _heard_in_a_wait(asked, pass_on), port_errors("--master-port"):
+        with (
+            _held_back_in_new_processes(),
+            _heard_in_a_wait(asked, pass_on),
+            _meeting_errors(machines),
+            port_errors("--master-port"),
+        ):
             codes = launch(os.getpid(), asked, body, *arguments)
     except ChildFailedError as failure:
         raise _verdict(failure, asked.value) from None
@@ -164,13 +175,41 @@ def _rendezvous(machines: Machines) -> dict[str, Any]:
     if machines.nodes == 1 and machines.port is None:
         here = {"rdzv_endpoint": "localhost:0", "local_addr": "localhost", "run_id": str(os.getpid())}
         return {"rdzv_backend": "c10d", **here}
-    endpoint = f"{machines.address}:{machines.port or DEFAULT_PORT}"
     return {
         "rdzv_backend": "static",
-        "rdzv_endpoint": endpoint,
+        "rdzv_endpoint": machines.place,
         "run_id": "swiftlite",
-        "rdzv_configs": {"rank": machines.node},
+        "rdzv_configs": {"rank": machines.node, "timeout": SECONDS_TO_MEET},
     }
+
+
+@contextmanager
+def _no_word_of_sockets() -> Iterator[None]:
+    """Around the first import of PyTorch: a port where nobody listens is told by its C++ in a hundred lines, before
+    `_meeting_errors` says it in three. New processes tell everything."""
+    given = "TORCH_CPP_LOG_LEVEL" in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+
+
+@contextmanager
+def _meeting_errors(machines: Machines) -> Iterator[None]:
+    """UserError where several machines did not find each other."""
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    try:
+        yield
+    except (DistNetworkError, DistStoreError) as error:
+        raise UserError(
+            f"the {machines.nodes} machines did not meet: {first_line(error)}",
+            where=f"machine {machines.node}, {machines.place}",
+            fix=f"start all of them within {SECONDS_TO_MEET // 60} minutes, with the --master-addr of machine 0, one "
+            "--master-port that is open between them, the same --nnodes and each its own --node-rank",
+        ) from error
 
 
 @contextmanager
