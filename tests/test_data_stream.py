@@ -153,14 +153,18 @@ def test_a_run_that_goes_on_counts_what_it_has_read_before(open_stream, tmp_path
     rows[20] = '{"text": '
     path.write_text("\n".join(rows) + "\n")
     whole = open_stream(path, max_steps=30, on_bad_row="skip", shuffle=False)
-    before = [s.where for batch in whole.train.steps() if batch.step < 30 for pack in batch.packs for s in pack]
+    before = [s.where for s in documents(whole.train)]
     copy = path.rename(tmp_path / "copy.jsonl")
-    again = open_stream(copy, max_steps=30, on_bad_row="skip", shuffle=False)
-    list(again.train.steps(29))
-    assert [(row["file"], row["line"]) for row in again.rejected] == [(str(copy), 21)]
+    for start in (29, 30):  # of a run that was killed behind its last step
+        again = open_stream(copy, max_steps=30, on_bad_row="skip", shuffle=False)
+        again.train.recount(start)
+        assert len(list(again.train.steps(start))) == 30 - start
+        assert [(row["file"], row["line"]) for row in again.rejected] == [(str(copy), 21)]
+        assert again.audit["rows"] == whole.audit["rows"] and again.audit["windows"] == whole.audit["windows"]
     assert again.audit["rows"]["dropped"] == {"invalid_json": 1}
     assert again.audit["rows"]["used"] >= len(set(before)) > 100
     assert again.audit["rows"]["unused_columns"] == {"id": again.audit["rows"]["read"] - 1}
+    assert again.audit["windows"]["read"] < again.audit["windows"]["all"]
 
 
 def test_stopping_early_ends_the_thread(open_stream, text_file):

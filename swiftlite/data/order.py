@@ -120,6 +120,9 @@ class BatchPlan:
             done += count
             epoch += 1
 
+    def recount(self, step: int) -> None:
+        """All rows are counted before the first step."""
+
     def longest(self, count: int) -> list[Pack]:
         """The packs of the first epoch with the most tokens, `count` of them, the longest last; a run that ends before
         the epoch does has only those of its steps."""

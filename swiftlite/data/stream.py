@@ -58,7 +58,8 @@ def stream_identity(source: Source) -> list[str]:
 class StreamPlan:
     """The steps of a streamed run; the same interface as BatchPlan.
 
-    audit and rejected hold what has been read so far, and grow while the steps are taken.
+    audit and rejected hold the windows that steps were made of so far (and the first one), not those that the thread
+    has read ahead, so that a run counts the same however often it was stopped.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class StreamPlan:
         self.audit: dict[str, Any] = unread_files(sources)
         first = next(self._places())
         self._ready = {first: self._read(first)}
+        self._count([first.window])
 
     def steps(self, start_step: int = 0) -> Iterator[StepBatch]:
         """The steps after the first `start_step`. A thread tokenises ahead. Raises UserError for a bad row."""
@@ -115,7 +117,9 @@ class StreamPlan:
                 item = results.get()
                 if isinstance(item, BaseException):
                     raise item
-                packs += item
+                windows, more = item
+                self._count(windows)
+                packs += more
                 size = self._options.global_batch_size
                 while len(packs) >= size and step < self.total_steps:
                     step += 1
@@ -127,6 +131,12 @@ class StreamPlan:
                 while True:
                     results.get_nowait()
             worker.join()
+
+    def recount(self, step: int) -> None:
+        """Count what the first `step` steps were made of, as a run that goes on behind them has to."""
+        if step:
+            windows, _ = next(self._packs_after(step * self._options.global_batch_size - 1))
+            self._count(windows)
 
     def longest(self, count: int) -> None:
         """Nobody knows before the end; the packs of a stream are full ones."""
@@ -148,7 +158,7 @@ class StreamPlan:
     # ---- behind the steps ---------------------------------------------------------------------------------------
 
     def _produce(self, start_step: int, results: queue.Queue[Any], stop: threading.Event) -> None:
-        """In the background: the packs behind `start_step`, one window at a time, each with the epoch after it."""
+        """In the background: what `_packs_after` finds behind `start_step`."""
         try:
             for item in self._packs_after(start_step * self._options.global_batch_size):
                 while not stop.is_set():
@@ -160,16 +170,18 @@ class StreamPlan:
         except BaseException as error:  # noqa: BLE001 - raised where the steps are taken
             results.put(error)
 
-    def _packs_after(self, skip: int) -> Iterator[list[tuple[Pack, float]]]:
-        packs_in_epoch, epoch = 0, 0
+    def _packs_after(self, skip: int) -> Iterator[tuple[list[int], list[tuple[Pack, float]]]]:
+        """The packs behind the first `skip`, one window at a time, each with the epoch after it; and the numbers of
+        that window and of those before it that were passed."""
+        packs_in_epoch, epoch, windows = 0, 0, []
         for place in self._places():
             if place.epoch != epoch:
                 if not packs_in_epoch:
                     raise UserError("no row of the stream can be trained on", fix="see rejected_rows.jsonl")
                 packs_in_epoch, epoch = 0, place.epoch
             known = self._records.get(place.window) if place.part == 1 else None
+            windows.append(place.window)
             if known is not None and known.packs <= skip:
-                self._account(place.window, known)
                 count = known.packs
             else:
                 packs = self._ready.pop(place, None) or self._read(place)
@@ -179,8 +191,8 @@ class StreamPlan:
                 skip -= count
                 continue
             after = [place.epoch + place.done + place.share * (i + 1) / count for i in range(count)]
-            yield list(zip(packs, after, strict=True))[skip:]
-            skip = 0
+            yield windows, list(zip(packs, after, strict=True))[skip:]
+            skip, windows = 0, []
 
     def _places(self) -> Iterator[_Place]:
         """Windows in their order, epoch after epoch, for ever. Weights repeat windows, or take a part of them."""
@@ -257,7 +269,7 @@ class StreamPlan:
         return self._files[file].where(self._line(file, line))
 
     def _record_window(self, number: int, batch: TokenBatch, packs: list[Pack]) -> None:
-        """Count a window, and write down what is known of it now. Raises UserError for a bad row that is to stop."""
+        """Write down what is known of a window now. Raises UserError for a bad row that is to stop."""
         rejected = [self._placed(row) for row in batch.rejected]
         if rejected and self._stop_at_bad_row:
             raise bad_row_error(self._named(rejected[0]))
@@ -266,21 +278,21 @@ class StreamPlan:
             "tokens": sum(len(ids) for ids in batch.ids),
             "trained_tokens": sum(int((runs[1::2] - runs[::2]).sum()) for runs in batch.runs),
         }
-        record = WindowRecord(totals, dict(batch.dropped), dict(batch.unused), rejected)
-        self._account(number, record)
         if number not in self._records:
-            self._records[number] = record
-            append_record(self._record, number, record)
+            self._records[number] = WindowRecord(totals, dict(batch.dropped), dict(batch.unused), rejected)
+            append_record(self._record, number, self._records[number])
 
-    def _account(self, number: int, record: WindowRecord) -> None:
-        """Count each window once, however often it is visited, and those that an earlier start of the run has read."""
-        if number in self._seen:
-            return
-        self._seen.add(number)
-        self.rejected += map(self._named, record.rejected)
-        _, of_source = self._by_source[self._owner[number]]
-        for tally in (self._whole, of_source):
-            tally.add(record)
+    def _count(self, windows: list[int]) -> None:
+        """Count each window once, however often it is visited."""
+        for number in windows:
+            if number in self._seen:
+                continue
+            self._seen.add(number)
+            record = self._records[number]
+            self.rejected += map(self._named, record.rejected)
+            _, of_source = self._by_source[self._owner[number]]
+            for tally in (self._whole, of_source):
+                tally.add(record)
         self.audit |= self._audit()
 
     def _placed(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -180,6 +180,7 @@ class Session:
         trainee = self._trainee
         load_resume_state(checkpoint, trainee.trained_shapes, trainee.trained(), self._optimizer)
         self._progress = saved_progress(state, checkpoint, self._method.state)
+        self._prepared.train.recount(self._progress.step)
         self._saved = checkpoint
         self._method.state = self._progress.method
         progress = self._progress
