@@ -215,10 +215,8 @@ def build_trainee(
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
-    given, model_config = (
-        model_config,
-        copy.deepcopy(model_config),
-    )  # it is changed below, and a reference is built from it as well
+    given = model_config
+    model_config = copy.deepcopy(given)  # it is changed below, and a reference is built from the one given as well
     of_files = source_dtype(model_config)  # which transformers changes when it builds the model
     precision = precision_of(config, config.precision, model_config, world.device)
     source, adapter = find_weights(config, resume)
