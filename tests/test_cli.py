@@ -121,6 +121,7 @@ def test_every_recipe_resolves(run, name):
         ("sft --no-gradient-checkpointing", "write `--activation-checkpointing none`"),
         ("sft --per_device_eval_batch_size 2", "leave it out: evaluation"),
         ("sft --attn-implementation flash_attention_2", "leave it out: attention takes"),
+        ("sft --model m/x --dataset d/x --template qwen3_nothink --dry-run", "leave it out for the model's own"),
         ("sft --model /nowhere/model --dataset d/x", "/nowhere/model"),
     ],
 )

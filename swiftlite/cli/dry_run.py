@@ -27,7 +27,8 @@ WIDTH = 500  # where no terminal sets one: a path that is cut in two lines canno
 def show_plan(resolved: Resolved) -> None:
     """Print to stdout; settings that somebody gave are marked with who did.
 
-    Raises UserError for options of a preference loss that would not act, and data set names that mean nothing.
+    Raises UserError for options of a preference loss that would not act, data set names that mean nothing, and a chat
+    template that is not there.
     """
     from swiftlite.data.sources import parse_spec
 
@@ -35,6 +36,10 @@ def show_plan(resolved: Resolved) -> None:
         parse_spec(name)
     for name in resolved.config.eval_dataset:
         parse_spec(name, "--eval-dataset")
+    if resolved.config.chat_template is not None:
+        from swiftlite.models.tokenizer import read_chat_template
+
+        read_chat_template(resolved.config.chat_template)
     if resolved.config.method in PREFERENCE:
         from swiftlite.training.methods import preference_of  # seconds, for torch
 

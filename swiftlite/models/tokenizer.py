@@ -117,7 +117,8 @@ def read_chat_template(name: str) -> str:
     if path is None or not path.is_file():
         known = ", ".join(BUILT_IN_TEMPLATES)
         where = f"--chat-template {name[:80]}"
-        raise UserError("no such chat template", where=where, fix=f"name a .jinja file or one of: {known}")
+        fix = f"leave it out for the model's own, or name a .jinja file or one of: {known}"
+        raise UserError("no such chat template", where=where, fix=fix)
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_TEMPLATE + 1).decode("utf-8")
