@@ -122,6 +122,8 @@ def test_every_recipe_resolves(run, name):
         ("sft --per_device_eval_batch_size 2", "leave it out: evaluation"),
         ("sft --attn-implementation flash_attention_2", "leave it out: attention takes"),
         ("sft --model m/x --dataset d/x --template qwen3_nothink --dry-run", "leave it out for the model's own"),
+        ("rlhf --rlhf_type dpo", "did you mean `swiftlite train`?"),
+        ("merge-lora --adapters x", "did you mean `swiftlite export`?"),
         ("sft --model /nowhere/model --dataset d/x", "/nowhere/model"),
     ],
 )
