@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
 from swiftlite.config.flags import Flag, all_flags
+from swiftlite.config.other_tools import EVERY, IDLE, INSTEAD, instead, shown
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "flags.md"
 ABOUT = """# Settings
@@ -20,6 +22,23 @@ the schema that checks them; `--help` shows the same. `--max-length 1024` on the
 recipe, where names may have `-` or `_`. The names of other tools in the last column mean the same. `swiftlite recipes
 schema` prints all of it as a JSON schema for editors.
 """
+OTHERS = """## Commands and files of other tools
+
+Most flags of ms-swift, Megatron-SWIFT, TRL and LLaMA-Factory, and keys of their and axolotl's files, are names of
+settings above. Defaults are swiftlite's: it trains LoRA where nothing says otherwise (TRL and axolotl train all
+weights), with an alpha of 32 (LLaMA-Factory: twice the rank), one epoch, packed.
+
+Names that change nothing here are accepted with a note:
+
+| names | with | why |
+|---|---|---|
+"""
+REST = """
+Others are errors that say what to write instead:
+
+| names | instead |
+|---|---|
+"""
 
 
 def render() -> str:
@@ -28,12 +47,44 @@ def render() -> str:
     for panel, flags in groupby(all_flags().values(), key=lambda flag: flag.panel):
         rows = ["| flag | values | default | what it does | also |", "|---|---|---|---|---|", *map(_row, flags)]
         parts.append(f"## {panel}\n\n" + "\n".join(rows) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, OTHERS + _idle() + REST + _instead()])
+
+
+def _idle() -> str:
+    """A row for each reason and the values that it is of."""
+    together: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for name, entry in IDLE.items():
+        together.setdefault(entry, []).append(name)
+    rows = ((_names(names), _words(words), shown(why)) for (words, why), names in together.items())
+    return "".join("| " + " | ".join(map(_cell, row)) + " |\n" for row in rows)
+
+
+def _words(words: tuple[str, ...]) -> str:
+    return (
+        "any value"
+        if words == EVERY
+        else "on"
+        if words[0] == "true"
+        else "off"
+        if words[0] == "false"
+        else _names(words)
+    )
+
+
+def _instead() -> str:
+    together: dict[str, list[str]] = {}
+    for name in INSTEAD:
+        together.setdefault(instead(name, in_recipe=False) or "", []).append(name)
+    return "".join(f"| {_cell(_names(names))} | {_cell(fix)} |\n" for fix, names in together.items())
+
+
+def _names(names: Iterable[str]) -> str:
+    return " ".join(f"`{name}`" for name in names)
 
 
 def _row(flag: Flag) -> str:
     values = ", ".join(f"`{choice}`" for choice in flag.choices) or flag.metavar or flag.kind
-    also = " ".join(f"`{alias}`" for alias in flag.aliases)
+    also = " ".join(f"`{alias}`" for alias in (*flag.aliases, *(f"{name}: true" for name in flag.switches)))
     cells = (f"`{flag.option}`", values, flag.default_in_words, flag.help, also)
     return "| " + " | ".join(_cell(text) for text in cells) + " |"
 

@@ -44,6 +44,12 @@ def values(words):
         ("--trainable-layers -2", {"trainable_layers": ["-2"]}),
         ("-o runs/x", {"output_dir": ["runs/x"]}),
         ("--seed 1 --seed 2", {"seed": ["2"]}),
+        ("--bf16 --seed 1", {"precision": ["bf16"], "seed": ["1"]}),
+        ("--bf16 False --fp16 True", {"precision": ["fp16"]}),
+        ("--no-bf16 --torch_dtype float32", {"precision": ["float32"]}),
+        ("--use-peft --lora_r 4", {"tuner": ["lora"], "lora_rank": ["4"]}),
+        ("--lora_target_linear true", {"target_modules": ["all-linear"]}),
+        ("--deepspeed zero3", {"sharding": ["zero3"]}),
     ],
 )
 def test_spellings_of_flags(words, expected):
@@ -66,6 +72,32 @@ def test_the_recipe_may_stand_anywhere():
 
 def test_a_flag_given_twice_is_noted():
     assert "--lr was given twice" in read_line("sft", ["--learning-rate", "1", "--lr", "2"]).notes[0]
+    assert not read_line(
+        "sft", ["--torch_dtype", "bfloat16", "--bf16", "--lr", "1e-4", "--learning-rate", "0.0001"]
+    ).notes
+
+
+@pytest.mark.parametrize("words", ["--model a/b --model_type qwen2", "--model-type qwen2 --model_name_or_path a/b"])
+def test_the_type_of_a_model_is_no_other_model(words):
+    """What ms-swift and axolotl call so is its architecture."""
+    line = read_line("sft", words.split())
+    assert line.values == {"model": ["a/b"]} and "config.json" in line.notes[0]
+    assert values("--model_type qwen-7b") == {"model": ["qwen-7b"]}
+
+
+def test_flags_that_change_nothing_are_noted():
+    words = "--attn_impl flash_attn --per_device_eval_batch_size=2 --no_remove_unused_columns --save_strategy steps"
+    line = read_line("sft", [*words.split(), "--overwrite-output-dir", "--push-to-hub", "false", "--seed", "1"])
+    assert line.values == {"seed": ["1"]}
+    assert [note.split(" has no effect: ")[0] for note in line.notes] == [
+        "--attn_impl flash_attn",
+        "--per_device_eval_batch_size 2",
+        "--no_remove_unused_columns",
+        "--save_strategy steps",
+        "--overwrite-output-dir",
+        "--push-to-hub false",
+    ]
+    assert "attention takes the fastest" in line.notes[0] and "evaluation takes micro-batches" in line.notes[1]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +108,15 @@ def test_a_flag_given_twice_is_noted():
         (["--no-seed"], "unknown flag", "--help"),
         (["-x"], "unknown flag -x", "--help"),
         (["-r", "a", "--config=b"], "two recipes are named, a and b", "flags"),
-        (["--save_strategy", "steps"], "unknown flag --save_strategy", "`--save-steps 500`"),
-        (["--bf16", "true"], "unknown flag --bf16", "`--precision bf16`"),
+        (["--save_strategy", "epoch"], "unknown flag --save_strategy", "`--save-steps 500`"),
+        (["--min-lr", "1e-6"], "unknown flag --min-lr", "`--min-lr-ratio 0.1`"),  # which is another number
+        (["--model_name", "robot"], "unknown flag --model_name", "self-cognition"),  # and not --model-name-or-path
+        (["--save_only_model", "true"], "unknown flag --save_only_model", "leave it out"),
+        (["--no_save_optim"], "unknown flag --no_save_optim", "exact resume"),
+        (["--bf16", "false"], "--bf16 is off", "`--precision fp32`"),
+        (["--no-use-peft"], "--use-peft is off", "`--tuner full`"),
+        (["a.yaml"], "'a.yaml' belongs to no flag", "`--recipe a.yaml`"),
+        (["lr=1e-5"], "belongs to no flag", "`--learning-rate 1e-5`"),
         (["--seed"], "needs a value", "--seed VALUE"),
         (["--seed", "--lr", "1"], "--seed needs a value", "--seed VALUE"),
         (["--dataset"], "needs a value", "--dataset VALUE"),

@@ -57,7 +57,10 @@ def test_scalars_keep_their_meaning(recipe):
         ("seed: {a: 1}", 4, "nested"),
         ("seed: [1, 2]", 4, "one value"),
         ("dataset2: x", 4, "dataset"),
-        ("bf16: true", 4, "precision: bf16"),
+        ("bf16: false", 4, "`precision: fp32`"),
+        ("bf16: full", 4, "`pure_bf16: true`"),
+        ("max_samples: 1000", 4, "#1000"),
+        ("fsdp_config: {a: b}", 4, "`sharding`"),
         ("seed: !!python/object/apply:os.system ['true']", 4, "tag"),
         ("target_modules: [[a]]", 4, "plain values"),
         ("seed: 'open", 5, "YAML"),
@@ -74,6 +77,72 @@ def test_a_bad_recipe_names_the_line(recipe, text, line, said):
     assert f"recipe.yaml:{line}" in caught.value.where
     assert said in str(caught.value)
     assert caught.value.fix
+
+
+LLAMA_FACTORY = """\
+model_name_or_path: org/model
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_target: all
+pref_loss: simpo
+dataset: org/rows
+max_samples: null
+dataloader_num_workers: 4
+overwrite_output_dir: true
+bf16: true
+ddp_timeout: 180000000
+eval_strategy: steps
+"""
+AXOLOTL = """\
+base_model: org/model
+model_type: LlamaForCausalLM
+load_in_8bit: false
+dataset: org/rows
+val_set_size: 0.05
+rl: kto
+rl_beta: 0.5
+adapter:
+lora_model_dir:
+lora_target_linear: true
+sequence_len: 4096
+sample_packing: true
+wandb_project:
+bf16: auto
+fp16: false
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+flash_attention: true
+"""
+
+
+def test_files_of_other_tools_are_read(recipe):
+    made = resolve(None, {}, recipe(LLAMA_FACTORY), env={})
+    config = made.config
+    assert (config.method, config.loss, config.tuner, config.precision) == ("dpo", ["simpo"], "lora", "bf16")
+    assert config.target_modules == ["all-linear"]
+    idle = ("do_train", "dataloader_num_workers", "overwrite_output_dir", "ddp_timeout", "eval_strategy")
+    assert [note.split()[2] for note in made.notes[:5]] == list(idle)
+
+    made = resolve(None, {}, recipe(AXOLOTL), env={})
+    config = made.config
+    assert (config.method, config.model, config.beta, config.precision) == ("kto", "org/model", 0.5, "auto")
+    assert (config.eval_fraction, config.max_length, config.adapter) == (0.05, 4096, None)
+    idle = ("model_type", "load_in_8bit", "gradient_checkpointing_kwargs", "flash_attention")
+    assert [note.split()[2] for note in made.notes[:4]] == list(idle)
+
+
+def test_a_value_given_by_two_names_is_told_where_they_differ(recipe):
+    assert recipe(BASE + "torch_dtype: bfloat16\nbf16: true\n").entries["precision"].value == "bf16"
+    assert recipe(BASE + "fsdp:\nparallel: fsdp\n").entries["parallel"].value == "fsdp"
+    with pytest.raises(UserError, match="given twice, first in line 4"):
+        recipe(BASE + "torch_dtype: float32\nbf16: true\n")
+
+
+def test_a_configuration_of_torchtune_is_told_as_such(recipe):
+    with pytest.raises(UserError, match="torchtune") as caught:
+        recipe("seed: null\noptimizer:\n  _component_: torch.optim.AdamW\n  lr: 2e-5\n")
+    assert caught.value.where.endswith("recipe.yaml:2: optimizer")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +392,8 @@ def test_json_schema_takes_what_recipes_take():
         "packing: 'yes'", "packing: 0", "mixed_precision: 'no'", "revision: 0123", "run_name: 2024", "method: pt",
         "report_to: [TensorBoard]", "report_to: null", "resume: true",
         "truncation_strategy: Right", "pipeline_schedule: 1F1B", "columns: instruction=q output=a", "dataset: a, b",
-        "warmup_steps: none", "overlong: null", "stop_after: 3600", "async_save: on",
+        "warmup_steps: none", "overlong: null", "stop_after: 3600", "async_save: on", "bf16: true", "bf16: auto",
+        "use_peft: yes", "deepspeed: zero3", "sequence_parallel: true", "stage: dpo",
     ):  # fmt: skip
         assert fits_the_schema(line, schema), line
     for line in (
@@ -341,8 +411,9 @@ def test_json_schema_takes_what_recipes_take():
 
 def test_everything_wrong_with_a_recipe_is_told_at_once(recipe):
     with pytest.raises(UserError) as caught:
-        recipe(BASE + "max_lenght: 5\nseed: [1]\nlora_rank: many\nbf16: true\n")
-    for line, said in ((4, "max_length"), (5, "one value"), (6, "whole number"), (7, "precision: bf16")):
+        recipe(BASE + "max_lenght: 5\nseed: [1]\nlora_rank: many\nbf16: false\nadapter: lora\n")
+    told = ((4, "max_length"), (5, "one value"), (6, "whole number"), (7, "precision: fp32"), (8, "`tuner: lora`"))
+    for line, said in told:
         assert any(f"recipe.yaml:{line}:" in told and said in told for told in caught.value.what.splitlines())
     with pytest.raises(UserError, match="perhaps more"):
         recipe("".join(f"key{number}: 1\n" for number in range(5000)))

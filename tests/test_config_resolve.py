@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,12 @@ from swiftlite.config.batch import solve_batch, weigh
 from swiftlite.config.checks import PREFERENCE_SETTINGS
 from swiftlite.config.flags import all_flags, find_flag
 from swiftlite.config.layout import Layout, plan_layout
+from swiftlite.config.other_tools import IDLE, INSTEAD, SETTING, VALUES, shown
 from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import RENDEZVOUS, resolve, resolve_config
 from swiftlite.config.schema import RunConfig
-from swiftlite.config.validate import Given
+from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError
 
 NAMED = {"model": "org/model", "dataset": "org/rows"}
@@ -46,7 +48,7 @@ def test_a_folder_at_home_is_meant_by_a_tilde(monkeypatch, tmp_path):
 
 
 def test_every_flag_has_help_a_panel_and_names_of_its_own():
-    spelled = [name for flag in all_flags().values() for name in (flag.name, *flag.aliases)]
+    spelled = [name for flag in all_flags().values() for name in (flag.name, *flag.aliases, *flag.switches)]
     assert len(spelled) == len(set(spelled))
     for flag in all_flags().values():
         assert flag.help.endswith(".") and flag.panel and flag.default_in_words, flag.name
@@ -82,6 +84,20 @@ def test_every_flag_has_help_a_panel_and_names_of_its_own():
         ("resume-from-checkpoint", "resume"),
         ("save_total_limit", "keep_checkpoints"),
         ("logging_steps", "log_steps"),
+        ("rlhf_type", "method"),
+        ("stage", "method"),
+        ("base_model", "model"),
+        ("sft_type", "tuner"),
+        ("lora_model_dir", "adapter"),
+        ("deepspeed", "sharding"),
+        ("fsdp", "parallel"),
+        ("recompute_granularity", "activation_checkpointing"),
+        ("sequence_len", "max_length"),
+        ("neat_packing", "packing"),
+        ("max_epochs", "epochs"),
+        ("save", "output_dir"),
+        ("early_stop_interval", "early_stopping_patience"),
+        ("freeze_extra_modules", "trainable_modules"),
     ],
 )
 def test_names_of_other_tools(alias, name):
@@ -97,6 +113,12 @@ def test_names_of_other_tools(alias, name):
         ("precision", "bfloat16", "bf16"),
         ("activation_checkpointing", "true", "full"),
         ("activation_checkpointing", "False", "none"),
+        ("sharding", "zero3", "full"),
+        ("sharding", "zero2", "grad_op"),
+        ("parallel", "full_shard auto_wrap", "fsdp"),
+        ("sequence_parallel", "true", "always"),
+        ("sequence_parallel", "False", "never"),
+        ("target_modules", "ALL", ["all-linear"]),
         ("offload", "true", "cpu"),
         ("overlong", "delete", "drop"),
         ("lr_scheduler", "warmup_stable_decay", "wsd"),
@@ -123,6 +145,43 @@ def test_names_of_other_tools(alias, name):
 )
 def test_spellings_of_values(name, word, value):
     assert RunConfig(**{name: word}).model_dump()[name] == value
+
+
+def test_what_is_told_of_other_tools_holds():
+    """Their names are no settings' own, and what users are to write instead is accepted."""
+    known = {name for flag in all_flags().values() for name in (flag.name, *flag.aliases, *flag.switches)}
+    assert not known & (IDLE.keys() | INSTEAD.keys())
+    values = [(fix, setting) for setting, fixes in VALUES.items() for _, fix in fixes]
+    texts = [*INSTEAD.values(), *(why for _, why in IDLE.values()), *(fix for fix, _ in values)]
+    for text in texts:
+        written = SETTING.findall(text) or SETTING.findall(f"{{{text}}}")
+        for name, value in written:
+            assert name in all_flags(), text
+            if value and "WORD" not in value:
+                RunConfig(**{name: value.split() if name == "loss" else value})
+        assert "{" not in re.sub(r'\{"role.*?\}', "", shown(text)), text
+    assert VALUES.keys() <= all_flags().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "flag", "recipe"),
+    [
+        ("method", "orpo", "`--method dpo` and `--loss orpo`", "`method: dpo` and `loss: orpo`"),
+        ("sharding", "zero3_offload", "`--offload cpu`", "`offload: cpu`"),
+        ("sharding", "examples/deepspeed/ds_z2_config.json", "`--sharding grad_op`", "`sharding: grad_op`"),
+        ("sharding", "zero3.json", "`--sharding full`", "`sharding: full`"),
+        ("lr_scheduler", "cosine_with_min_lr", "`--min-lr-ratio 0.1`", "`min_lr_ratio: 0.1`"),
+        ("warmup_steps", "0.1", "`--warmup-ratio 0.1`", "`warmup_ratio: 0.1`"),
+        ("eval_fraction", "100", "`--eval-dataset FILE#100`", "`eval_dataset: FILE#100`"),
+        ("tuner", "qlora", "`--quantization nf4`", "`quantization: nf4`"),
+        ("adapter", "qlora", "`--quantization nf4`", "`quantization: nf4`"),
+        ("overlong", "left", "`--overlong truncate`", "`overlong: truncate`"),
+    ],
+)
+def test_words_of_other_tools_that_mean_something_else_here(name, word, flag, recipe):
+    for by, said in (("flag", flag), ("recipe", recipe)):
+        (wrong,) = wrong_values({name: Given(word, name, by)})
+        assert said in wrong.fix, wrong
 
 
 def test_defaults_depend_on_method_and_tuner():

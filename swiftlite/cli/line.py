@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from swiftlite.config.flags import Flag, all_flags, elsewhere, find_flag, known_names, nearest
+from swiftlite.config.flags import GIVES_WAY, Flag, all_flags, find_flag, find_switch, known_names, nearest, off_alone
+from swiftlite.config.other_tools import idle, instead, is_known
 from swiftlite.errors import UserError, all_in_one
 
 TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -54,6 +55,7 @@ class _Reader:
         self._at = 0
         self._line = Line()
         self._unknown: list[UserError] = []
+        self._off: dict[str, Flag] = {}  # switches of other tools that are off, and the settings that they are of
 
     def read(self) -> Line:
         while self._at < len(self._words):
@@ -67,13 +69,13 @@ class _Reader:
             elif word.startswith("-") and not NEGATIVE_NUMBER.match(word) and word != "-":
                 self._flag(option, value if equals else None)
             else:
-                raise UserError(
-                    f"{word!r} belongs to no flag",
-                    where=self._where(),
-                    fix="put a flag in front of it, or quote a value that holds blanks",
-                )
+                raise UserError(f"{word!r} belongs to no flag", where=self._where(), fix=_flagged(word))
         if self._unknown:
             raise all_in_one(self._unknown, "flags are unknown")
+        for option, flag in self._off.items():
+            if flag.name not in self._line.values:
+                what, fix = off_alone(option, flag, in_recipe=False)
+                raise UserError(what, where=self._where(), fix=fix)
         return self._line
 
     def _recipe(self, option: str, value: str | None) -> None:
@@ -88,9 +90,7 @@ class _Reader:
     def _flag(self, option: str, value: str | None) -> None:
         found = self._find(option)
         if found is None:
-            self._unknown.append(self._unknown_flag(option))
-            while self._next() is not None:
-                self._at += 1
+            self._other(option, value)
             return
         flag, negated = found
         if flag.kind == "bool":
@@ -99,13 +99,47 @@ class _Reader:
             words = self._several(option, value)
         else:
             words = [self._value(option, value, bare=flag.bare)]
-        before = self._line.values.get(flag.name)
+        self._put(flag, option, words)
+
+    def _put(self, flag: Flag, option: str, words: list[str]) -> None:
+        """Take the words of a flag, of which another one of its names may have given some."""
+        before, spelled = self._line.values.get(flag.name), self._line.typed.get(flag.name, "")
         if flag.kind in ("list", "map"):
             words = (before or []) + words
-        elif before and before != words:
-            self._line.notes.append(f"{option} was given twice; {words[0]} counts, not {before[0]}")
+        elif before and not flag.same(before[0], words[0]):
+            weak = {name: GIVES_WAY[_plain(name)] for name in (option, spelled) if _plain(name) in GIVES_WAY}
+            if len(weak) == 1:
+                ((name, why),) = weak.items()
+                self._line.notes.append(f"{name} has no effect beside {spelled if name == option else option}: {why}")
+                if name == option:
+                    return
+            else:
+                self._line.notes.append(f"{option} was given twice; {words[0]} counts, not {before[0]}")
         self._line.values[flag.name] = words
         self._line.typed[flag.name] = option
+
+    def _other(self, option: str, value: str | None) -> None:
+        """A flag that no setting has: a switch of another tool, a flag of one that changes nothing, or a slip."""
+        name = _plain(option)
+        negated = name.startswith("no_") and not is_known(name)
+        switch = find_switch(name) or (find_switch(name[3:]) if negated else None)
+        if switch is not None:
+            flag, meant = switch
+            if self._truth(option, value, negated and not find_switch(name)) == "true":
+                self._put(flag, option, [meant])
+            else:
+                self._off[f"--{option[5:]}" if negated else option] = flag
+            return
+        words = [] if value is None else [value]
+        while self._next() is not None:
+            words.append(self._words[self._at])
+            self._at += 1
+        known = name[3:] if negated and is_known(name[3:]) else name
+        said = " ".join(words) or ("true" if known == name else "false")
+        if why := idle(known, said, in_recipe=False):
+            self._line.notes.append(f"{' '.join([option, *words])} has no effect: {why}")
+        else:
+            self._unknown.append(self._unknown_flag(option))
 
     def _find(self, option: str) -> tuple[Flag, bool] | None:
         """The flag and whether it stands as `--no-...`; None where there is no such flag."""
@@ -123,12 +157,12 @@ class _Reader:
         return None
 
     def _unknown_flag(self, option: str) -> UserError:
-        name = option.lstrip("-").replace("-", "_")
+        name = _plain(option)
+        if told := instead(name, in_recipe=False):
+            return UserError(f"unknown flag {option}", where=self._where(), fix=told)
         negated = [f"no_{flag.name}" for flag in all_flags().values() if flag.kind == "bool"]
         near = nearest(name, [*known_names(), *negated, *self._own, "recipe"])
         hint = f"did you mean `--{near.replace('_', '-')}`? " if near else ""
-        if instead := elsewhere(name, in_recipe=False):
-            hint = f"{instead}. "
         return UserError(
             f"unknown flag {option}", where=self._where(), fix=f"{hint}`swiftlite {self._command} --help` shows all"
         )
@@ -184,3 +218,17 @@ class _Reader:
 
     def _where(self) -> str:
         return f"swiftlite {self._command}"
+
+
+def _flagged(word: str) -> str:
+    """What was meant by a word without a flag: a recipe, or a setting as LLaMA-Factory and torchtune take them."""
+    name, equals, value = word.partition("=")
+    if word.endswith((".yaml", ".yml")):
+        return f"write `--recipe {word}`"
+    if equals and (flag := find_flag(name)):
+        return f"write `{flag.option} {value}`"
+    return "put a flag in front of it, or quote a value that holds blanks"
+
+
+def _plain(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")

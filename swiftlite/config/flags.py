@@ -6,8 +6,8 @@ The schema itself is imported on first use: `swiftlite --help` needs none of it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -15,40 +15,14 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 
-# Switches of other tools that are values here; the nearest name would mislead.
-ELSEWHERE = {
-    "bf16": "precision: bf16",
-    "fp16": "precision: fp16",
-    "fsdp": "parallel: fsdp",
-    "deepspeed": "parallel: fsdp",
-    "use_peft": "tuner: lora",
-    "no_gradient_checkpointing": "activation_checkpointing: none",
-    "no_activation_checkpointing": "activation_checkpointing: none",
-    "save_strategy": "save_steps: 500",
-    "eval_strategy": "eval_steps: 500",
-    "evaluation_strategy": "eval_steps: 500",
-    "logging_strategy": "log_steps: 1",
-    "gpus": "nproc_per_node: 2",
-    "num_gpus": "nproc_per_node: 2",
-}
-NEEDLESS = {  # and those that nothing here needs
-    "per_device_eval_batch_size": "evaluation takes micro-batches as training does",
-    "eval_batch_size": "evaluation takes micro-batches as training does",
-    "dataloader_num_workers": "steps are read ahead in any case",
-    "remove_unused_columns": "columns that no row format has are counted and not read",
-    **dict.fromkeys(
-        ("attn_implementation", "attn_impl", "flash_attn", "use_flash_attn", "flash_attention"),
-        "attention takes the fastest of PyTorch's own kernels that keeps documents apart",
-    ),
-    "do_train": "the command says what to do",
-    "device": "CUDA_VISIBLE_DEVICES says which GPUs there are",
-    "push_to_hub": "`hf upload` takes the result, OUT/model, to the hub",
-}
+# Names of a setting that give way to its others. A model's architecture is what ms-swift and axolotl call its type.
+GIVES_WAY = {"model_type": "the model's config.json says what it is"}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting as the command line and recipes see it. kind: bool, int, float, str, list or map."""
+    """One setting as the command line and recipes see it. kind: bool, int, float, str, list or map; switches: other
+    tools' switches that stand for a value of it, {name: value}."""
 
     name: str
     kind: str
@@ -62,6 +36,7 @@ class Flag:
     short: str | None
     bare: str | None
     env: str | None
+    switches: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def option(self) -> str:
@@ -78,6 +53,21 @@ class Flag:
         if isinstance(self.default, list):
             return " ".join(self.default) or "none"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether two values that somebody gave mean the same, as `bf16` and `bfloat16` do."""
+        return one == other or (found := self._meant(one)) is not None and found == self._meant(other)
+
+    def _meant(self, value: Any) -> Any:
+        """None for a value that it does not take."""
+        from pydantic import ValidationError
+
+        from swiftlite.config.schema import RunConfig
+
+        try:
+            return getattr(RunConfig(**{self.name: value}), self.name)
+        except ValidationError:
+            return None
 
 
 @cache
@@ -104,19 +94,27 @@ def find_flag(spelled: str) -> Flag | None:
     return _by_spelling().get(spelled.replace("-", "_"))
 
 
+@cache
+def _switches() -> dict[str, tuple[Flag, str]]:
+    return {name: (item, value) for item in all_flags().values() for name, value in item.switches.items()}
+
+
+def find_switch(spelled: str) -> tuple[Flag, str] | None:
+    """The flag and its value that another tool's switch of that name stands for; None where there is no such switch."""
+    return _switches().get(spelled.replace("-", "_"))
+
+
+def off_alone(switch: str, item: Flag, *, in_recipe: bool) -> tuple[str, str]:
+    """(what is wrong, how to mend it) where a switch is off and nothing else says what its setting is."""
+    on = item.switches[switch.lstrip("-").replace("-", "_")]
+    others = [choice for choice in item.choices if choice not in (on, "auto")] or [item.metavar or "VALUE"]
+    written = " or ".join(f"`{item.name}: {word}`" if in_recipe else f"`{item.option} {word}`" for word in others)
+    return f"{switch} is off, which does not say what {item.name} is instead", f"write {written}"
+
+
 def known_names() -> list[str]:
     """Every name and alias, in snake_case."""
-    return list(_by_spelling())
-
-
-def elsewhere(name: str, *, in_recipe: bool) -> str | None:
-    """What a user of another tool does here instead of naming `name`, None where nothing is known of it."""
-    if why := NEEDLESS.get(name):
-        return f"leave it out: {why}"
-    if name not in ELSEWHERE:
-        return None
-    written = ELSEWHERE[name] if in_recipe else "--" + ELSEWHERE[name].replace(":", "").replace("_", "-")
-    return f"write `{written}`"
+    return [*_by_spelling(), *_switches()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -144,6 +142,7 @@ def _read(name: str, field: FieldInfo) -> Flag:
         short=extra.get("short"),
         bare=extra.get("bare"),
         env=extra.get("env"),
+        switches=extra.get("switches", {}),
     )
 
 

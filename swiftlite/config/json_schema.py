@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swiftlite.config.flags import Flag, all_flags
+from swiftlite.config.other_tools import OFF, ON
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.types import NULL_WORDS, spelled_words
 
@@ -33,6 +34,9 @@ def recipe_schema() -> dict[str, Any]:
     for name, flag in all_flags().items():
         for alias in flag.aliases:
             properties[alias] = {**properties[name], "description": f"Another name of `{name}`.", "deprecated": True}
+        for switch in flag.switches:
+            text = f"A switch of other tools: on is `{name}: {flag.switches[switch]}`."
+            properties[switch] = {"anyOf": _switch_forms(flag), "description": text, "deprecated": True}
         same = {"$ref": f"#/properties/{name}"}
         dashed |= {f"^{key.replace('_', '[-_]')}$": same for key in (name, *flag.aliases) if "_" in key}
     return {
@@ -79,6 +83,11 @@ def _forms(flag: Flag, plain: dict[str, Any]) -> list[dict[str, Any]]:
         odd = [value for value in (True, False, 4) if _takes(flag, value)]
         return [{"enum": [*flag.choices, *odd]}, _pattern([*words, *nothing])]
     return [{"type": TEXT}]
+
+
+def _switch_forms(flag: Flag) -> list[dict[str, Any]]:
+    words = [{"enum": list(flag.choices)}] if flag.choices else []
+    return [{"type": "boolean"}, _pattern((*ON, *OFF)), {"enum": [0, 1]}, {"type": "null"}, *words]
 
 
 def _takes(flag: Flag, value: Any) -> bool:

@@ -25,7 +25,7 @@ class PreferenceSettings(BaseModel):
         metavar="NAME[:WEIGHT] ...",
     )
     beta: Positive = flag(
-        0.1, PREFERENCE, "How strongly the model is held to the reference; lambda of orpo.", "pref_beta"
+        0.1, PREFERENCE, "How strongly the model is held to the reference; lambda of orpo.", "pref_beta", "rl_beta"
     )
     label_smoothing: NotNegative = flag(
         0.0, PREFERENCE, "Share of labels taken to be wrong, below 0.5; for sigmoid, robust and exo_pair."
@@ -38,13 +38,16 @@ class PreferenceSettings(BaseModel):
         "Where the reference's values come from: a pass before training, kept on disk, or a second copy of the model.",
         shown="adapters switched off under lora without --adapter; else model where no answer is scored twice and the "
         "copy takes less than a quarter of the memory left free, or precompute",
+        switches={"precompute_ref_log_probs": "precompute"},
     )
     desirable_weight: Positive = flag(
-        1.0, PREFERENCE, "kto: weight of desirable answers.", "kto_chosen_weight", "chosen_weight"
-    )
+        1.0, PREFERENCE, "kto: weight of desirable answers.", "kto_chosen_weight", "chosen_weight",
+        "kto_desirable_weight",
+    )  # fmt: skip
     undesirable_weight: Positive = flag(
-        1.0, PREFERENCE, "kto: weight of undesirable answers.", "kto_rejected_weight", "rejected_weight"
-    )
+        1.0, PREFERENCE, "kto: weight of undesirable answers.", "kto_rejected_weight", "rejected_weight",
+        "kto_undesirable_weight",
+    )  # fmt: skip
     center_rewards: NotNegative = flag(
         0.0,
         PREFERENCE,

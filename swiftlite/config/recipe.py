@@ -6,12 +6,12 @@ on the command line. Only a plain `null` (or nothing) is null.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.config.flags import elsewhere, find_flag, known_names, nearest
+from swiftlite.config.flags import GIVES_WAY, Flag, all_flags, find_flag, find_switch, known_names, nearest, off_alone
+from swiftlite.config.other_tools import OFF, ON, idle, instead, instead_of_value, is_known
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError, all_in_one
 from swiftlite.untrusted import existing, unequal_keys
@@ -37,10 +37,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as written: canonical name -> entry."""
+    """A recipe as written: canonical name -> entry. notes: of keys without effect."""
 
     path: Path
     entries: dict[str, Entry]
+    notes: list[str] = field(default_factory=list)
 
     def where(self, name: str) -> str:
         """`file.yaml:3: learning_rate`."""
@@ -91,9 +92,9 @@ def load_recipe(name: str) -> Recipe:
     refused anyway: all of it is told at once.
     """
     path = find_recipe(name)
-    wrong: list[UserError] = []
-    recipe = Recipe(path, dict(_entries(path, parse_recipe(recipe_text(path), path), wrong)))
-    if len(wrong) == MOST_TOLD:
+    root, wrong, notes = parse_recipe(recipe_text(path), path), [], []
+    recipe = Recipe(path, _entries(path, root, wrong, notes), notes)
+    if len(wrong) >= MOST_TOLD:
         raise all_in_one(wrong, "things are wrong in the recipe, and perhaps more")
     if wrong:
         given = {name: Given(entry.value, recipe.where(name), "recipe") for name, entry in recipe.entries.items()}
@@ -144,29 +145,98 @@ def parse_recipe(text: str, path: Path) -> Node:
     return node
 
 
-def _entries(path: Path, root: Node, wrong: list[UserError]) -> Iterator[tuple[str, Entry]]:
-    """Each good key and its entry. wrong: takes what is wrong with the others."""
+def _entries(path: Path, root: Node, wrong: list[UserError], notes: list[str]) -> dict[str, Entry]:
+    """The entry of each good key. wrong: takes what is wrong with the others; notes: which keys have no effect."""
     import yaml
 
     if not isinstance(root, yaml.MappingNode):
         raise UserError("a recipe is `key: value` lines", where=str(path), fix="see `swiftlite recipes show`")
-    seen: dict[str, int] = {}
+    _refuse_torchtune(path, root)
+    entries: dict[str, Entry] = {}
+    off: dict[str, tuple[Flag, str]] = {}
     for key_node, value_node in root.value:
         line = key_node.start_mark.line + 1
         key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
         where = f"{path}:{line}: {key}"
         try:
-            name, kind = _known(key, where, heads_others=isinstance(value_node, yaml.MappingNode))
-            if name in seen:
-                raise UserError(
-                    f"`{name}` is given twice, first in line {seen[name]}", where=where, fix="keep one of them"
-                )
-            seen[name] = line
-            yield name, Entry(_value(value_node, where, kind), line, key)
+            if find_flag(key) is None and _changes_nothing(key, value_node, where, notes):
+                continue
+            if switch := find_switch(key):
+                item, value = switch[0], _switched(value_node, where, switch)
+                if value is None:
+                    off[key] = item, where
+                    continue
+            else:
+                name, kind = _known(key, where, heads_others=isinstance(value_node, yaml.MappingNode))
+                item, value = all_flags()[name], _value(value_node, where, kind)
+            _put(entries, item, Entry(value, line, key), where, notes)
         except UserError as error:
             wrong.append(error)
             if len(wrong) == MOST_TOLD:
-                return
+                break
+    for key, (item, where) in off.items():
+        if item.name not in entries:
+            what, fix = off_alone(key, item, in_recipe=True)
+            wrong.append(UserError(what, where=where, fix=fix))
+    return entries
+
+
+def _put(entries: dict[str, Entry], item: Flag, entry: Entry, where: str, notes: list[str]) -> None:
+    """Take an entry, unless another name of the setting has given another value. Raises UserError."""
+    before = entries.get(item.name)
+    another = before is not None and before.key != entry.key
+    if another and entry.value is None:  # which says nothing, as nulls of axolotl's files do
+        return
+    if before is None or (another and (before.value is None or item.same(before.value, entry.value))):
+        entries[item.name] = entry
+        return
+    weak = [one for one in (before, entry) if one.key.replace("-", "_") in GIVES_WAY]
+    if not another or len(weak) != 1:
+        raise UserError(
+            f"`{item.name}` is given twice, first in line {before.line}", where=where, fix="keep one of them"
+        )
+    strong = entry if weak[0] is before else before
+    why = GIVES_WAY[weak[0].key.replace("-", "_")]
+    notes.append(f"the recipe's {weak[0].key} has no effect beside {strong.key}: {why}")
+    entries[item.name] = strong
+
+
+def _changes_nothing(key: str, node: Node, where: str, notes: list[str]) -> bool:
+    """Whether a key of another tool asks for nothing that is not so in any case; there is a note for all but nulls."""
+    name, scalar = key.replace("-", "_"), node.id == "scalar"
+    if not (is_known(name) or find_switch(name)):
+        return False
+    value = _value(node, where, "str") if scalar else None
+    if scalar and value is None:
+        return True
+    if why := idle(name, value, in_recipe=True):
+        notes.append(f"the recipe's {key} has no effect: {why}")
+        return True
+    return False
+
+
+def _switched(node: Node, where: str, switch: tuple[Flag, str]) -> str | None:
+    """The value of the setting that a switch turns on, None where it is off. `bf16: auto` says it itself."""
+    item, on = switch
+    word = _value(node, where, "str")
+    if word.lower() in item.choices:
+        return word
+    if word.lower() not in (*ON, *OFF):
+        fix = instead_of_value(item.name, word, in_recipe=True) or f"write `{item.name}: {on}`"
+        raise UserError(f"it is {word!r}, not true or false", where=where, fix=fix)
+    return on if word.lower() in ON else None
+
+
+def _refuse_torchtune(path: Path, root: Node) -> None:
+    """Whose sections name Python classes and their arguments."""
+    for key, node in root.value:
+        if node.id == "mapping" and any(inner.value == "_component_" for inner, _ in node.value):
+            raise UserError(
+                "this is a configuration of torchtune, whose sections name Python classes",
+                where=f"{path}:{key.start_mark.line + 1}: {key.value}",
+                fix="write a flat recipe: model (the checkpoint's folder, as transformers saves it), dataset, tuner, "
+                "learning_rate, ...; `swiftlite recipes list` has some to begin with",
+            )
 
 
 def _known(key: str, where: str, *, heads_others: bool) -> tuple[str, str]:
@@ -177,9 +247,9 @@ def _known(key: str, where: str, *, heads_others: bool) -> tuple[str, str]:
         return item.name, item.kind
     near = nearest(key.replace("-", "_"), known_names())
     fix = f"did you mean `{near}`?" if near else "`swiftlite recipes schema` lists the keys"
-    fix = elsewhere(key, in_recipe=True) or fix
     if heads_others:
         fix = "a recipe has no sections: write the keys below it at the margin, without it"
+    fix = instead(key.replace("-", "_"), in_recipe=True) or fix
     raise UserError(f"unknown key `{key}` in the recipe", where=where, fix=fix)
 
 

@@ -96,8 +96,8 @@ def resolve(
     _require(typed, needs_rows=needs_rows)
     check_names(typed, {name: item.where for name, item in given.items()})
     base = recipe.path.resolve().parent if recipe else None
-    typed, notes = _another_folder(typed, given, base)
-    notes += gave_way
+    typed, moved = _another_folder(typed, given, base)
+    notes = [*(recipe.notes if recipe else []), *moved, *gave_way]
     named = typed.model_copy(update=_names(typed, base))
     layout = plan_layout(named, env)
     batch, gave_way = _batch(named, given, layout, open_layout=open_layout, exact=exact_batch)

@@ -19,17 +19,16 @@ from swiftlite.config.setting import (
     OPTIMIZATION,
     PARALLELISM,
     RUN,
-    TUNER,
     flag,
 )
 from swiftlite.config.speed import SpeedSettings
 from swiftlite.config.survival import SurvivalSettings
+from swiftlite.config.tuning import TunerSettings
 from swiftlite.config.types import (
     BelowOne,
     Columns,
     Count,
     Fraction,
-    Integer,
     Limit,
     Names,
     NotNegative,
@@ -43,7 +42,6 @@ from swiftlite.config.types import (
     Positive,
     Size,
     Spelling,
-    Targets,
     ToList,
     Whole,
 )
@@ -51,7 +49,7 @@ from swiftlite.config.types import (
 Tracker = Annotated[Literal["tensorboard", "wandb", "swanlab", "trackio"], Spelling()]
 
 
-class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
+class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, SpeedSettings):
     """Everything that defines one run. Made by `resolve`; immutable afterwards."""
 
     model_config = ConfigDict(
@@ -62,6 +60,9 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         "sft",
         RUN,
         "What to train: `sft` on answers, `pretrain` on texts, the others on preferences.",
+        "stage",
+        "rlhf_type",
+        "rl",
         shown="by the command",
     )
 
@@ -72,6 +73,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         "model_name_or_path",
         "model_type",
         "model_id_or_path",
+        "base_model",
         shown="needed",
         metavar="NAME|PATH",
         short="m",
@@ -126,8 +128,9 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         metavar="SPEC ...",
     )
     eval_fraction: BelowOne = flag(
-        0.0, DATA, "Part of the training rows to hold out for evaluation.", "split_dataset_ratio", "val_size"
-    )
+        0.0, DATA, "Part of the training rows to hold out for evaluation.", "split_dataset_ratio", "val_size",
+        "val_set_size",
+    )  # fmt: skip
     columns: Columns = flag(
         {},
         DATA,
@@ -144,8 +147,11 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         "max_seq_len",
         "seq_length",
         "model_max_length",
+        "sequence_len",
     )
-    packing: bool = flag(True, DATA, "Fill sequences with several rows, isolated from one another.")
+    packing: bool = flag(
+        True, DATA, "Fill sequences with several rows, isolated from one another.", "neat_packing", "sample_packing"
+    )
     overlong: Annotated[Literal["truncate", "drop", "split", "error"] | None, Spelling(types.OVERLONG), NullWord] = (
         flag(
             None,
@@ -178,63 +184,12 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         None, DATA, "Date (YYYY-MM-DD) for chat templates that ask for today's.", shown="today", metavar="DATE"
     )
     workers: OptionalCount = flag(
-        None, DATA, "Processes that tokenise.", "dataset_num_proc", "preprocessing_num_workers", shown="all cores"
-    )
+        None, DATA, "Processes that tokenise.", "dataset_num_proc", "preprocessing_num_workers",
+        "dataset_processes", shown="all cores",
+    )  # fmt: skip
     cache_dir: OptionalText = flag(None, DATA, "Folder of the token cache.", shown="~/.cache/swiftlite", metavar="PATH")
 
-    tuner: Annotated[Literal["lora", "full", "freeze"] | None, Spelling(), NullWord] = flag(
-        None,
-        TUNER,
-        "Train adapters, all weights, or the last layers.",
-        "tuner_type",
-        "train_type",
-        "finetuning_type",
-        shown="lora; full for pretrain",
-    )
-    adapter: OptionalText = flag(
-        None,
-        TUNER,
-        "Folder of an existing LoRA adapter to go on from.",
-        "adapters",
-        "adapter_name_or_path",
-        shown="none",
-        metavar="PATH",
-    )
-    lora_rank: Count = flag(16, TUNER, "Rank of the LoRA matrices.", "lora_r")
-    lora_alpha: Count = flag(32, TUNER, "LoRA scale: the update is multiplied by alpha / rank.")
-    lora_dropout: BelowOne = flag(0.0, TUNER, "Dropout in front of the LoRA matrices.")
-    target_modules: Targets = flag(
-        ["all-linear"],
-        TUNER,
-        "Layers that get LoRA: `all-linear`, or names.",
-        "lora_target",
-        "lora_target_modules",
-        metavar="NAME ...",
-    )
-    modules_to_save: Names = flag(
-        [],
-        TUNER,
-        "Modules trained whole beside LoRA, such as `lm_head`.",
-        "additional_target",
-        shown="none",
-        metavar="NAME ...",
-    )
-    dora: bool = flag(False, TUNER, "Weight-decomposed LoRA.", "use_dora")
-    rslora: bool = flag(False, TUNER, "Rank-stabilised LoRA: scale by alpha / sqrt(rank).", "use_rslora")
-    trainable_layers: Integer = flag(
-        2, TUNER, "`--tuner freeze`: train the last N layers; negative: the first N.", "freeze_trainable_layers"
-    )
-    trainable_modules: Names = flag(
-        [],
-        TUNER,
-        "`--tuner freeze`: further parameters, by part of the name or regex.",
-        "freeze_trainable_modules",
-        "trainable_parameters",
-        shown="none",
-        metavar="NAME ...",
-    )
-
-    epochs: Passes = flag(1.0, OPTIMIZATION, "Passes over the rows.", "num_train_epochs", "num_epochs")
+    epochs: Passes = flag(1.0, OPTIMIZATION, "Passes over the rows.", "num_train_epochs", "num_epochs", "max_epochs")
     max_steps: Limit = flag(
         None,
         OPTIMIZATION,
@@ -262,7 +217,10 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         Literal["cosine", "linear", "constant", "constant_with_warmup", "wsd"],
         Spelling(types.SCHEDULER),
     ] = flag("cosine", OPTIMIZATION, "Shape of the learning rate over the run.", "lr_scheduler_type", "lr_decay_style")
-    min_lr_ratio: Fraction = flag(0.0, OPTIMIZATION, "Where the decay ends, as a part of the learning rate.")
+    min_lr_ratio: Fraction = flag(
+        0.0, OPTIMIZATION, "Where the decay ends, as a part of the learning rate.",
+        "cosine_min_lr_ratio",
+    )  # fmt: skip
     decay_ratio: Fraction = flag(0.1, OPTIMIZATION, "`wsd`: the part of the run that decays.")
     warmup_ratio: Fraction = flag(0.03, OPTIMIZATION, "Part of the run that warms up.", "lr_warmup_fraction")
     warmup_steps: OptionalWhole = flag(
@@ -275,7 +233,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     )
     weight_decay: NotNegative = flag(0.0, OPTIMIZATION, "AdamW's weight decay.")
     max_grad_norm: NotNegative = flag(
-        1.0, OPTIMIZATION, "Clip the gradient to this norm; 0 does not clip.", "clip_grad"
+        1.0, OPTIMIZATION, "Clip the gradient to this norm; 0 does not clip.", "clip_grad", "clip_grad_norm"
     )
     optimizer: Annotated[Literal["adamw", "adamw_8bit", "paged_adamw"], Spelling(types.OPTIMIZERS)] = flag(
         "adamw",
@@ -297,23 +255,29 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         "mixed_precision",
         "torch_dtype",
         "dtype",
+        switches={"bf16": "bf16", "fp16": "fp16"},
     )
     seed: Whole = flag(42, OPTIMIZATION, "Decides row order, dropout and new weights.", "random_seed")
     on_nonfinite: Annotated[Literal["error", "skip"], Spelling()] = flag(
         "error", OPTIMIZATION, "A loss or gradient that is not finite: stop, or skip and count the step."
     )
     early_stopping_patience: OptionalCount = flag(
-        None, OPTIMIZATION, "Stop after so many evaluations without a better loss.", shown="off"
+        None, OPTIMIZATION, "Stop after so many evaluations without a better loss.", "early_stop_interval", shown="off"
     )
 
-    parallel: Annotated[Literal["auto", "none", "ddp", "fsdp", "megatron"], Spelling({"fsdp2": "fsdp"})] = flag(
-        "auto", PARALLELISM, "How ranks share the work; `megatron` is tensor x pipeline parallel.", "parallel_method"
+    parallel: Annotated[Literal["auto", "none", "ddp", "fsdp", "megatron"], Spelling(types.PARALLEL)] = flag(
+        "auto",
+        PARALLELISM,
+        "How ranks share the work; `megatron` is tensor x pipeline parallel.",
+        "parallel_method",
+        "fsdp",
     )
     sharding: Annotated[Literal["full", "grad_op", "none", "hybrid"] | None, Spelling(types.SHARDING)] = flag(
         None,
         PARALLELISM,
         "What data ranks shard. Takes PyTorch's FULL_SHARD, SHARD_GRAD_OP, ... too.",
         "sharding_strategy",
+        "deepspeed",
         shown="by --parallel",
     )
     mesh: OptionalText = flag(
@@ -327,7 +291,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
     tensor_parallel_size: Count = flag(
         1, PARALLELISM, "Ranks that split each layer.", "tp", "tensor_model_parallel_size"
     )
-    sequence_parallel: Annotated[Literal["auto", "always", "never"], Spelling()] = flag(
+    sequence_parallel: Annotated[Literal["auto", "always", "never"], Spelling(types.SEQUENCE_PARALLEL)] = flag(
         "auto", PARALLELISM, "Tensor-parallel ranks divide tokens between blocks; auto: on GPUs, not compiled.",
         bare="always",
     )  # fmt: skip
@@ -335,8 +299,9 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         1, PARALLELISM, "Stages that split the layers.", "pp", "pipeline_model_parallel_size"
     )
     context_parallel_size: Count = flag(
-        1, PARALLELISM, "Ranks that split each sequence.", "cp", "sequence_parallel_size"
-    )
+        1, PARALLELISM, "Ranks that split each sequence.", "cp", "sequence_parallel_size",
+        "sequence_parallel_degree",
+    )  # fmt: skip
     expert_parallel_size: Count = flag(
         1, PARALLELISM, "Ranks that split the experts.", "ep", "expert_model_parallel_size"
     )
@@ -366,6 +331,7 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         None,
         CHECKPOINTS,
         "Folder for everything the run writes.",
+        "save",
         shown="runs/<model>-<method>-<time>",
         metavar="PATH",
         short="o",
@@ -385,7 +351,10 @@ class RunConfig(PreferenceSettings, SurvivalSettings, SpeedSettings):
         "auto", CHECKPOINTS, "Type of the saved weights; `auto` is the source model's."
     )
 
-    log_steps: Count = flag(1, LOGGING, "Steps between rows of metrics.jsonl.", "logging_steps", "log_interval")
+    log_steps: Count = flag(
+        1, LOGGING, "Steps between rows of metrics.jsonl.", "logging_steps", "log_interval",
+        "log_every_n_steps",
+    )  # fmt: skip
     eval_steps: OptionalCount = flag(
         None, LOGGING, "Steps between evaluations.", "eval_interval", shown="as --save-steps"
     )

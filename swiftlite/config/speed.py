@@ -20,6 +20,7 @@ class SpeedSettings(BaseModel):
         "Recompute layers in the backward to save memory, all of them or (`selective`) what is cheap; `auto` does the "
         "least that fits. `offload`: all, and a GPU's layer inputs wait in the host's memory.",
         "gradient_checkpointing",
+        "recompute_granularity",
         bare="full",
     )
     offload: Annotated[Literal["none", "cpu"], Spelling(OFFLOAD)] = flag(

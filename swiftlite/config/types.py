@@ -27,6 +27,7 @@ def _switch(on: str) -> dict[str, str]:
 
 # What other tools call a choice of ours.
 SWITCH, OFFLOAD, KERNELS, FP8 = _switch("full"), _switch("cpu"), _switch("liger"), _switch("rowwise")
+SEQUENCE_PARALLEL = dict.fromkeys(("true", "yes", "on"), "always") | dict.fromkeys(("false", "no", "off"), "never")
 FOUR_BITS = _switch("nf4") | {"4": "nf4", "4bit": "nf4"}
 RESUME = {
     "never": "never",
@@ -41,12 +42,24 @@ RESUME = {
     "null": "never",
 }
 DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"}
-SHARDING = {"full_shard": "full", "shard_grad_op": "grad_op", "no_shard": "none", "hybrid_shard": "hybrid"}
+SHARDING = {
+    "full_shard": "full",
+    "shard_grad_op": "grad_op",
+    "no_shard": "none",
+    "hybrid_shard": "hybrid",
+    "zero3": "full",  # DeepSpeed's, as ms-swift names its presets
+    "default-zero3": "full",
+    "zero2": "grad_op",
+    "default-zero2": "grad_op",
+    "zero0": "none",
+}
+PARALLEL = dict.fromkeys(("fsdp2", "full_shard", "full_shard auto_wrap", "true"), "fsdp")  # of transformers' `fsdp`
 OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
 SCHEDULER = {"warmup_stable_decay": "wsd"}
 OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
     "adamw8bit": "adamw_8bit",
     "paged_adamw_32bit": "paged_adamw",
@@ -140,9 +153,19 @@ def _to_list(value: Any) -> Any:
 
 
 def _to_targets(value: Any) -> Any:
-    """LLaMA-Factory says `all` for every linear layer."""
+    """LLaMA-Factory says `all` for every linear layer, ms-swift 2 `ALL`."""
     names = _to_list(value)
-    return ["all-linear" if name == "all" else name for name in names] if isinstance(names, list) else names
+    if not isinstance(names, list):
+        return names
+    return ["all-linear" if str(name).lower() == "all" else name for name in names]
+
+
+def _adapter(value: Any) -> Any:
+    """axolotl's `adapter` is the kind of tuning, not a folder."""
+    value = _null_word(value)
+    if isinstance(value, str) and value.strip().lower() in ("lora", "qlora") and existing(value) is None:
+        raise PydanticCustomError("adapter", "it is no folder")
+    return value
 
 
 def _to_columns(value: Any) -> Any:
@@ -232,3 +255,4 @@ NotNegative = Annotated[float, Field(ge=0), Number]
 Fraction = Annotated[float, Field(ge=0, le=1), Number]
 BelowOne = Annotated[float, Field(ge=0, lt=1), Number]
 OptionalText = Annotated[str | None, NullWord]
+AdapterFolder = Annotated[str | None, BeforeValidator(_adapter)]

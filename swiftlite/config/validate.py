@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from swiftlite.config.flags import Flag, all_flags, find_flag, nearest
+from swiftlite.config.other_tools import instead_of_value
 from swiftlite.config.schema import RunConfig
 from swiftlite.errors import UserError, all_in_one
 
@@ -50,20 +51,22 @@ def _in_words(error: ValidationError, given: Mapping[str, Given]) -> list[UserEr
             near = nearest(name, all_flags())
             found[name] = f"there is no setting {name}", f"did you mean {near}?" if near else "see the schema"
         else:
-            found.setdefault(name, _explain(all_flags()[name], detail, given[name].value))
+            found.setdefault(name, _explain(all_flags()[name], detail, given[name]))
     return [UserError(what, where=given[name].where, fix=fix) for name, (what, fix) in found.items()]
 
 
-def _explain(flag: Flag, detail: ErrorDetails, given: Any) -> tuple[str, str]:
+def _explain(flag: Flag, detail: ErrorDetails, given: Given) -> tuple[str, str]:
     """(what is wrong, how to mend it) for one value."""
     kind, context = detail["type"], detail.get("ctx", {})
-    value = detail["input"] if flag.kind in ("list", "map") and len(detail["loc"]) > 1 else given
+    value = detail["input"] if flag.kind in ("list", "map") and len(detail["loc"]) > 1 else given.value
     if value is None:
         fix = f"leave it out for the default ({flag.default_in_words})"
         return f"{flag.name} cannot be null", f"give a {flag.name}" if flag.name in ("model", "method") else fix
     subject = f"{flag.name} is {_short(value)}"
-    if kind == "literal_error":
-        return f"{subject}, which it does not know", f"{_hint(str(value), flag)}it takes {', '.join(flag.choices)}"
+    theirs = instead_of_value(flag.name, str(value), in_recipe=given.by == "recipe")
+    if kind == "literal_error" or (theirs and flag.kind == "str"):
+        fix = theirs or f"{_hint(str(value), flag)}it takes {', '.join(flag.choices)}"
+        return f"{subject}, which it does not know", fix
     bounds = {
         "greater_than_equal": ("at least", "ge"),
         "greater_than": ("more than", "gt"),
@@ -72,10 +75,10 @@ def _explain(flag: Flag, detail: ErrorDetails, given: Any) -> tuple[str, str]:
     }
     if kind in bounds:
         words, key = bounds[kind]
-        return f"{subject}, out of range", f"give {words} {context[key]:g}"
+        return f"{subject}, out of range", theirs or f"give {words} {context[key]:g}"
     wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "map": "KEY=COLUMN pairs"}
     fix = f"give {wanted.get(flag.kind, 'text')}" + ("" if flag.kind == "bool" else f", such as {_example(flag)}")
-    return f"{subject}, not {wanted.get(flag.kind, 'what it takes')}", fix
+    return f"{subject}, not {wanted.get(flag.kind, 'what it takes')}", theirs or fix
 
 
 def _hint(word: str, flag: Flag) -> str:

@@ -1,0 +1,319 @@
+"""Names that other tools have and the schema lacks: what to do here instead, and which of them change nothing here.
+
+A name that means what a setting of the schema means is an alias there. Here stand the rest, of ms-swift, Megatron,
+transformers, TRL, LLaMA-Factory, axolotl and torchtune. `{precision: bf16}` is shown as a flag or as a recipe's line.
+"""
+
+from __future__ import annotations
+
+import re
+
+SETTING = re.compile(r"\{(\w+)(?:: ([^}]*))?\}")
+ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none")
+EVERY: tuple[str, ...] = ()  # value
+
+_READ_AHEAD = "steps are read ahead in any case"
+_EVALUATION = "evaluation takes micro-batches as training does"
+_ATTENTION = "attention takes the fastest of PyTorch's own kernels that keeps documents apart"
+_NO_PADDING = "rows stand one behind the other, without padding"
+_CACHE = "tokens are kept in a cache, and made anew where rows or settings change"
+_KERNEL = "it says how something is computed, not what"
+_LOGGED = "it is logged in any case"
+_SAFETENSORS = "weights are read and saved as safetensors"
+_ANSWERS = "only answers are learnt, as the methods but pretrain do in any case"
+_LOSS = "the evaluation's loss is what counts"
+_PATIENCE = "processes do not wait for data or weights inside a collective"
+_FOUR_BITS = "{quantization: nf4} is NF4, computed in {precision}"
+
+# name -> (the values with which it changes nothing, why): such a one is left out, with a note
+IDLE: dict[str, tuple[tuple[str, ...], str]] = {
+    **dict.fromkeys(
+        ("dataloader_num_workers", "num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers",
+         "dataloader_pin_memory"),
+        (EVERY, _READ_AHEAD),
+    ),
+    **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size", "eval_sample_packing"), (EVERY, _EVALUATION)),
+    **dict.fromkeys(
+        ("attn_implementation", "attn_impl", "attn", "flash_attn", "use_flash_attn", "flash_attention",
+         "sdp_attention", "xformers_attention", "flex_attention", "flex_attn_compile_kwargs", "attention_backend"),
+        (EVERY, _ATTENTION),
+    ),
+    **dict.fromkeys(
+        ("padding_free", "data_flatten", "pad_to_sequence_len", "pad_to_multiple_of"), (EVERY, _NO_PADDING)
+    ),
+    **dict.fromkeys(("load_from_cache_file", "overwrite_cache", "lazy_tokenize"), (EVERY, _CACHE)),
+    **dict.fromkeys(
+        ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "moe_permute_fusion", "moe_grouped_gemm",
+         "moe_shared_expert_overlap", "moe_token_dispatcher_type", "overlap_grad_reduce", "overlap_param_gather",
+         "tp_comm_overlap", "gradient_accumulation_fusion", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel",
+         "gradient_checkpointing_kwargs", "ddp_find_unused_parameters", "low_cpu_mem_usage"),
+        (EVERY, _KERNEL),
+    ),
+    **dict.fromkeys(
+        ("include_mfu", "include_tokens_per_second", "include_num_input_tokens_seen", "log_peak_memory_stats",
+         "log_throughput"),
+        (EVERY, _LOGGED),
+    ),
+    **dict.fromkeys(("ddp_timeout", "distributed_timeout_minutes"), (EVERY, _PATIENCE)),
+    **dict.fromkeys(("save_safetensors", "load_safetensors", "safe_serialization"), (ON, _SAFETENSORS)),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), (ON, _ANSWERS)),
+    **dict.fromkeys(("train_on_inputs", "train_on_prompt", "train_on_source"), (OFF, _ANSWERS)),
+    "loss_scale": (("default",), _ANSWERS),
+    "metric_for_best_model": (("loss", "eval_loss"), _LOSS),
+    "greater_is_better": (OFF, _LOSS),
+    **dict.fromkeys(("quant_method", "quantization_method"), (("bnb", "bitsandbytes"), _FOUR_BITS)),
+    "bnb_4bit_quant_type": (("nf4",), _FOUR_BITS),
+    "bnb_4bit_compute_dtype": (("bfloat16", "bf16"), _FOUR_BITS),
+    **dict.fromkeys(
+        ("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy"), (("steps",), "steps are counted")
+    ),
+    "remove_unused_columns": (EVERY, "columns that no row format has are counted and not read"),
+    "overwrite_output_dir": (EVERY, "a run starts in a new or empty folder, and nothing is overwritten"),
+    "plot_loss": (EVERY, "loss.png is drawn in any case"),
+    "disable_tqdm": (EVERY, "progress is shown as a terminal can show it"),
+    "use_cache": (EVERY, "training keeps no keys and values"),
+    "do_train": (ON, "the command says what to do"),
+    "do_eval": (ON, "there is an evaluation where there are rows for it"),
+    "finetune": (ON, "training starts from the weights of {model}"),
+    "use_fast_tokenizer": (ON, "that is the tokenizer there is"),
+    "tokenizer_type": (("autotokenizer", "huggingfacetokenizer"), "the model's folder says it"),
+    "recompute_method": (("uniform",), "layers are recomputed one by one"),
+    "recompute_num_layers": (("1",), "layers are recomputed one by one"),
+    "freeze_trainable_modules": (("all",), "all of the last layers is trained"),
+    "lora_bias": (("none",), "no biases are trained"),
+    **dict.fromkeys(("init_weights", "init_lora_weights"), (ON, "LoRA starts so")),
+    **dict.fromkeys(("neftune_noise_alpha", "label_smoothing_factor"), (("0", "0.0"), "there is none")),
+    "packing_strategy": (("bfd",), "packs are filled so"),
+    "f_divergence_type": (("reverse_kl",), "losses take the reverse KL"),
+    "fp8_backend": (("auto", "torchao"), "{fp8} is torchao's"),
+    "torch_compile_backend": (("inductor",), "{compile} takes that one"),
+    **dict.fromkeys(  # switches of what is not there, or is asked for in another way
+        ("load_in_8bit", "merge_lora", "save_only_model", "no_save_optim", "no_save_rng", "load_best_model_at_end",
+         "group_by_length", "tf32", "push_to_hub", "do_predict", "predict_with_generate", "mask_history",
+         "use_galore", "use_badam", "use_llama_pro", "use_ray", "auto_find_batch_size", "sync_ref_model",
+         "enable_activation_offloading", "save_adapter_weights_only", "logging_first_step", "dataset_streaming",
+         "optimizer_cpu_offload", "use_distributed_optimizer", "pissa_init", "bnb_4bit_use_double_quant",
+         "double_quantization", "dataset_exact_deduplication", "curriculum_sampling", "sample_packing_sequentially"),
+        (OFF, "it is off in any case"),
+    ),
+}  # fmt: skip
+
+_OUT = "leave it out: "
+_GALORE = _OUT + "optimizers are AdamW, {optimizer: adamw_8bit} saves memory"
+_WHOLE_STATE = _OUT + "a checkpoint holds what exact resume needs; {keep_checkpoints: 1} saves disk"
+_BY_CONFIG = _OUT + "the model's config.json says it"
+_WANDB = "write {report_to: wandb}, with {run_name}; WANDB_PROJECT and WANDB_ENTITY are read from the environment"
+_HUB = _OUT + "`hf upload` takes the result, OUT/model, to the hub"
+_FSDP = _OUT + "{parallel: fsdp} takes {sharding}, {offload} and {fsdp_min_params}"
+_LIGER = "write {kernels: liger}"
+_COUNT = "write #1000 behind a data set's name, for 1000 of its rows"
+_WEIGHTS = "write weights behind the losses' names: {loss: sigmoid:0.8 sft:1.0}"
+_IDENTITY = _OUT + "it fills ms-swift's self-cognition rows; write the name into the rows"
+_SPLIT = "write @SPLIT behind the data set's name: {dataset: NAME@train}, {eval_dataset: NAME@test}"
+_FILE = "DeepSpeed's file is not read:"
+_VISION = _OUT + "swiftlite trains the language model"
+
+# name -> what to do instead. A `key: value` alone is what to write.
+INSTEAD: dict[str, str] = {
+    **dict.fromkeys(("no_gradient_checkpointing", "no_activation_checkpointing"), "activation_checkpointing: none"),
+    "enable_activation_checkpointing": "activation_checkpointing: full",
+    "enable_activation_offloading": "activation_checkpointing: offload",
+    **dict.fromkeys(("save_strategy", "saves_per_epoch"), "save_steps: 500"),
+    **dict.fromkeys(
+        ("eval_strategy", "evaluation_strategy", "evals_per_epoch"),
+        "write {eval_steps: 500}; there is no evaluation without {eval_dataset} or {eval_fraction}",
+    ),
+    **dict.fromkeys(("logging_strategy", "logging_first_step"), "log_steps: 1"),
+    **dict.fromkeys(("gpus", "num_gpus", "ray_num_workers"), "nproc_per_node: 2"),
+    "use_ray": _OUT + "{nproc_per_node: 2} starts the processes",
+    "device": _OUT + "CUDA_VISIBLE_DEVICES says which GPUs there are",
+    "device_map": _OUT + "{parallel: fsdp} divides a model that is too large for one GPU",
+    **dict.fromkeys(("fsdp_config", "fsdp_version", "fsdp_transformer_layer_cls_to_wrap", "dp_shard_size"), _FSDP),
+    "fp8_enable_fsdp_float8_all_gather": _OUT + "weights are gathered as {precision} says",
+    "use_distributed_optimizer": "sharding: grad_op",
+    **dict.fromkeys(
+        ("optimizer_cpu_offload", "optimizer_offload_fraction"),
+        "write {optimizer: paged_adamw} (moments in the host's memory) or {offload: cpu} (weights too)",
+    ),
+    "use_precision_aware_optimizer": "write {optimizer: adamw_8bit} or {pure_bf16: true}",
+    "num_layers_per_virtual_pipeline_stage": "pipeline_schedule: interleaved-1f1b",
+    "recompute_activations": "activation_checkpointing: selective",
+    **dict.fromkeys(("recompute_method", "recompute_num_layers"), "activation_checkpointing: full"),
+    "batch_size": "write {micro_batch_size: 1} for one forward pass of a GPU, {global_batch_size: 8} for a step of all",
+    "batch_size_per_device": "micro_batch_size: 1",
+    "auto_find_batch_size": "write {micro_batch_size: 1}; `swiftlite plan` says what fits",
+    "min_lr": "write {min_lr_ratio: 0.1}, the part of the peak that is left at the end: min_lr / learning_rate",
+    "lr_scheduler_kwargs": "write {min_lr_ratio: 0.1} for a least rate, {decay_ratio: 0.1} for wsd's decay",
+    "lr_decay_iters": _OUT + "the rate decays over the whole run, as {max_steps} or {epochs} says",
+    "cosine_constant_lr_ratio": _OUT + "{lr_scheduler: wsd} has a constant part",
+    **dict.fromkeys(
+        ("loss_watchdog_threshold", "loss_watchdog_patience"),
+        _OUT + "{on_loss_spike: stop} ends a run whose loss jumps far above all recent ones",
+    ),
+    "loraplus_lr_ratio": _OUT + "both matrices of LoRA have one learning rate",
+    "label_smoothing_factor": _OUT + "there is no smoothing of tokens; {label_smoothing} is of preferences",
+    "neftune_noise_alpha": _OUT + "embeddings get no noise here",
+    "data_seed": "write {seed}, which decides the order of rows too",
+    "group_by_length": _OUT + "{packing: true} leaves hardly any padding",
+    "packing_strategy": "write {packing: true}; {overlong: split} keeps what is longer than a pack",
+    "system": "give each row a system message: {\"role\": \"system\", ...}, or the key `system`",
+    "default_system": "give each row a system message: {\"role\": \"system\", ...}, or the key `system`",
+    **dict.fromkeys(("model_author", "model_name"), _IDENTITY),
+    "agent_template": _OUT + "the model's own chat template writes tools and calls",
+    "loss_scale": "mark messages that are not to be learnt: \"train\": false",
+    "mask_history": "mark the earlier answers of a row: \"train\": false",
+    "train_on_prompt": "use `swiftlite pretrain` with rows of text",
+    "train_on_inputs": "use `swiftlite pretrain` with rows of text",
+    "completion_only_loss": "use `swiftlite pretrain` with rows of text",
+    "assistant_only_loss": "use `swiftlite pretrain` with rows of text",
+    "eos_token": _OUT + "the end of turn of the chat template is learnt; {tokenizer} names another tokenizer",
+    "special_tokens": "write {new_tokens: TOKEN} for tokens the tokenizer lacks; the others are the model's",
+    "new_special_tokens": "new_tokens: TOKEN",
+    "resize_vocab": "write {new_tokens: TOKEN}, which makes room for them",
+    "tokenizer_model": "tokenizer: FOLDER",
+    "tokenizer_type": _BY_CONFIG,
+    **dict.fromkeys(("max_samples", "max_train_samples", "eval_iters", "max_eval_samples"), _COUNT),
+    "datasets": "write {dataset: PATH}, several with commas; keys of your own by {columns}",
+    "dataset_dir": "write the path of the file itself: {dataset: PATH}",
+    **dict.fromkeys(("dataset_train_split", "dataset_test_split"), _SPLIT),
+    "dataset_config": "write :SUBSET behind the data set's name: {dataset: NAME:SUBSET}",
+    "dataset_streaming": "streaming: true",
+    "dataset_text_field": "columns: text=NAME",
+    "test_datasets": "eval_dataset: PATH",
+    **dict.fromkeys(("dataset_prepared_path", "tokenized_path", "cached_dataset"), "cache_dir: PATH"),
+    "data_path": "write {dataset: PATH}, texts as they are, not tokens of preprocess_data.py",
+    "split": "eval_fraction: 0.05",
+    "dataset_exact_deduplication": "leave copies out of the rows beforehand",
+    **dict.fromkeys(("curriculum_sampling", "sample_packing_sequentially"), "shuffle: false"),
+    "strict": "write {on_bad_row: error} to stop at a bad row, {on_bad_row: skip} to leave it out",
+    "load": "write {model: FOLDER}, with a model as transformers saves it; {resume: auto} goes on with a run",
+    "ref_model": _OUT + "the reference is the model as it was before training; {reference: model} keeps a copy",
+    "sync_ref_model": _OUT + "the reference stays as it was",
+    "loss_weights": _WEIGHTS,
+    "f_divergence_type": _OUT + "losses take the reverse KL",
+    **dict.fromkeys(
+        ("max_prompt_length", "truncation_mode"),
+        _OUT + "of a pair too long for {max_length} the prompt is cut first; {overlong: drop} leaves such rows out",
+    ),
+    "max_model_len": _OUT + "the model's config.json says what it can, {max_length} what is trained",
+    "rope_scaling": "write it into the model's config.json",
+    **dict.fromkeys(
+        ("moe_aux_loss_coeff", "router_aux_loss_coef"),
+        'write "router_aux_loss_coef" and "output_router_logits": true into the model\'s config.json',
+    ),
+    **dict.fromkeys(
+        ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "ffn_hidden_size"), _BY_CONFIG
+    ),
+    **dict.fromkeys(("save_only_model", "no_save_optim", "no_save_rng"), _WHOLE_STATE),
+    "save_adapter_weights_only": _WHOLE_STATE,
+    "load_best_model_at_end": _OUT + "model/ is the last step's, and checkpoints/best the one with the least loss",
+    "metric_for_best_model": _OUT + "the evaluation's loss is what counts",
+    "greater_is_better": _OUT + "the evaluation's loss is what counts",
+    **dict.fromkeys(("auto_resume_from_checkpoints", "resume_only_model"), "resume: auto"),
+    "finetune": "write {resume: auto}, which goes on with a run",
+    "merge_lora": "use `swiftlite export` after training, which merges",
+    **dict.fromkeys(("do_predict", "predict_with_generate"), "use `swiftlite infer` after training"),
+    "do_eval": _OUT + "name no {eval_dataset} and no {eval_fraction}",
+    "do_train": "use `swiftlite eval` or `swiftlite infer`",
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), _HUB),
+    **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_name", "wandb_watch", "wandb_log_model"), _WANDB),
+    **dict.fromkeys(("tensorboard_dir", "logging_dir"), "report_to: tensorboard"),
+    "use_tensorboard": "report_to: tensorboard",
+    "tf32": _OUT + "under {precision: bf16} no large product is in fp32",
+    "load_in_8bit": "quantization: nf4",
+    **dict.fromkeys(("quant_method", "quantization_method", "bnb_4bit_quant_type"), "quantization: nf4"),
+    "bnb_4bit_compute_dtype": "precision: bf16",
+    **dict.fromkeys(
+        ("bnb_4bit_use_double_quant", "double_quantization"),
+        _OUT + "the scales of {quantization: nf4} are not rounded again",
+    ),
+    **dict.fromkeys(("use_galore", "galore_target", "galore_rank", "galore_scale", "galore_layerwise"), _GALORE),
+    "use_badam": _GALORE,
+    **dict.fromkeys(
+        ("use_llama_pro", "freeze_trainable_modules"),
+        "write {tuner: freeze} with {trainable_layers: 2}, which trains whole layers, and {trainable_modules}",
+    ),
+    **dict.fromkeys(("pissa_init", "init_weights", "init_lora_weights"), _OUT + "LoRA starts at zero, as in its paper"),
+    **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"), _LIGER),
+    "liger_fused_linear_cross_entropy": _OUT + "logits are never kept whole",
+    "cut_cross_entropy": _OUT + "logits are never kept whole",
+    "plugins": "write {kernels: liger} for Liger's; there are no others here",
+    **dict.fromkeys(("freeze_vit", "freeze_aligner", "freeze_llm"), _VISION),
+}  # fmt: skip
+
+# setting -> (a pattern of words that others have for its value, what to write instead)
+VALUES: dict[str, tuple[tuple[str, str], ...]] = {
+    "method": (
+        ("orpo|simpo|cpo|ipo", "write {method: dpo} and {loss: WORD}, or `swiftlite dpo`"),
+        ("reward|reward_model", "method: rm"),
+        ("grpo|gspo|ppo|gkd|rloo|opd", "swiftlite trains without sampling: sft, pretrain, dpo, kto, rm"),
+    ),
+    "sharding": (
+        ("zero-?3-offload", "write {sharding: full} and {offload: cpu}"),
+        ("zero-?2-offload", "write {sharding: grad_op} and {offload: cpu}"),
+        ("zero-?1", "write {sharding: grad_op}, which divides gradients beside the optimizer"),
+        (r".*(zero|z|stage)-?3.*\.json", f"{_FILE} write {{sharding: full}}, to offload {{offload: cpu}} too"),
+        (r".*(zero|z|stage)-?2.*\.json", f"{_FILE} write {{sharding: grad_op}}, to offload {{offload: cpu}} too"),
+        (r".*\.json", f"{_FILE} write {{sharding: full}} for ZeRO-3, {{sharding: grad_op}} for ZeRO-2"),
+    ),
+    "adapter": (
+        ("lora", "write {tuner: lora}; {adapter} names the folder of an adapter to go on from"),
+        ("qlora", "write {tuner: lora} and {quantization: nf4}; {adapter} names a folder"),
+    ),
+    "tuner": (("qlora", "write {tuner: lora} and {quantization: nf4}"),),
+    "lr_scheduler": (("cosine(-warmup)?-with-min-lr", "write {lr_scheduler: cosine} and {min_lr_ratio: 0.1}"),),
+    "optimizer": (("paged-adamw-8bit", "write {optimizer: adamw_8bit} or {optimizer: paged_adamw}"),),
+    "precision": (("full", "write {precision: bf16} and {pure_bf16: true}"),),
+    "quantization": (("8|8bit|int8", "write {quantization: nf4}, or leave it out"),),
+    "overlong": (("left", "rows keep their beginning, pairs their answers: write {overlong: truncate}, or drop"),),
+    "report_to": (("all", "name those that you use"),),
+    "warmup_steps": ((r"0?\.\d+", "write {warmup_ratio: WORD}, a part of the run"),),
+    "eval_fraction": ((r"\d{2,}", "for a number of rows write {eval_dataset: FILE#WORD}, with rows apart"),),
+}
+
+
+def idle(name: str, value: str | None, *, in_recipe: bool) -> str | None:
+    """Why a name that no setting has changes nothing with that value; None where it would, or is not known.
+
+    value: None where it is nested.
+    """
+    if name not in IDLE:
+        return None
+    words, why = IDLE[name]
+    plain = None if value is None else value.strip().lower()
+    return shown(why, in_recipe=in_recipe) if words == EVERY or plain in words else None
+
+
+def instead(name: str, *, in_recipe: bool) -> str | None:
+    """What a user of another tool does here instead of naming `name`; None where nothing is known of it."""
+    if name in INSTEAD:
+        return _advice(INSTEAD[name], in_recipe=in_recipe)
+    return shown(_OUT + IDLE[name][1], in_recipe=in_recipe) if name in IDLE else None
+
+
+def instead_of_value(setting: str, word: str, *, in_recipe: bool) -> str | None:
+    """The same for a value that a setting does not take."""
+    plain = word.strip().lower().replace("_", "-")
+    found = next((fix for pattern, fix in VALUES.get(setting, ()) if re.fullmatch(pattern, plain)), None)
+    return None if found is None else _advice(found, in_recipe=in_recipe).replace("WORD", word.strip())
+
+
+def is_known(name: str) -> bool:
+    """Whether another tool is known to have the name."""
+    return name in IDLE or name in INSTEAD
+
+
+def _advice(text: str, *, in_recipe: bool) -> str:
+    return shown(f"write {{{text}}}" if re.fullmatch(r"\w+: \S+", text) else text, in_recipe=in_recipe)
+
+
+def shown(text: str, *, in_recipe: bool = False) -> str:
+    """A text of these tables with its settings as flags, or as a recipe's lines."""
+
+    def show(found: re.Match[str]) -> str:
+        name, value = found[1], found[2]
+        if in_recipe:
+            return f"`{name}: {value}`" if value else f"`{name}`"
+        return f"`--{name.replace('_', '-')}{f' {value}' if value else ''}`"
+
+    return SETTING.sub(show, text)
