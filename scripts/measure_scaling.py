@@ -36,6 +36,7 @@ CASES = (
     ("ddp 4", 4, ("--parallel", "ddp")),
     ("fsdp full 4", 4, ("--sharding", "full")),
     ("fsdp 2 x pp 2", 4, ("--pp", "2", "--sharding", "full")),
+    ("cp 2, 4 documents a row", 2, ("--cp", "2", "--micro-batch-size", "4")),
 )
 
 
