@@ -27,10 +27,10 @@ SHORT = re.compile("-[a-zA-Z]")
 MAY_BE_EMPTY = "--system"  # of `infer`: some templates write a message of their own where there is none
 NO_COMMAND = re.compile(r"(No such command '(.*?)')(\. Did you mean .*)?")
 ELSEWHERE = {  # what other tools call a command
-    "api": "serve", "chat": "infer", "convert": "export", "deploy": "serve", "evaluate": "eval", "finetune": "sft",
-    "fine-tune": "sft", "generate": "infer", "help": "--help", "inference": "infer", "merge": "export",
-    "merge-lora": "export", "orpo": "dpo", "plot": "report", "preprocess": "inspect", "preview": "inspect",
-    "reward": "rm", "rlhf": "train", "simpo": "dpo",
+    "api": "serve", "chat": "infer", "compare": "report", "convert": "export", "deploy": "serve", "evaluate": "eval",
+    "finetune": "sft", "fine-tune": "sft", "generate": "infer", "help": "--help", "inference": "infer",
+    "merge": "export", "merge-lora": "export", "orpo": "dpo", "plot": "report", "preprocess": "inspect",
+    "preview": "inspect", "reward": "rm", "rlhf": "train", "simpo": "dpo",
 }  # fmt: skip
 
 

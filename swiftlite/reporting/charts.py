@@ -25,15 +25,16 @@ class Line:
     points: Points
 
 
-def chart(title: str, lines: list[Line], *, large: bool = False) -> str:
-    """A card with a legend where there are several lines, and a tooltip for each stretch of steps."""
+def chart(title: str, lines: list[Line], *, large: bool = False, legend: bool = True) -> str:
+    """A card with a tooltip for each stretch of steps. legend: says which line is which, where there are several."""
     lines = [Line(line.name, line.kind, _thinned(line.points, MOST_POINTS)) for line in lines if line.points[0]]
     if not lines:
         return ""
     scale = _Scale.around(lines, *(LARGE if large else SMALL))
     parts = [*_axes(scale), *(_path(line, scale) for line in lines), *_bands(lines, scale)]
-    legend = "".join(f'<i class="{line.kind}"></i>{escape(line.name)} ' for line in lines) if len(lines) > 1 else ""
-    head = f'<h2>{escape(title)}<span class="legend">{legend}</span></h2>'
+    named = lines if legend and len(lines) > 1 else []
+    names = " ".join(f'<span><i class="{line.kind}"></i>{escape(line.name)}</span>' for line in named)
+    head = f'<h2>{escape(title)}<span class="legend">{names}</span></h2>'
     label = escape(title, quote=True)
     svg = f'<svg viewBox="0 0 {scale.width} {scale.height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f'<section class="card{" large" * large}">{head}{svg}</section>'

@@ -20,6 +20,7 @@ STYLE = Path(__file__).with_name("page.css")
 SINGLE_CHARTS = {
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm before clipping",
+    "router_loss": "Router loss of the experts",
     "tokens_per_second": "Tokens per second",
     "peak_memory_gib": "Peak memory, GiB",
     "mfu": "Model FLOPs utilisation",
@@ -32,12 +33,10 @@ def write_report_page(output: Path, *, alive: bool = True) -> Path:
 
     alive: whether a process may still write into it. Raises RunError where the file cannot be written.
     """
-    name, style = escape(output.resolve().name), STYLE.read_text(encoding="utf-8")
+    name = output.resolve().name
     rows, state = read_metrics(output), read_run_state(output)
-    if state.get("state") == "running" and not alive:  # it was killed before it could say so
-        state["state"] = f"stopped without a word after step {rows[-1]['step'] if rows else 0:,}"
     body = [
-        f"<header><h1>{name}</h1>{_state(state)}</header>",
+        f"<header><h1>{escape(name)}</h1>{_state(state, state_in_words(rows, state, alive=alive))}</header>",
         _facts(state),
         _cards(rows, state),
         f'<div class="charts">{"".join(_charts(rows))}</div>',
@@ -46,49 +45,75 @@ def write_report_page(output: Path, *, alive: bool = True) -> Path:
         _config(output / "config.yaml"),
         f"<footer>written by swiftlite {escape(str(state.get('swiftlite', '')))}</footer>",
     ]
+    return write_page(output / "report.html", name, body)
+
+
+def write_page(path: Path, title: str, body: list[str]) -> Path:
+    """An HTML file of these parts that needs nothing else. Raises RunError where it cannot be written."""
     page = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name} · swiftlite</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · swiftlite</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f"<body>{''.join(body)}</body></html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE.read_text(encoding='utf-8')}</style></head><body>{''.join(body)}</body></html>\n"
     )
-    return write_whole(output / "report.html", lambda path: path.write_text(page, encoding="utf-8"))
+    return write_whole(path, lambda partial: partial.write_text(page, encoding="utf-8"))
 
 
-def _text(value: Any) -> str:
+def state_in_words(rows: Rows, state: dict[str, Any], *, alive: bool) -> str:
+    """`finished`, `failed at step 3: ...`; a run that says it is running, and is not alive, was killed."""
+    if state.get("state") == "running" and not alive:
+        return f"stopped without a word after step {rows[-1]['step'] if rows else 0:,}"
+    return state.get("state", "unknown")
+
+
+def figures(rows: Rows, state: dict[str, Any]) -> dict[str, str]:
+    """What a run came to, in a few words each. rows: one at least."""
+    losses, evals = series(rows, "loss")[1], series(rows, "eval_loss")[1]
+    speeds, memory = series(rows, "tokens_per_second")[1], series(rows, "peak_memory_gib")[1]
+    total = state.get("total_steps")
+    found = {"steps": f"{rows[-1]['step']:,}" + (f"/{total:,}" if total else "")}
+    if losses:
+        found |= {"first loss": short(losses[0]), "last loss": short(losses[-1])}
+        found["smoothed"] = short(smoothed(losses)[-1])
+    if evals:
+        found["best eval loss"] = short(min(evals))
+    if speeds:
+        found["tokens/s"] = f"{median(speeds):,.0f}"
+    if memory:
+        found["peak memory"] = f"{max(memory):.2f} GiB"
+    if "seconds" in state:
+        found["time"] = duration(state["seconds"])
+    return found
+
+
+def as_html(value: Any) -> str:
+    """As HTML shows it, without secrets."""
     return escape(without_secrets(str(value)))
 
 
-def _state(state: dict[str, Any]) -> str:
-    now = state.get("state", "unknown")
-    mark = next((kind for kind in ("finished", "running", "stopped", "failed") if now.startswith(kind)), "unknown")
-    started = f'<span class="soft">started {_text(state["started"])}</span>' if state.get("started") else ""
-    return f'<p><b class="mark {mark}">{_text(now)}</b> {started}</p>'
+def _state(state: dict[str, Any], now: str) -> str:
+    started = f'<span class="soft">started {as_html(state["started"])}</span>' if state.get("started") else ""
+    return f"<p>{mark(now)} {started}</p>"
+
+
+def mark(now: str) -> str:
+    """The state of a run in its colour."""
+    kind = next((kind for kind in ("finished", "running", "stopped", "failed") if now.startswith(kind)), "unknown")
+    return f'<b class="mark {kind}">{as_html(now)}</b>'
 
 
 def _facts(state: dict[str, Any]) -> str:
     facts = state.get("facts")
     if not facts:
         return ""
-    rows = "".join(f"<tr><th>{_text(key)}</th><td>{_text(value)}</td></tr>" for key, value in facts.items())
+    rows = "".join(f"<tr><th>{as_html(key)}</th><td>{as_html(value)}</td></tr>" for key, value in facts.items())
     return f'<section class="card"><table class="facts">{rows}</table></section>'
 
 
 def _cards(rows: Rows, state: dict[str, Any]) -> str:
     if not rows:
         return "<p>No step is logged yet.</p>"
-    losses, evals = series(rows, "loss")[1], series(rows, "eval_loss")[1]
-    speeds, memory = series(rows, "tokens_per_second")[1], series(rows, "peak_memory_gib")[1]
-    total = state.get("total_steps")
-    cards = [("steps", f"{rows[-1]['step']:,}" + (f"/{total:,}" if total else ""))]
-    if losses:
-        cards += [("first loss", short(losses[0])), ("last loss", short(losses[-1]))]
-        cards += [("smoothed", short(smoothed(losses)[-1]))]
-    cards += [("best eval loss", short(min(evals)))] if evals else []
-    cards += [("tokens/s", f"{median(speeds):,.0f}")] if speeds else []
-    cards += [("peak memory", f"{max(memory):.2f} GiB")] if memory else []
-    if "seconds" in state:
-        cards += [("time", duration(state["seconds"]))]
+    cards = figures(rows, state).items()
     shown = (f'<div class="card"><span>{label}</span><b>{value}</b></div>' for label, value in cards)
     return f'<div class="cards">{"".join(shown)}</div>'
 
@@ -109,7 +134,7 @@ def _charts(rows: Rows) -> list[str]:
     charts.append(chart("Seconds per step", seconds))
     for title, keys in preference_groups(rows).items():
         lines = [Line(key, f"c{number % 4}", series(rows, key)) for number, key in enumerate(keys)]
-        charts.append(chart(title.capitalize(), lines))
+        charts.append(chart(title.replace("_", " ").capitalize(), lines))
     return charts
 
 
@@ -117,7 +142,7 @@ def _messages(state: dict[str, Any]) -> str:
     found = [(message["step"], message.get("text", "")) for message in state.get("messages", [])]
     if not found:
         return ""
-    rows = "".join(f'<tr><td class="n">{_text(step)}</td><td>{_text(text)}</td></tr>' for step, text in found)
+    rows = "".join(f'<tr><td class="n">{as_html(step)}</td><td>{as_html(words)}</td></tr>' for step, words in found)
     return (
         f'<details class="card"><summary>What happened ({len(found):,})</summary>'
         f'<table><tr><th class="n">step</th><th></th></tr>{rows}</table></details>'
@@ -135,11 +160,11 @@ def _audit(audit: dict[str, Any]) -> str:
     keys = list(dict.fromkeys(key for section in flat.values() for key in section))
     if not keys:
         return ""
-    head = "".join(f'<th class="n">{_text(key)}</th>' for key in keys)
+    head = "".join(f'<th class="n">{as_html(key)}</th>' for key in keys)
     rows = ""
     for name, section in flat.items():
         cells = "".join(f'<td class="n">{_cell(section.get(key))}</td>' for key in keys)
-        rows += f"<tr><th>{_text(name)}</th>{cells}</tr>"
+        rows += f"<tr><th>{as_html(name)}</th>{cells}</tr>"
     table = f"<table><tr><th></th>{head}</tr>{rows}</table>"
     return f'<section class="card"><h2>What became of the data</h2>{table}</section>'
 
@@ -165,5 +190,5 @@ def _cell(value: Any) -> str:
 def _config(path: Path) -> str:
     if not path.is_file():
         return ""
-    text = _text(path.read_text(encoding="utf-8", errors="replace"))
-    return f'<details class="card"><summary>Configuration</summary><pre>{text}</pre></details>'
+    shown = as_html(path.read_text(encoding="utf-8", errors="replace"))
+    return f'<details class="card"><summary>Configuration</summary><pre>{shown}</pre></details>'
