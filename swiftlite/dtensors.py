@@ -1,7 +1,7 @@
 """Tensors and modules that a mesh divides, told from plain ones without importing what divides them.
 
 torch.distributed.tensor brings sympy and half of torch's compiler with it: 0.4 s and 40 MiB for every process, which
-one that trains alone does without. Where it was never imported, or postponed (`swiftlite.quick_imports`), nothing is
+one that trains alone does without. Where it was never imported, or postponed (`swiftlite.postponed`), nothing is
 divided.
 """
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name
 from swiftlite.errors import SwiftliteError, UserError, is_out_of_memory
 from swiftlite.hub import stay_offline_without_network
-from swiftlite.quick_imports import quick_imports, register_meta_kernels
+from swiftlite.postponed import register_meta_kernels
+from swiftlite.quick_imports import quick_imports
 from swiftlite.untrusted import read_json_file
 
 if TYPE_CHECKING:
