@@ -9,8 +9,9 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from test_attention import LENGTHS, check_one_by_one, lay_out
 from test_lanes import documents
-from test_launch import SWIFTLITE, close, run
+from test_launch import close
 from test_parity import metrics
+from worlds import run_swiftlite
 
 from swiftlite.checkpoint.weights import TensorFolder, materialize
 from swiftlite.config.layout import Layout
@@ -265,13 +266,10 @@ def test_a_model_of_documents_one_at_a_time_in_two_processes(tmp_path, tiny_mode
              "--global-batch-size", "4", "--micro-batch-size", "1", "--precision", "fp32", "--max-steps", "4",
              "--save-steps", "2", "--learning-rate", "1e-3", "--cache-dir", tmp_path / "cache"]  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    start = run(*SWIFTLITE, "sft", *flags, "-o", one)
-    assert start.returncode == 0, start.stderr
-    assert "in rows of their own, because of layers of kind linear_attention" in start.stdout
+    [said] = run_swiftlite(1, "sft", *flags, "-o", one)
+    assert "in rows of their own, because of layers of kind linear_attention" in said
     middle = one / "checkpoints" / "step-00000002"
-    several = ["--nproc-per-node", "2", "--parallel", "fsdp", "-o", two, "--resume", middle]
-    done = run(*SWIFTLITE, "sft", *flags, *several)
-    assert done.returncode == 0, done.stderr
+    run_swiftlite(2, "sft", *flags, "--parallel", "fsdp", "-o", two, "--resume", middle)
     for mine, other in zip(metrics(two), metrics(one)[2:], strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
@@ -285,9 +283,8 @@ def test_pairs_of_documents_one_at_a_time_in_two_processes(tmp_path, tiny_model,
              "--precision", "fp32", "--num-train-epochs", "1", "--learning-rate", "1e-3",
              "--loss", "sigmoid", "sft:0.5", "--cache-dir", tmp_path / "cache"]  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    for folder, several in ((one, []), (two, ["--nproc-per-node", "2", "--parallel", "fsdp"])):
-        done = run(*SWIFTLITE, "dpo", *flags, *several, "-o", folder)
-        assert done.returncode == 0, done.stderr
+    run_swiftlite(1, "dpo", *flags, "-o", one)
+    run_swiftlite(2, "dpo", *flags, "--parallel", "fsdp", "-o", two)
     assert len(metrics(one)) == 4
     for mine, other in zip(metrics(two), metrics(one), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)

@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 import torch
-from test_launch import SWIFTLITE, flags, run  # noqa: F401 - a fixture
+from test_launch import flags  # noqa: F401 - a fixture
 from test_parity import metrics, settings, train_alone
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
+from worlds import run_swiftlite
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.models.compiled import compile_layers
@@ -43,10 +44,9 @@ def test_compiled_layers_train_the_same_and_compile_once(tmp_path, tiny_model, w
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_layers_that_ranks_divide_train_the_same(tmp_path, flags):  # noqa: F811
     curves = []
-    for more in ([], ["--compile", "--nproc-per-node", "2", "--tp", "2"]):
-        out = tmp_path / f"out{len(curves)}"
-        done = run(*SWIFTLITE, "sft", *flags, "--max-steps", "2", "--output-dir", out, *more)
-        assert done.returncode == 0, done.stderr
+    for size, more in ((1, []), (2, ["--compile", "--tp", "2"])):
+        out = tmp_path / f"out{size}"
+        run_swiftlite(size, "sft", *flags, "--max-steps", "2", "--output-dir", out, *more)
         curves.append([(row["loss"], row["grad_norm"]) for row in metrics(out)])
     assert curves[1] == [pytest.approx(pair, rel=1e-5) for pair in curves[0]]
 

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from test_launch import ENV, SWIFTLITE, ranks_of, run, wait_gone
 from test_parity import metrics, render_chat, settings, train_alone
+from worlds import run_swiftlite
 
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.cli import dry_run
@@ -147,9 +148,8 @@ def test_layouts_give_the_same_numbers(tmp_path, train):
     logged = train("dpo-full")[-1]
     for layout in (["--parallel", "fsdp"], ["--tp", "2"], ["--pp", "2"]):
         report = tmp_path / "report.json"
-        words = ["--nproc-per-node", "2", "--json", report, "--cache-dir", tmp_path / "cache", *layout]
-        done = run(*SWIFTLITE, "eval", "--model", tmp_path / "out", *words)
-        assert done.returncode == 0, done.stderr
+        words = ["--json", report, "--cache-dir", tmp_path / "cache", *layout]
+        run_swiftlite(2, "eval", "--model", tmp_path / "out", *words)
         [row] = json.loads(report.read_text())
         for name in ("loss", "rewards/margin", "logps/chosen"):
             assert row[name] == pytest.approx(logged[f"eval_{name}"], rel=1e-5), layout

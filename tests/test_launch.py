@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from test_parity import metrics
 from torch.distributed import HashStore
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
+from worlds import run_swiftlite
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.checkpoint.safetensors_files import SINGLE
@@ -84,7 +85,7 @@ def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
     one, two, mixed = tmp_path / "one", tmp_path / "two", tmp_path / "mixed"
     several = ["--nproc-per-node", "2", "--parallel", "fsdp", "--save-steps", "2", "--keep-checkpoints", "9",
                "--async-save"]  # fmt: skip
-    assert run(*SWIFTLITE, "sft", *flags, "--max-steps", "6", "-o", one).returncode == 0
+    run_swiftlite(1, "sft", *flags, "--max-steps", "6", "-o", one)
     done = run(*SWIFTLITE, "sft", *flags, *several, "--max-steps", "6", "-o", two)
     assert done.returncode == 0, done.stderr
     assert "2 processes: 2 x full sharding" in done.stdout
@@ -95,15 +96,11 @@ def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
     assert close(two / "model" / "model.safetensors", one / "model" / "model.safetensors")
     middle = two / "checkpoints" / "step-00000004"
     assert check_folder(middle, deep=True) == []
-    again = run(*SWIFTLITE, "sft", *flags, "--max-steps", "6", "-o", mixed, "--resume", middle)
-    assert again.returncode == 0, again.stderr
+    run_swiftlite(1, "sft", *flags, "--max-steps", "6", "-o", mixed, "--resume", middle)
     assert [row["step"] for row in metrics(mixed)] == [5, 6]
     assert close(mixed / "model" / "model.safetensors", one / "model" / "model.safetensors")
     back = tmp_path / "back"
-    start = run(
-        *SWIFTLITE, "sft", *flags, "--max-steps", "6", "-o", back, "--save-steps", "3", "--keep-checkpoints", "9"
-    )
-    assert start.returncode == 0
+    run_swiftlite(1, "sft", *flags, "--max-steps", "6", "-o", back, "--save-steps", "3", "--keep-checkpoints", "9")
     sharded = run(*SWIFTLITE, "sft", *flags, *several, "--max-steps", "6", "-o", tmp_path / "last", "--resume",
                   back / "checkpoints" / "step-00000003")  # fmt: skip
     assert sharded.returncode == 0, sharded.stderr
@@ -117,10 +114,8 @@ def test_a_run_of_two_processes_resumes_in_one_and_back(tmp_path, flags):
 def test_a_pipeline_recomputes_each_micro_batch_with_its_own_places(tmp_path, flags, schedule, checkpointing):
     more = ["--max-steps", "3", "--no-packing", "--activation-checkpointing", checkpointing]
     one, two = tmp_path / "one", tmp_path / "two"
-    stages = ["--pp", "2", "--pipeline-schedule", schedule, "--nproc-per-node", "2"]
-    for words in (["-o", one], [*stages, "-o", two]):
-        done = run(*SWIFTLITE, "sft", *flags, *more, *words)
-        assert done.returncode == 0, done.stderr
+    run_swiftlite(1, "sft", *flags, *more, "-o", one)
+    run_swiftlite(2, "sft", *flags, *more, "--pp", "2", "--pipeline-schedule", schedule, "-o", two)
     check_same_curve(one, two)
 
 
@@ -134,19 +129,16 @@ def test_experts_that_are_gathered_ahead_are_recomputed(tmp_path, tiny_model, fl
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
     flags = [flags[0], model, *flags[2:], "--max-steps", "3", "--activation-checkpointing", "selective"]
     one, two = tmp_path / "one", tmp_path / "two"
-    for words in (["-o", one], ["--parallel", "fsdp", "--nproc-per-node", "2", "-o", two]):
-        done = run(*SWIFTLITE, "sft", *flags, *words)
-        assert done.returncode == 0, done.stderr
+    run_swiftlite(1, "sft", *flags, "-o", one)
+    run_swiftlite(2, "sft", *flags, "--parallel", "fsdp", "-o", two)
     check_same_curve(one, two)
 
 
 def test_checkpoints_are_whole_where_the_first_process_trains_nothing(tmp_path, flags):
     flags = [*flags, "--tuner", "freeze", "--trainable-layers", "1", "--max-steps", "2", "--save-steps", "1"]
     one, two = tmp_path / "one", tmp_path / "two"
-    stages = run(*SWIFTLITE, "sft", *flags, "--pp", "2", "--nproc-per-node", "2", "-o", two)
-    assert stages.returncode == 0, stages.stderr
-    again = run(*SWIFTLITE, "sft", *flags, "-o", one, "--resume", two / "checkpoints" / "step-00000001")
-    assert again.returncode == 0, again.stderr
+    run_swiftlite(2, "sft", *flags, "--pp", "2", "-o", two)
+    run_swiftlite(1, "sft", *flags, "-o", one, "--resume", two / "checkpoints" / "step-00000001")
     for folder in ("model", "checkpoints/latest"):
         assert close(one / folder / "model.safetensors", two / folder / "model.safetensors")
     moments = "checkpoints/latest/resume/tensors.safetensors"
@@ -158,17 +150,15 @@ def test_the_experts_of_a_reference_model_are_divided_too(tmp_path, tiny_model, 
              "model", "--tuner", "full", "--max-length", "128", "--global-batch-size", "4", "--micro-batch-size", "2",
              "--precision", "fp32", "--learning-rate", "1e-3", "--max-steps", "2"]  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    for more in (["-o", one], ["--ep", "2", "--nproc-per-node", "2", "-o", two]):
-        done = run(*SWIFTLITE, "dpo", *flags, *more)
-        assert done.returncode == 0, done.stderr
+    run_swiftlite(1, "dpo", *flags, "-o", one)
+    run_swiftlite(2, "dpo", *flags, "--ep", "2", "-o", two)
     check_same_curve(one, two)
 
 
 def test_one_process_offloads_too(tmp_path, flags):
     plain, offloaded = tmp_path / "plain", tmp_path / "offloaded"
-    assert run(*SWIFTLITE, "sft", *flags, "--max-steps", "2", "-o", plain).returncode == 0
-    done = run(*SWIFTLITE, "sft", *flags, "--max-steps", "2", "-o", offloaded, "--offload", "cpu")
-    assert done.returncode == 0, done.stderr
+    run_swiftlite(1, "sft", *flags, "--max-steps", "2", "-o", plain)
+    run_swiftlite(1, "sft", *flags, "--max-steps", "2", "-o", offloaded, "--offload", "cpu")
     assert [row["loss"] for row in metrics(offloaded)] == pytest.approx([row["loss"] for row in metrics(plain)])
 
 

@@ -164,11 +164,11 @@ def test_weights_that_were_changed_before_a_bad_gradient_are_not_saved(start, tm
     assert metrics(tmp_path / "bad") and not list_checkpoints(tmp_path / "bad")
 
 
-def test_layouts_train_the_same(tmp_path, monkeypatch):
+def test_layouts_train_the_same(tmp_path):
     early = Subject("llama-tied", "early", FULL | EARLY), Subject("llama-tied", "early, LoRA", LORA | EARLY)
     bf16 = Subject("llama-tied", "bf16", FULL | BF16)
     chosen = ("ddp 2", "fsdp full 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "cp 2")
-    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, *early, bf16):
+    for verdict in in_real_processes(tmp_path, 2, chosen, *early, bf16):
         if verdict.subject == "bf16":
             assert verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
         elif verdict.case == "pp 2":

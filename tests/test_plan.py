@@ -1,6 +1,5 @@
 """`swiftlite plan`: what it predicts, beside what was measured on a GPU, counted in real processes, or is PyTorch's."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from model_shapes import real_config
+from worlds import run_ranks
 
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve
 from swiftlite.config.validate import Given
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.stages import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, ZERO_BUBBLE, ZERO_BUBBLE_V, StagePlan
-from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.parallel.world import joined
 from swiftlite.planning.communication import Parameters, Traffic
 from swiftlite.planning.devices import Device, find_device
@@ -105,22 +104,19 @@ LAYOUTS = {
 }
 
 
-def _count_in_process(folder: str) -> int:
+def _count_in_process(_rank: int, folder: Path) -> list[tuple[int, int]]:
+    """Bytes of each layout's weights here, and of those that are trained."""
     from measure.resident import tensor_bytes
     from measure.world import build, shared_flags
 
+    counted = []
     with joined() as world:
-        for number, (name, (toy, flags)) in enumerate(LAYOUTS.items()):
-            given = shared_flags(Path(folder) / toy, Path(folder) / "none") | flags
+        for number, (toy, flags) in enumerate(LAYOUTS.values()):
+            given = shared_flags(folder / toy, folder / "none") | flags
             trainee = build(resolve_in_world("sft", given, world.size), world.within(str(number)))
             parts = [tensor for part in trainee.divided.parts for _, tensor, _ in part.tensors()]
-            numbers = tensor_bytes(parts), tensor_bytes(p for _, p in trainee.trained())
-            ranks = [None] * world.size
-            torch.distributed.all_gather_object(ranks, numbers)
-            if world.rank == 0:
-                with (Path(folder) / "counted.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([name, ranks]) + "\n")
-    return 0
+            counted.append((tensor_bytes(parts), tensor_bytes(p for _, p in trainee.trained())))
+    return counted
 
 
 def test_states_of_real_ranks(tmp_path):
@@ -128,16 +124,12 @@ def test_states_of_real_ranks(tmp_path):
 
     for toy in {toy for toy, _ in LAYOUTS.values()}:
         write_toy(tmp_path / toy, toy_config(toy, 8))
-    with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(4), _count_in_process, str(tmp_path))
-    assert not ended.value.code
-    for line in (tmp_path / "counted.jsonl").read_text().splitlines():
-        name, ranks = json.loads(line)
-        toy, flags = LAYOUTS[name]
+    ranks = run_ranks(4, _count_in_process, tmp_path)
+    for (name, (toy, flags)), *counted in zip(LAYOUTS.items(), *ranks, strict=True):
         resolved = resolve_in_world("sft", shared_flags(tmp_path / toy, tmp_path / "none") | flags, 4)
         held = settle(resolved, outline_of(resolved.config, toy_config(toy, 8), "cpu"), FOUR).footprint
-        assert held.weights == pytest.approx(max(weights for weights, _ in ranks), rel=0.03), name
-        assert held.moments == pytest.approx(2 * max(trained for _, trained in ranks), rel=0.03), name
+        assert held.weights == pytest.approx(max(weights for weights, _ in counted), rel=0.03), name
+        assert held.moments == pytest.approx(2 * max(trained for _, trained in counted), rel=0.03), name
 
 
 # --- the terms that no process shows ----------------------------------------------------------------------------------

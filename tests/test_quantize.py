@@ -98,11 +98,11 @@ def test_what_does_not_go_with_it_is_refused(base, more, what):
         resolve_config("sft", **base | {"quantization": "nf4"} | more)
 
 
-def test_layouts_divide_the_same_rounded_weights(tmp_path, monkeypatch):
+def test_layouts_divide_the_same_rounded_weights(tmp_path):
     exact, half = {"quantization": "nf4"}, {"quantization": "nf4", "precision": "bf16"}
     kinds = [Subject("llama", "fp32", LORA | exact), Subject("llama", "bf16", LORA | half)]
     chosen = ("fsdp full 2", "fsdp full 2, offloaded", "pp 2", "cp 2")
-    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, *kinds):
+    for verdict in in_real_processes(tmp_path, 2, chosen, *kinds):
         if verdict.subject == "fp32":
             assert verdict.passed and verdict.difference is not None, verdict
         else:

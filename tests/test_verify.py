@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_launch import ENV, SWIFTLITE
+from worlds import run_ranks
 
 from swiftlite.cli import verify as command
 from swiftlite.cli.app import main
@@ -64,7 +65,7 @@ def test_preferences_go_on_in_other_layouts(tmp_path):
     assert {"tp 2 -> cp 2", f"cp 2 -> {pipeline}"} <= {v["case"] for v in verdicts}
 
 
-def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects, changed: str | None = None) -> list:
+def in_real_processes(tmp_path, count, chosen, *subjects, changed: str | None = None) -> list:
     """Verdicts of these subjects, of one architecture, in these layouts. changed: of CHANGES.
 
     Three steps are enough, but for adapters: a matrix that starts at zero is, after few of them, AdamW's first updates,
@@ -72,58 +73,55 @@ def in_real_processes(tmp_path, monkeypatch, count, chosen, *subjects, changed: 
     """
     shorter = {"full": {"max_steps": 3}, "lora": {}}
     subjects = [replace(subject, flags=shorter[subject.flags["tuner"]] | subject.flags) for subject in subjects]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (name,) = {subject.architecture for subject in subjects}
     models = {name: str(write_toy(tmp_path / "model", toy_config(name, 4)))}
     write_rows(tmp_path)
     picked = [case for case in cases(count) if case.name in chosen]
     assert len(picked) == len(chosen)
-    with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(count), changed_process, changed, str(tmp_path), models, subjects, picked, show_error)
-    assert ended.value.code == 0
+    run_ranks(count, changed_process, changed, str(tmp_path), models, subjects, picked)
     found = read_verdicts(tmp_path)
     assert len(found) == len(picked) * len(subjects)
     return found
 
 
-def test_three_processes(tmp_path, monkeypatch):
+def test_three_processes(tmp_path):
     chosen = ("ddp 3", "fsdp full 3", "pp 3", "cp 3")
-    for verdict in in_real_processes(tmp_path, monkeypatch, 3, chosen, Subject("llama", "llama", FULL)):
+    for verdict in in_real_processes(tmp_path, 3, chosen, Subject("llama", "llama", FULL)):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
-def test_four_processes_in_products(tmp_path, monkeypatch):
+def test_four_processes_in_products(tmp_path):
     both = Subject("gemma3", "gemma3", FULL), Subject("gemma3", "gemma3, LoRA", LORA)
-    for verdict in in_real_processes(tmp_path, monkeypatch, 4, ("hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"), *both):
+    for verdict in in_real_processes(tmp_path, 4, ("hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"), *both):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
-def test_answers_of_a_step_with_fewer_micro_batches_than_stages(tmp_path, monkeypatch):
+def test_answers_of_a_step_with_fewer_micro_batches_than_stages(tmp_path):
     few = FULL | {"packing": False, "max_steps": 2, "micro_batch_size": 1}  # of eight rows, and of one
     rows = {"dpo": "pairs.jsonl#9", "kto": "judged.jsonl#9", "rm": "pairs.jsonl#9"}
     subjects = [Subject("llama", name, few | {"dataset": [str(tmp_path / rows[name])]}, name) for name in rows]
-    for verdict in in_real_processes(tmp_path, monkeypatch, 2, ("pp 2", *ZERO_BUBBLE), *subjects):
+    for verdict in in_real_processes(tmp_path, 2, ("pp 2", *ZERO_BUBBLE), *subjects):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
-def test_products_by_oneDNN(tmp_path, monkeypatch):
+def test_products_by_oneDNN(tmp_path):
     both = Subject("llama-tied", "full", FULL), Subject("llama-tied", "LoRA", LORA)
     chosen = ("fsdp full 2, recomputing", "fsdp full 2, offloaded", "tp 2", "pp 2", *ZERO_BUBBLE, "cp 2")
-    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, *both, changed="with_oneDNN"):
+    for verdict in in_real_processes(tmp_path, 2, chosen, *both, changed="with_oneDNN"):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
-def test_tokens_divided_as_on_a_gpu(tmp_path, monkeypatch):
+def test_tokens_divided_as_on_a_gpu(tmp_path):
     always = {"sequence_parallel": "always"}
     both = Subject("gemma3", "full", FULL | always), Subject("gemma3", "LoRA", LORA | always)
-    for verdict in in_real_processes(tmp_path, monkeypatch, 4, ("tp 2 x pp 2",), *both):
+    for verdict in in_real_processes(tmp_path, 4, ("tp 2 x pp 2",), *both):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
-def test_equal_weights_are_equal_files_in_every_layout(tmp_path, monkeypatch):
+def test_equal_weights_are_equal_files_in_every_layout(tmp_path):
     still = Subject("llama", "llama", FULL | {"learning_rate": 1e-30})  # too small to change a weight
     chosen = ("fsdp full 2", "fsdp full 2, offloaded", "tp 2", "pp 2", *ZERO_BUBBLE, "cp 2")
-    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, still):
+    for verdict in in_real_processes(tmp_path, 2, chosen, still):
         assert verdict.difference.weights == 0 and verdict.difference.same_files, verdict
 
 
@@ -131,21 +129,21 @@ def test_equal_weights_are_equal_files_in_every_layout(tmp_path, monkeypatch):
 BF16_LOSS, BF16_NORM = 2**-9, 2**-6
 
 
-def test_bf16_layouts_differ_from_one_process_by_rounding_alone(tmp_path, monkeypatch):
+def test_bf16_layouts_differ_from_one_process_by_rounding_alone(tmp_path):
     kinds = [Subject("llama", name, flags | {"precision": "bf16"}) for name, flags in (("full", FULL), ("lora", LORA))]
     chosen = ("fsdp full 2", "ddp 2", "tp 2", "pp 2", "cp 2")
-    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, *kinds):
+    for verdict in in_real_processes(tmp_path, 2, chosen, *kinds):
         assert 0 < verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
 
 
-def test_layers_in_bf16_behind_an_embedding_in_fp32(tmp_path, monkeypatch):
+def test_layers_in_bf16_behind_an_embedding_in_fp32(tmp_path):
     """FSDP's units compute in bf16, and what is left of the model in fp32: GPT-2's layer norms get both."""
     kind = Subject("gpt2", "full", FULL | {"precision": "bf16"})
-    for verdict in in_real_processes(tmp_path, monkeypatch, 2, ("fsdp full 2", "ddp 2"), kind):
+    for verdict in in_real_processes(tmp_path, 2, ("fsdp full 2", "ddp 2"), kind):
         assert 0 < verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
 
 
-def test_products_in_8_bits_differ_by_rounding_alone(tmp_path, monkeypatch):
+def test_products_in_8_bits_differ_by_rounding_alone(tmp_path):
     """Weights' gradients stay in bf16 here: in 8 bits their rounding depends on which tokens a process has.
 
     A weight that differs in its last bit can be rounded to the next number of 8 bits, up to an eighth away.
@@ -153,7 +151,7 @@ def test_products_in_8_bits_differ_by_rounding_alone(tmp_path, monkeypatch):
     pytest.importorskip("torchao")
     eight = Subject("llama", "fp8", FULL | {"fp8": "rowwise_with_gw_hp", "precision": "bf16", "pure_bf16": True})
     chosen = ("fsdp full 2", "fsdp full 2, recomputing", "ddp 2", "pp 2", "cp 2")
-    for verdict in in_real_processes(tmp_path, monkeypatch, 2, chosen, eight, changed="with_emulated_fp8"):
+    for verdict in in_real_processes(tmp_path, 2, chosen, eight, changed="with_emulated_fp8"):
         assert 0 < verdict.difference.loss < BF16_LOSS and verdict.difference.norm < 2**-3, verdict
 
 
@@ -220,10 +218,15 @@ CHANGES = {
 }  # fmt: skip
 
 
-def changed_process(change: str | None, *arguments) -> int:
+def changed_process(_rank: int, change: str | None, *arguments) -> None:
     if change is not None:
         CHANGES[change]()
-    return verify_in_process(*arguments)
+    verify_in_process(*arguments, show_error)
+
+
+def changed_start(*arguments) -> int:
+    changed_process(0, *arguments)
+    return 0
 
 
 @pytest.mark.parametrize(
@@ -236,14 +239,11 @@ def changed_process(change: str | None, *arguments) -> int:
         ("with_tie_counted_twice", {"pipeline_parallel_size": 2}),
     ],
 )
-def test_a_fault_turns_the_matrix_red(tmp_path, monkeypatch, fault, flags):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_a_fault_turns_the_matrix_red(tmp_path, fault, flags):
     models = {"llama-tied": str(write_toy(tmp_path / "model", toy_config("llama-tied")))}
     write_rows(tmp_path)
     subjects, cases = [Subject("llama-tied", "tied", {"tuner": "full"})], [Case("broken", flags)]
-    with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(2), changed_process, fault, str(tmp_path), models, subjects, cases, show_error)
-    assert ended.value.code == 0
+    run_ranks(2, changed_process, fault, str(tmp_path), models, subjects, cases)
     (verdict,) = read_verdicts(tmp_path)
     assert verdict.passed == (fault is None), verdict
 
@@ -255,7 +255,7 @@ def test_what_one_rank_alone_refuses_is_no_refusal(tmp_path, monkeypatch, capfd)
     fault = "with_a_first_rank_that_refuses"
     arguments = (str(tmp_path), models, [Subject("llama", "one", FULL)], [Case("ddp 2", {"parallel": "ddp"})])
     with pytest.raises(SystemExit) as ended:
-        start_processes(Machines(2), changed_process, fault, *arguments, show_error)
+        start_processes(Machines(2), changed_start, fault, *arguments)
     assert ended.value.code == 2
     assert "this rank alone does not want to" in capfd.readouterr().err
     assert not read_verdicts(tmp_path)

@@ -1,13 +1,16 @@
-"""Starts a function in several real processes that form a gloo world, for tests of what several ranks do.
+"""Starts a function in several real processes, for tests of what several ranks do.
 
-Starting a process costs seconds (it imports torch and transformers), so a test starts one world and tries many things
-in it: `run_world(4, body, argument)` calls `body(rank, argument)` in each and returns what each returned, rank by rank.
+A process that imports torch and transformers costs seconds, so ranks are forks of one that has done so and has started
+no thread: `run_world(4, body, argument)` calls `body(rank, argument)` in each of a gloo world and returns what each
+returned, rank by rank. A test tries many things in one world all the same.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,22 +19,41 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 300  # of silence after which a world is given up
+IMPORTED = ("swiftlite.training.run", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing")
 
 
 def run_world(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Raises AssertionError with the traceback of the first rank that failed."""
-    import torch.multiprocessing as multiprocessing
-
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        processes = [
-            context.Process(target=_rank, args=(rank, size, folder, body, arguments), daemon=True)
-            for rank in range(size)
-        ]
+        return run_ranks(size, _in_group, f"{folder}/store", body, *arguments)
+
+
+def run_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Of processes that join each other by themselves, as torchrun would have started them."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    world["TORCHELASTIC_USE_AGENT_STORE"] = True
+    return _run([world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(size)], body, arguments)
+
+
+def run_swiftlite(size: int, *words: Any) -> list[str]:
+    """What the command says in each of so many processes. Raises AssertionError with that where it ends badly."""
+    line = [*map(str, words)]
+    return _run([{}], _command, (line,)) if size == 1 else run_ranks(size, _command, line)
+
+
+def _run(environments: list[dict[str, Any]], body: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    with tempfile.TemporaryDirectory() as folder:
+        given = [(rank, environment, folder, body, arguments) for rank, environment in enumerate(environments)]
+        processes = [context.Process(target=_rank, args=each) for each in given]
         for process in processes:
             process.start()
         _wait(processes, Path(folder))
-        return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(size)]
+        return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(len(given))]
 
 
 def _wait(processes: list[Any], folder: Path) -> None:
@@ -55,25 +77,54 @@ def _wait(processes: list[Any], folder: Path) -> None:
             process.join()
 
 
-def _rank(rank: int, size: int, folder: str, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
+def _rank(
+    rank: int, environment: dict[str, Any], folder: str, body: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()}, OMP_NUM_THREADS="1")
     import torch
-    import torch.distributed as dist
 
     from swiftlite.ending import end_without_finalizing
-    from swiftlite.training import divide
 
-    divide.CHEAP_BYTES = divide.BESIDE_PROGRAMS = 0  # cheap results are made again, as those of a large model are
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
         result = body(rank, *arguments)
         (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
-        dist.barrier()
     except BaseException:
         (Path(folder) / f"failure-{rank}").write_text(traceback.format_exc())
         raise SystemExit(1) from None
+    end_without_finalizing(0)
+
+
+def _command(_rank: int, words: list[str]) -> str:
+    from swiftlite.cli.app import main
+
+    with tempfile.TemporaryFile("w+") as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+        try:
+            main(words)
+        except SystemExit as end:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            said.seek(0)
+            text = said.read()
+            assert not end.code, text
+            return text
+    raise AssertionError("it ended without an exit code")
+
+
+def _in_group(rank: int, store: str, body: Callable[..., Any], *arguments: Any) -> Any:
+    import torch.distributed as dist
+
+    from swiftlite.training import divide
+
+    divide.CHEAP_BYTES = divide.BESIDE_PROGRAMS = 0  # cheap results are made again, as those of a large model are
+    size = int(os.environ["WORLD_SIZE"])
+    files = dist.FileStore(store, size)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    try:
+        result = body(rank, *arguments)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
-    end_without_finalizing(0)
+    return result
