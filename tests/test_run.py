@@ -54,6 +54,8 @@ def test_the_output_folder_is_as_promised(base, tmp_path):
         "padded_tokens_per_second",
     }  # fmt: skip
     assert keys <= metrics(out)[0].keys()
+    documented = set(re.findall(r"`([\w/]+)`", (Path(__file__).parents[1] / "docs" / "output.md").read_text()))
+    assert all(row.keys() <= documented for row in metrics(out))
     assert all(row["trained_tokens"] < row["tokens"] <= row["padded_tokens"] for row in metrics(out))
     assert metrics(out)[-1]["eval_loss"] > 0
     audit = json.loads((out / "audit.json").read_text())
