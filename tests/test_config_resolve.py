@@ -478,6 +478,7 @@ def test_flags_become_a_mesh(values, mesh, sharding):
         ({"tensor_parallel_size": 4, "nproc_per_node": 6}, "start 8 processes"),
         ({"tensor_parallel_size": 3, "nproc_per_node": 8}, "--tensor-parallel-size 4"),
         ({"mesh": "2x4", "nproc_per_node": 6}, "--mesh 2x3"),
+        ({"mesh": "2x4", "nproc_per_node": 16}, "or divide the model by --tp 2"),
         ({"mesh": "4x4", "nproc_per_node": 8}, "start 16 processes"),
         ({"sharding": "hybrid", "nproc_per_node": 8}, "--mesh 2x4"),
         ({"parallel": "megatron", "nproc_per_node": 8}, "--tensor-parallel-size"),

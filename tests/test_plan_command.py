@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 from model_shapes import real_config
@@ -176,6 +177,9 @@ def test_a_plan_for_programs(capsys, shape, tmp_path):
     assert best["tokens_per_second"] == pytest.approx(best["tokens"] / seconds["total"])
     assert "8 data ranks = 8" in found["refused"][0]["what"] and found["refused"][0]["fix"]
     file = tmp_path / "plan.json"
+    if Path("/dev/full").exists():  # a disk that fills up on the way
+        code, _, err = plan(capsys, *words, "--json", "/dev/full")
+        assert code == 1 and "error: the file cannot be written: No space left" in err and "--json /dev/full" in err
     code, out, _ = plan(capsys, *words, "--json", file)
     assert code == 0 and json.loads(file.read_text()) == found and "The best one" in out
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.cli.model_options import at_home
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 
 TO_STDOUT = "-"  # in place of a file: what is shown goes to stderr then
 
@@ -26,9 +26,13 @@ def check_output(where: str | None) -> None:
 
 
 def write_output(value: Any, where: str | None) -> None:
-    """Nothing where no file was named."""
+    """Nothing where no file was named. Raises RunError where it cannot be written."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     if where == TO_STDOUT:
         sys.stdout.write(text)
     elif where is not None:
-        at_home(Path(where), "--json").write_text(text, encoding="utf-8")
+        try:
+            at_home(Path(where), "--json").write_text(text, encoding="utf-8")
+        except OSError as error:
+            problem = f"the file cannot be written: {error.strerror}"
+            raise RunError(problem, where=f"--json {where}", fix="free space, or name another file") from error

@@ -189,11 +189,14 @@ def _data_mesh(config: RunConfig, mesh: tuple[int, int] | None, data: int, nodes
     `hybrid` shards inside a machine and replicates across machines, unless `--mesh` says otherwise.
     """
     if mesh is not None:
-        if math.prod(mesh) != data:
+        wanted = math.prod(mesh)
+        if wanted != data:
+            fix = f"use --mesh {_nearest_mesh(mesh, data)}, or start {_processes(config, wanted)} processes"
+            left = data // wanted * config.tensor_parallel_size
             raise UserError(
-                f"--mesh {mesh[0]}x{mesh[1]} needs {math.prod(mesh)} data ranks, but there are {data}",
+                f"--mesh {mesh[0]}x{mesh[1]} needs {wanted} data ranks, but there are {data}",
                 where=_arithmetic(config, data),
-                fix=f"use --mesh {_nearest_mesh(mesh, data)}, or start {_processes(config, math.prod(mesh))} processes",
+                fix=f"{fix}, or divide the model by --tp {left}" if data % wanted == 0 else fix,
             )
         return mesh
     if config.sharding == "hybrid":
