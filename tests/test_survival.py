@@ -172,6 +172,21 @@ def test_stacks_that_somebody_cleared_away_end_no_run(tmp_path):
         shutil.rmtree(tmp_path / "stacks")
 
 
+def test_stacks_that_another_process_removes_meanwhile_are_made_again(tmp_path, monkeypatch):
+    """Where nothing is left to train, some processes have ended when others begin."""
+    real, removed = Path.open, []
+
+    def late(path, *mode):
+        if not removed:
+            removed.append(path.parent.rmdir())
+        return real(path, *mode)
+
+    monkeypatch.setattr(Path, "open", late)
+    with watchdog(tmp_path / "stacks", 3):
+        assert removed and (tmp_path / "stacks" / "rank-00003.txt").is_file()
+    assert not (tmp_path / "stacks").exists()
+
+
 def test_the_disk_is_asked_before_the_first_step(base, tmp_path, monkeypatch):
     monkeypatch.setattr(space_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
     with pytest.raises(UserError, match="MiB of disk") as error:

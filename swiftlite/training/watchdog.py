@@ -9,10 +9,13 @@ import faulthandler
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from swiftlite.parallel.world import PATIENCE
+from swiftlite.reporting.files import disk_errors
 
 SECONDS = 0.9 * PATIENCE.total_seconds()
+TRIES = 10
 
 
 @contextmanager
@@ -21,10 +24,9 @@ def watchdog(folder: Path, rank: int) -> Iterator[Callable[[], None]]:
 
     Source: https://docs.python.org/3/library/faulthandler.html#faulthandler.dump_traceback_later
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank:05d}.txt"
     try:
-        with path.open("a") as file:
+        with _opened(path) as file:
 
             def progress() -> None:
                 faulthandler.dump_traceback_later(SECONDS, repeat=False, file=file)
@@ -39,3 +41,15 @@ def watchdog(folder: Path, rank: int) -> Iterator[Callable[[], None]]:
             if not path.stat().st_size:
                 path.unlink()
                 folder.rmdir()
+
+
+def _opened(path: Path, tries: int = TRIES) -> TextIO:
+    """For writing. Raises RunError where the disk will not have it."""
+    with disk_errors(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("a")
+        except (FileExistsError, FileNotFoundError):  # another process, for which nothing was left, has removed it
+            if tries == 1:
+                raise
+    return _opened(path, tries - 1)
