@@ -1,5 +1,6 @@
 """Several processes from one command: the same run as one, one voice, one exit code, nobody left behind."""
 
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from swiftlite.config.schema import RunConfig
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_pairs
 from swiftlite.parallel import heartbeat
+from swiftlite.parallel.meeting import meet_in_store
 from swiftlite.parallel.stages import SPLITS_CORRECTLY
 from swiftlite.parallel.start import DEFAULT_PORT, Machines
 from swiftlite.parallel.world import World
@@ -265,6 +267,75 @@ def test_torchrun_starts_the_processes_again(tmp_path, how):
     done = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", script)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"ended \d", done.stdout)) == ["ended 0", "ended 1"]
+
+
+def test_torchrun_starts_the_processes_of_two_machines_again(tmp_path):
+    """The one whose process was killed counts a restart, the other one does not."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, signal\n"
+        "from swiftlite.parallel.world import joined\n"
+        "with joined() as world, world.told_once(lambda error: 1):\n"
+        "    world.meet('data')\n"
+        "    killed = pathlib.Path(__file__).with_name('killed')\n"
+        "    if world.rank == 1 and not killed.exists():\n"
+        "        killed.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    world.meet('end')\n"
+        "    print(f'ended {world.rank}', flush=True)\n"
+    )
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "j"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max-restarts", "1", *place, str(script)]
+    machines = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=ENV) for _ in range(2)]
+    try:
+        ends = [(machine.communicate(timeout=60)[0], machine.returncode) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert [code for _, code in ends] == [0, 0]
+    assert sorted(re.findall(r"ended \d", "".join(said for said, _ in ends))) == ["ended 0", "ended 1"]
+
+
+class Gone(Exception):
+    """What ends a process that meets others in a thread of a test."""
+
+
+def test_processes_meet_those_of_their_own_attempt():
+    """The store has what those of attempts before have noted: of one that met, and of one that was replaced before."""
+    store, gone = HashStore(), threading.Event()
+
+    def leave():
+        if gone.is_set():
+            raise Gone
+
+    def meet(rank, listen=lambda: None):
+        return meet_in_store(store, rank, 2, listen)
+
+    with ThreadPoolExecutor() as pool:
+        first = list(pool.map(meet, range(2)))
+        alone = pool.submit(meet, 1, leave)
+        time.sleep(0.3)
+        assert not alone.done()
+        gone.set()
+        with pytest.raises(Gone):
+            alone.result(timeout=10)
+        second = list(pool.map(meet, range(2)))
+    assert first == [first[0]] * 2 and second == [second[0]] * 2 and first != second
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_two_machines_with_one_number_do_not_wait_for_ever(monkeypatch, late):
+    monkeypatch.setattr(heartbeat, "EVERY", 0.05)
+    monkeypatch.setattr(os, "getpid", itertools.count().__next__)
+    store = HashStore()
+    first, second = heartbeat.Signs(store, 1, 2), heartbeat.Signs(store, 1, 2)
+    with ThreadPoolExecutor() as pool, first.given(), heartbeat.Signs(store, 0, 2).given():
+        if late:
+            list(pool.map(lambda rank: meet_in_store(store, rank, 2, lambda: None), range(2)))
+        else:
+            pool.submit(meet_in_store, store, 1, 2, first.check)
+        with second.given(), pytest.raises(UserError, match="another .* has come as (process|machine) 1"):
+            meet_in_store(store, 1, 2, second.check)
 
 
 def test_another_attempt_of_several_machines_meets_at_another_port():

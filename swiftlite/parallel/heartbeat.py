@@ -7,6 +7,7 @@ wait for each other without a time limit.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from swiftlite.errors import RunError
+from swiftlite.errors import RunError, UserError
 
 EVERY = 5.0  # seconds between two signs
 SILENCE = 300.0  # seconds after which a machine counts as lost
@@ -29,9 +30,17 @@ class Signs:
         self._store, self._machine, self._machines = store, machine, machines
         self._heard: dict[int, tuple[bytes, float]] = {}  # the last sign, and when it was new
         self._next = 0.0
+        self._doubled = False  # whether another machine gives signs as this one
 
     def check(self) -> None:
-        """Listen, if that is due. Raises RunError where a machine has been silent for too long."""
+        """Listen, if that is due. Raises RunError where a machine has been silent for too long, UserError where two
+        have come as this one: the run of the first may have begun without the other."""
+        if self._doubled:
+            raise UserError(
+                f"another machine has come as machine {self._machine}",
+                where=socket.gethostname(),
+                fix="give each machine its own --node-rank, from 0 on, and let no other run use the same port",
+            )
         now = time.monotonic()
         if now < self._next:
             return
@@ -60,10 +69,12 @@ class Signs:
         ended = threading.Event()
 
         def give() -> None:
-            count = 0
+            count, key, sign = 0, f"machine/{self._machine}", ""
             while not ended.is_set():
                 try:
-                    self._store.set(f"machine/{self._machine}", f"{socket.gethostname()} {count}")
+                    self._doubled = self._doubled or (bool(sign) and self._store.get(key).decode() != sign)
+                    sign = f"{socket.gethostname()} {os.getpid()}.{count}"
+                    self._store.set(key, sign)
                 except RuntimeError:  # the store's own process has ended, which others notice as well
                     return
                 count += 1

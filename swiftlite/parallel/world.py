@@ -21,6 +21,7 @@ import torch.distributed as dist
 from swiftlite.config.layout import under_torchrun
 from swiftlite.errors import RunError, UserError
 from swiftlite.parallel.heartbeat import Signs
+from swiftlite.parallel.meeting import meet_in_store
 from swiftlite.parallel.mesh import backend_for, pick_device
 
 FAILED, INTERRUPTED = "failed", "interrupted"
@@ -138,12 +139,12 @@ def joined() -> Iterator[World]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with port_errors("MASTER_PORT"):
         store = _interruptibly(lambda: next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=PATIENCE))[0])
-    # torchrun's store outlives the processes of an attempt, and so would what they have noted.
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     signs = _signs(store, size)
-    world = World(device, rank, size, dist.PrefixStore("notes", store), signs)
     with nullcontext() if signs is None else signs.given():
-        world.meet("world")  # the group would wait for the others where no signal is heard
+        # The group would wait for the others where no signal is heard.
+        name = meet_in_store(store, rank, size, (lambda: None) if signs is None else signs.check)
+        store = dist.PrefixStore(name, store)
+        world = World(device, rank, size, dist.PrefixStore("notes", store), signs)
         dist.init_process_group(
             backend_for(device),
             store=dist.PrefixStore("group", store),
