@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -231,6 +232,27 @@ def test_a_run_that_is_killed_while_it_opens_its_folder_can_go_on(base, tmp_path
     assert seen and ("config.yaml" in seen[0] or last_file.startswith("."))
     train(base, output_dir=str(tmp_path / "then"), resume="auto")
     assert (tmp_path / "then" / "model").is_dir()
+
+
+@pytest.mark.parametrize("file", ["run.json", "audit.json"])
+def test_a_run_that_cannot_write_one_of_its_first_files_can_go_on(base, tmp_path, monkeypatch, file):
+    """The disk is full for a moment, which leaves nothing half-written and a folder that is known as a run's."""
+    real = Path.write_text
+
+    def write(path, text, **more):
+        if file in path.name:
+            real(path, text[:20])
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return real(path, text, **more)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(RunError, match=f"{file} cannot be written: the disk is full"):
+        train(base)
+    monkeypatch.undo()
+    assert {"config.yaml", "metrics.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert not list((tmp_path / "out").glob(f"*{file}*"))
+    train(base, resume="auto", max_steps=1)
+    assert (tmp_path / "out" / "model").is_dir()
 
 
 def test_latest_and_best_are_links_that_can_be_resumed_from(base, tmp_path):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from swiftlite.checkpoint.claim import Claim
 from swiftlite.config.save import save_config
 from swiftlite.errors import UserError
-from swiftlite.reporting.files import disk_errors
+from swiftlite.reporting.files import disk_errors, write_whole
 from swiftlite.training.resume import used_already
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class OutputFolder:
     def begun(self) -> Iterator[None]:
         """config.yaml comes before all other files: by it a folder is known as a run's, however soon that is killed.
 
-        It goes again where the block raises, if it was not there before. Raises UserError where another run was
-        quicker.
+        It goes again where the block raises, if it was not there before and the folder holds nothing else. Raises
+        UserError where another run was quicker.
         """
         path = self.path / "config.yaml"
         is_new = not path.exists()
@@ -48,9 +48,9 @@ class OutputFolder:
         try:
             yield
         except BaseException:
-            if is_new:
+            if is_new and self._names() == [path.name]:
                 path.unlink()
-                with suppress(OSError):  # it holds something
+                with suppress(OSError):  # it may be a place that others have mounted
                     self.path.rmdir()
             raise
 
@@ -86,8 +86,7 @@ class OutputFolder:
             return
         self._make()
         self._write_settings()
-        with disk_errors(self.path):
-            self.write_audit()
+        self.write_audit()
         self._reporter.message("warning: the output folder was removed; it is made again, what was in it is lost")
 
     def _make(self) -> None:
@@ -101,9 +100,11 @@ class OutputFolder:
 
     def write_audit(self) -> None:
         """What became of the rows. A streamed data set knows it only at the end, so it is written there again."""
-        audit = json.dumps(self._prepared.audit, indent=2, ensure_ascii=False)
-        (self.path / "audit.json").write_text(audit + "\n", encoding="utf-8")
+        audit = json.dumps(self._prepared.audit, indent=2, ensure_ascii=False) + "\n"
+        self._write("audit.json", audit)
         if self._prepared.rejected:
-            with (self.path / "rejected_rows.jsonl").open("w", encoding="utf-8") as file:
-                for row in self._prepared.rejected:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            rows = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._prepared.rejected)
+            self._write("rejected_rows.jsonl", "".join(rows))
+
+    def _write(self, name: str, text: str) -> None:
+        write_whole(self.path / name, lambda path: path.write_text(text, encoding="utf-8"))
