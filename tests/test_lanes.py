@@ -231,11 +231,14 @@ def test_lists_are_filled_as_far_as_can_be():
     assert fill([], lambda _first: 10, int) == []
 
 
-def test_micro_batches_of_a_mean_are_alike_on_any_number_of_ranks():
+def test_micro_batches_of_a_mean_are_alike_in_every_layout():
     packs = [documents(1000), documents(*[50] * 20), documents(300, 20), documents(400, 40)]
+    flops = SimpleNamespace(work=lambda length, trained, device: length)
 
-    def rows(ranks):
-        found = [share.share_step(packs, rank, ranks, 2, None, cost, alike=True) for rank in range(ranks)]
-        return sorted(batch.input_ids.shape[1] for mine in found for batch in mine.micro_batches)
+    def rows(layout):
+        ranks, device = range(layout.data_ranks), torch.device("cpu")
+        meshes = [SimpleNamespace(layout=layout, data_rank=rank, device=device) for rank in ranks]
+        found = [share.Sharing(mesh, 2, flops, alike=True)(packs).micro_batches for mesh in meshes]
+        return sorted(batch.tokens for mine in found for batch in mine if batch.tokens)
 
-    assert rows(1) == rows(2) == [760, 2000]
+    assert rows(Layout()) == rows(Layout(dp_shard=2)) == rows(Layout(cp=2)) == [760, 1000, 1000]

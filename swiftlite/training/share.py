@@ -81,8 +81,9 @@ class Sharing:
             return share_step(cut, 0, 1, 1, None, self._cost)
         if layout.pp > 1 and not self.alike:  # a short last step still has work for all stages
             size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
-        limit = CPU_FORWARD_TOKENS * layout.cp if self.mesh.device.type == "cpu" and self.in_pieces else None
-        rank, ranks = self.mesh.data_rank, layout.data_ranks
+        rank, ranks, limit = self.mesh.data_rank, layout.data_ranks, None
+        if self.mesh.device.type == "cpu" and self.in_pieces:
+            limit = CPU_FORWARD_TOKENS * (1 if self.alike else layout.cp)
         return share_step(packs, rank, ranks, size, limit, self._cost, alike=self.alike, beside=self.side_by_side or 0)
 
     def _cost(self, pack: Pack) -> float:
