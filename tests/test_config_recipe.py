@@ -59,7 +59,7 @@ def test_scalars_keep_their_meaning(recipe):
         ("dataset2: x", 4, "dataset"),
         ("bf16: false", 4, "`precision: fp32`"),
         ("bf16: full", 4, "`pure_bf16: true`"),
-        ("max_samples: 1000", 4, "#1000"),
+        ("max_train_samples: 1000", 4, "#1000"),
         ("fsdp_config: {a: b}", 4, "`sharding`"),
         ("seed: !!python/object/apply:os.system ['true']", 4, "tag"),
         ("target_modules: [[a]]", 4, "plain values"),
@@ -87,7 +87,8 @@ finetuning_type: lora
 lora_target: all
 pref_loss: simpo
 dataset: org/rows
-max_samples: null
+max_samples: 1000
+default_system: null
 dataloader_num_workers: 4
 overwrite_output_dir: true
 bf16: true
@@ -120,6 +121,7 @@ def test_files_of_other_tools_are_read(recipe):
     made = resolve(None, {}, recipe(LLAMA_FACTORY), env={})
     config = made.config
     assert (config.method, config.loss, config.tuner, config.precision) == ("dpo", ["simpo"], "lora", "bf16")
+    assert (config.max_samples, config.system) == (1000, None)
     assert config.target_modules == ["all-linear"]
     idle = ("do_train", "dataloader_num_workers", "overwrite_output_dir", "ddp_timeout", "eval_strategy")
     assert [note.split()[2] for note in made.notes[:5]] == list(idle)

@@ -213,6 +213,8 @@ def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
         ({"adapter": "x/y", "tuner": "full"}, "--tuner lora"),
         ({"tuner": "freeze", "trainable_layers": 0}, "--trainable-modules"),
         ({"streaming": "true"}, "leave --streaming out"),
+        ({"method": "pretrain", "streaming": "true", "max_steps": 5, "max_samples": 9}, "--max-steps says how much"),
+        ({"system": "nowhere.txt"}, "full stop"),
         ({"lr_scheduler": "wsd", "decay_ratio": 0.99}, "--decay-ratio"),
         ({"template_date": "3.2.2031"}, "YYYY-MM-DD"),
         ({"method": "kto", "global_batch_size": 1, "packing": False}, "apo_zero_unpaired"),
@@ -356,6 +358,9 @@ def test_flags_win_over_environment_over_recipe(tmp_path):
         ({"sample_by": "paragraph", "dataset": [".*2"]}, []),  # a folder, which may hold some
         ({"master_addr": "host", "master_port": "29500", "node_rank": "0"}, [*RENDEZVOUS]),
         ({"master_addr": "host", "nproc_per_node": "2"}, []),
+        ({"max_samples": "9", "dataset": ["a/b#5*2", "c/d#5"]}, ["max_samples"]),
+        ({"max_samples": "9", "dataset": ["a/b#5"], "eval_dataset": ["c/d"]}, []),
+        ({"system": "Be brief."}, []),
     ],
 )
 def test_a_setting_without_effect_is_told(values, idle):

@@ -89,7 +89,8 @@ def test_the_second_run_needs_no_tokenizer_and_gives_the_same_steps(prepare, wri
 def test_whatever_changes_tokens_changes_the_key(prepare, write_rows, chat_rows, folder):
     path = write_rows("a.jsonl", chat_rows)
     prepare(path)
-    for change in ({"max_length": 128}, {"overlong": "drop"}, {"new_tokens": ["<x>"]}, {"chat_template": "chatml"}):
+    for change in ({"max_length": 128}, {"overlong": "drop"}, {"new_tokens": ["<x>"]}, {"chat_template": "chatml"},
+                   {"system": "Be brief."}, {"system": "Be long."}, {"max_samples": 9}):  # fmt: skip
         before = prepare.loads
         prepare(path, **change)
         assert prepare.loads == before + 1, change
@@ -489,6 +490,26 @@ def test_count_is_a_seeded_choice(prepare, write_rows, chat_rows):
     assert first == again != other
     assert first != list(range(1, 11))
     assert lines(prepare(f"{path}#500").train) == list(range(1, 33))
+
+
+def test_a_count_for_all_is_that_of_each_set_without_one(prepare, write_rows, chat_rows):
+    a, b, c = (str(write_rows(f"{name}.jsonl", chat_rows)) for name in "abc")
+    own = prepare(f"{a}#10*2", f"{b}#4", eval_dataset=[f"{c}#10"])
+    for_all = prepare(f"{a}*2", f"{b}#4", eval_dataset=[c], max_samples=10)
+    assert seen(for_all.train) == seen(own.train) and seen(for_all.eval) == seen(own.eval)
+    assert for_all.fingerprint == own.fingerprint and for_all.audit["rows"] == own.audit["rows"]
+    assert for_all.audit["rows"]["read"] == 14 and for_all.audit["eval"]["rows"]["read"] == 10
+    assert prepare.loads == 2  # one of 10 rows, one of 4: the cache knows them by what they hold
+
+
+def test_rows_that_get_a_system_message_are_counted_and_told(prepare, write_rows, chat_rows):
+    own = {"messages": [{"role": "system", "content": "Own."}, *chat_rows[0]["messages"]]}
+    path = write_rows("a.jsonl", [*chat_rows, own, {"messages": own["messages"]}])
+    prepared = prepare(path, system="Be brief.", eval_dataset=[str(write_rows("b.jsonl", chat_rows[:3]))])
+    assert prepared.audit["rows"]["system_added"] == len(chat_rows)
+    assert prepared.audit["eval"]["rows"]["system_added"] == 3
+    assert f"{len(chat_rows)} system added" in losses_in_words(prepared.audit)
+    assert "system_added" not in prepare(path).audit["rows"]
 
 
 def test_mixing_by_weight(prepare, write_rows, chat_rows):

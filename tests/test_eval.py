@@ -230,9 +230,11 @@ def test_rows_of_flags_take_the_place_of_all_that_a_run_names(tmp_path, train, w
     train("sft-full")
     given = {"model": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}
     rows = str(write_rows("other.jsonl", chat_rows[:5]))
-    assert evaluate(**given, eval_dataset=[rows])[0].counts["rows"] == 5  # the run has an --eval-fraction
     config = tmp_path / "out" / "config.yaml"
-    text = config.read_text().replace("eval_fraction: 0.3", "eval_fraction: 0.0")
+    as_saved = config.read_text()
+    config.write_text(as_saved.replace("max_samples: null", "max_samples: 3"))
+    assert evaluate(**given, eval_dataset=[rows])[0].counts["rows"] == 5  # the run has an --eval-fraction
+    text = as_saved.replace("eval_fraction: 0.3", "eval_fraction: 0.0")
     config.write_text(text.replace("eval_dataset: []", f"eval_dataset: [{rows}]"))
     assert evaluate(**given)[0].counts["rows"] == 5
     assert evaluate(**given, eval_fraction="0.5")[0].counts["rows"] == 16  # of the rows that it was trained on

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from swiftlite.cli.errors import show_error
-from swiftlite.cli.line import RECIPE
+from swiftlite.cli.line import MAY_BE_EMPTY, RECIPE
 from swiftlite.cli.options import RunCommand, Session
 from swiftlite.ending import end_on_signals, seen_signal
 from swiftlite.errors import UserError
@@ -24,7 +24,6 @@ ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
 
 SHORT = re.compile("-[a-zA-Z]")
-MAY_BE_EMPTY = "--system"  # of `infer`: some templates write a message of their own where there is none
 NO_COMMAND = re.compile(r"(No such command '(.*?)')(\. Did you mean .*)?")
 ELSEWHERE = {  # what other tools call a command
     "api": "serve", "chat": "infer", "compare": "report", "convert": "export", "deploy": "serve", "evaluate": "eval",

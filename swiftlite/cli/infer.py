@@ -37,7 +37,7 @@ def infer(
     prompt: Annotated[
         list[str] | None, _answer("--prompt", "-p", help="Answer this and leave; may be given again.")
     ] = None,
-    system: Annotated[str | None, _answer(help="System message.")] = None,
+    system: Annotated[str | None, _answer(help="System message: the text, or a .txt file.")] = None,
     input: Annotated[Path | None, _path(help=ROWS)] = None,
     output: Annotated[Path | None, _path(help="jsonl: the rows with their `response`.")] = None,
     batch_size: Annotated[int, _file(help="Rows of the file at once.")] = 8,

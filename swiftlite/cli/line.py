@@ -16,6 +16,7 @@ from swiftlite.errors import UserError, all_in_one
 
 TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
 RECIPE = ("--recipe", "--config", "-r")
+MAY_BE_EMPTY = "--system"  # some templates write a message of their own where there is none
 NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
@@ -200,7 +201,7 @@ class _Reader:
                     raise self._missing(option)
                 return bare
             self._at += 1
-        if not value.strip():
+        if not value.strip() and option != MAY_BE_EMPTY:
             raise UserError(
                 f"the value of {option} is empty", where=self._where(), fix="is a variable of your shell unset?"
             )

@@ -20,6 +20,7 @@ FIXED = (
     "method", "tuner", "adapter", *LORA_SHAPE, "modules_to_save", "new_tokens", "trainable_layers", "trainable_modules",
 )  # fmt: skip
 PATHS = ("model", "tokenizer", "chat_template", "adapter")
+LONGEST_WORD = 200
 # They say where and how long a run works, and change nothing of what it learns.
 UNTOLD = (
     *NOT_SAVED, *DERIVED, "resume", "output_dir", "template_date", "workers", "cache_dir", "node_rank", "master_addr",
@@ -28,8 +29,8 @@ UNTOLD = (
 # They decide which rows, in which tokens, make up each step.
 OF_THE_ROWS = (
     "model", "tokenizer", "chat_template", "new_tokens", "method", "dataset", "eval_dataset", "eval_fraction",
-    "columns", "streaming", "sample_by", "max_length", "overlong", "share_prompt", "packing", "shuffle",
-    "global_batch_size", "seed",
+    "columns", "max_samples", "system", "streaming", "sample_by", "max_length", "overlong", "share_prompt", "packing",
+    "shuffle", "global_batch_size", "seed",
 )  # fmt: skip
 # Evaluations under others of these are no measure for each other.
 OF_THE_LOSS = (
@@ -77,9 +78,10 @@ def _same(name: str, one: Any, other: Any) -> bool:
 
 
 def _word(value: Any) -> str:
-    """A value as a user writes it."""
+    """A value as a user writes it; of a long text its beginning."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    text = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= LONGEST_WORD and "\n" not in text else repr(text[:LONGEST_WORD]) + "..."

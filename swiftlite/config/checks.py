@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.flags import all_flags
 from swiftlite.config.losses import REFERENCE_FREE, losses_of
 from swiftlite.config.methods import PREFERENCE
-from swiftlite.config.names import may_hold_texts
+from swiftlite.config.names import has_count, may_hold_texts
 from swiftlite.errors import UserError, all_in_one
 
 if TYPE_CHECKING:
@@ -72,6 +72,12 @@ def _data_rules(config: RunConfig) -> list[Rule]:
             "--eval-fraction cannot hold out rows of a stream",
             ("streaming", "eval_fraction"),
             "give --eval-dataset instead",
+        ),
+        (
+            config.streaming and config.max_samples is not None,
+            "--max-samples cannot choose rows of a stream, which has not been read",
+            ("streaming", "max_samples"),
+            "leave it out: --max-steps says how much is read",
         ),
         (
             config.overlong == "split" and config.method in PREFERENCE,
@@ -308,6 +314,10 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "epochs", "beside --max-steps"
     if config.max_steps is not None and config.max_steps < 4:
         yield "profile", "in a run that has no step 4"
+    if config.method == "pretrain":
+        yield "system", "with pretrain, which learns texts and no conversations"
+    if all(has_count(name) for name in (*config.dataset, *config.eval_dataset)):
+        yield "max_samples", "where every data set names a #COUNT of its own"
     if not any(may_hold_texts(name) for name in (*config.dataset, *config.eval_dataset)):
         yield "sample_by", "without .txt files"
     if not config.report_to:

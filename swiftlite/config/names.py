@@ -20,6 +20,7 @@ NAMES = (  # the settings that name files and folders
 )  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
 GENERATION_CONFIG = "generation_config.json"
+LONGEST_SYSTEM = 24 * 1024  # bytes of a system message, which is saved with the settings
 LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
 # NAME[:SUBSET][@SPLIT][#COUNT][*WEIGHT]
 SPEC = re.compile(r"(?P<name>.+?)(?P<subset>:[^:@#*/\\]+)?(?P<split>@[^@#*]+)?(?P<count>#\d+)?(?P<weight>\*[\d.]+)?")
@@ -78,6 +79,38 @@ def _is_known(spec: str, base: Path | None) -> bool:
     given = SPEC.fullmatch(spec)
     name = given["name"] if given else spec
     return placed(spec, base) is not None or placed(name, base) is not None or _plain(name) in short_names("datasets")
+
+
+def system_text(given: str, base: Path | None = None, where: str = "--system") -> str:
+    """The system message that a value stands for: itself, or what a .txt file holds. Raises UserError.
+
+    What ends in .txt is always a file, so that a slip in its name is not learnt, and a message may not end so.
+    """
+    text = given
+    if given.endswith(".txt"):
+        path = placed(given, base)
+        if path is None or not Path(path).is_file():
+            fix = "check the path; of a message that ends so, end it with a full stop"
+            raise UserError(f"there is no such file: {given[:80]}", where=where, fix=fix)
+        try:
+            with Path(path).open("rb") as file:
+                text = file.read(LONGEST_SYSTEM + 1).decode("utf-8-sig").rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            fix = "give a text file in UTF-8"
+            raise UserError(f"the system message cannot be read: {error}", where=path, fix=fix) from error
+        check_text(text, path)
+        if text.endswith(".txt"):
+            raise UserError("the system message ends as the name of a file", where=path, fix="end it with a full stop")
+    if len(text.encode()) > LONGEST_SYSTEM:
+        what = f"the system message is longer than {LONGEST_SYSTEM // 1024} KiB"
+        raise UserError(what, where=where, fix="put what is so long into the rows")
+    return text
+
+
+def has_count(spec: str) -> bool:
+    """Whether a data set says how many of its rows are taken."""
+    given = SPEC.fullmatch(spec)
+    return existing(spec) is None and given is not None and given["count"] is not None
 
 
 def may_hold_texts(spec: str) -> bool:

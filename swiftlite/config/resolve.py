@@ -23,6 +23,7 @@ from swiftlite.config.names import (
     model_name,
     most_positions,
     placed,
+    system_text,
 )
 from swiftlite.config.recipe import Recipe, load_recipe
 from swiftlite.config.schema import RunConfig
@@ -190,6 +191,8 @@ def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
         "dataset": [name for spec in config.dataset for name in dataset_names(spec, base)],
         "eval_dataset": [name for spec in config.eval_dataset for name in dataset_names(spec, base)],
     }
+    if config.system is not None:
+        named["system"] = system_text(config.system, base)
     for name, value in (
         ("tokenizer", config.tokenizer),
         ("adapter", config.adapter),

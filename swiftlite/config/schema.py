@@ -138,6 +138,16 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, SpeedSettin
         shown="none",
         metavar="KEY=COL ...",
     )
+    max_samples: OptionalCount = flag(None, DATA, "Rows of each data set that names no #COUNT of its own.", shown="all")
+    system: str | None = flag(
+        None,
+        DATA,
+        "System message of conversations that have none: the text, or a .txt file of it.",
+        "default_system",
+        "default_system_message",
+        shown="none",
+        metavar="TEXT|FILE",
+    )
     max_length: Count = flag(
         2048,
         DATA,

@@ -98,8 +98,10 @@ def prepare_data(
     """
     _check(config)
     identity = tokenizer_key(config, load_tokenizer)
-    sources = [resolve(parse_spec(text), config.method) for text in config.dataset]
-    eval_sources = [resolve(parse_spec(text, "--eval-dataset"), config.method) for text in config.eval_dataset]
+    sources, eval_sources = (
+        [resolve(parse_spec(text, flag, config.max_samples), config.method) for text in names]
+        for flag, names in (("--dataset", config.dataset), ("--eval-dataset", config.eval_dataset))
+    )
     files = [file for source in (*sources, *eval_sources) for file in source.files]
     check_mapped(files, config.columns, config.sample_by)
     held_out = [_prepare_one(config, source, identity, load_tokenizer, progress) for source in eval_sources]
@@ -220,10 +222,11 @@ def _prepare_one(
     content, lines = content_hash(source.files)
     count = source.spec.count
     layout = (options.share_prompt,) if options.method in PAIRED else ()
+    opening = () if options.system is None else ("system", options.system)
     key = _digest(
         FORMAT_VERSION, version("transformers"), version("tokenizers"), identity, content, options.method,
         options.max_length, options.overlong, sorted(options.columns.items()), config.sample_by,
-        (count, config.seed) if count else None, *layout,
+        (count, config.seed) if count else None, *layout, *opening,
     )  # fmt: skip
 
     def build(folder: Path) -> dict[str, Any]:
@@ -260,6 +263,7 @@ def token_options(config: RunConfig) -> TokenOptions:
         template_date=config.template_date,
         columns=dict(config.columns),
         share_prompt=config.share_prompt,
+        system=None if config.method == "pretrain" else config.system,
     )
 
 

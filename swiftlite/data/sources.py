@@ -99,11 +99,17 @@ class Source:
     unread: tuple[str, ...] = ()
 
 
-def parse_spec(text: str, flag: str = "--dataset") -> DatasetSpec:
-    """Take a data set name apart. The longest existing path wins over every suffix. flag: that gave it.
+def parse_spec(text: str, flag: str = "--dataset", most: int | None = None) -> DatasetSpec:
+    """Take a data set name apart. The longest existing path wins over every suffix. flag: that gave it; most: the count
+    of a name that has none.
 
     Raises UserError for a count or weight that is no positive number.
     """
+    spec = _taken_apart(text, flag)
+    return spec if spec.count is not None else replace(spec, count=most)
+
+
+def _taken_apart(text: str, flag: str) -> DatasetSpec:
     spec = DatasetSpec(text=text, name=text, flag=flag)
     if not text.strip():
         raise UserError("an empty data set name", where=flag, fix=f"give {GRAMMAR}")

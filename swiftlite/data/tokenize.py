@@ -16,13 +16,14 @@ import numpy as np
 
 from swiftlite.config.methods import PAIRED
 from swiftlite.data.encode import Spans, TextEncoder, Tokens
-from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row
+from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row, Text
 from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools, unwritten_call_keys
 from swiftlite.data.messages import string
 from swiftlite.data.preference_tokens import Preference, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
 from swiftlite.data.rows import FORMATS, TrackedRow, count_columns, read_row, rename_columns, unknown_format
 from swiftlite.data.sources import DataFile
+from swiftlite.data.system import with_system
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
 from swiftlite.untrusted import printable
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TokenOptions:
     """Everything besides tokenizer and rows that decides the tokens. overlong: truncate, drop, split or error;
-    share_prompt: whether the prompt of a pair comes once."""
+    share_prompt: whether the prompt of a pair comes once; system: the message of conversations that have none."""
 
     method: str
     max_length: int
@@ -42,6 +43,7 @@ class TokenOptions:
     template_date: str
     columns: dict[str, str]
     share_prompt: bool = True
+    system: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,14 @@ class RowTokenizer:
         sound: list[tuple[RawRow, Row, list[_Text]]] = []
         for raw in rows:
             try:
-                row = self._read(raw, batch.unused)
+                said = self._read(raw, batch.unused)
+                row = said if self._options.system is None else with_system(said, self._options.system)
                 sound.append((raw, row, self._texts(row)))
             except BadRow as bad:
                 _reject(batch, raw, self._files, bad)
             else:
+                batch.counts["system_added"] += row is not said
+                batch.counts["system_left_out"] += self._options.system is not None and isinstance(row, Text)
                 self._count_left_out(*sound[-1][1:], batch)
         encoded = iter(self._encode([text for _, _, texts in sound for text in texts]))
         for raw, row, texts in sound:

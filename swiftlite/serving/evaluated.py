@@ -8,6 +8,7 @@ allows: it may come from anybody.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 PANELS = (MODEL, DATA, PREFERENCE)
 BESIDE = {"method", "global_batch_size", "micro_batch_size", "precision", "quantization", "pure_bf16", "seed"}
 OF_TRAINING = {"streaming", "shuffle"}
-ROWS = {"dataset", "eval_dataset", "eval_fraction"}
+ROWS = {"dataset", "eval_dataset", "eval_fraction", "max_samples"}
 NOT_OF_A_RUN = {
     "tokenizer", "chat_template",  # they lie beside its weights
     "cache_dir", "workers",
@@ -67,6 +68,18 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
     if source.is_classifier() and (recipe is None or "method" not in recipe.entries):
         settled.setdefault("method", Given("rm", named.where, "flag"))
     return settled, recipe
+
+
+def system_of_training(source: ModelSource) -> str | None:
+    """The system message that a run gave to conversations without one; None where it gave none, or this is no run's."""
+    run = _run_of(source.adapter or Path(source.base))
+    if run is None:
+        return None
+    with suppress(UserError):  # a file that is spoilt does not keep a model from answering
+        entries = load_recipe(str(run / "config.yaml")).entries
+        said, method = (entries[name].value if name in entries else None for name in ("system", "method"))
+        return None if method == "pretrain" else said
+    return None
 
 
 def _on_base(source: ModelSource, adapter: Given | None) -> dict[str, Given]:

@@ -10,16 +10,19 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from swiftlite.config.names import system_text
 from swiftlite.data.sources import COMPRESSED, as_data_file
 from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
 from swiftlite.quick_imports import quick_imports
+from swiftlite.serving.evaluated import system_of_training
 from swiftlite.serving.prompts import Question, check_utf8, read_questions
-from swiftlite.serving.source import check_answers, find_source
+from swiftlite.serving.source import ModelSource, check_answers, find_source
 
+SHOWN_SYSTEM = 60  # characters
 ROWS_AT_A_TIME = 32  # batches that are answered, and then written in the order of the input
 
 
@@ -56,6 +59,8 @@ def run_infer(options: InferOptions) -> None:
         sys.stdout.reconfigure(errors="replace")
     source = find_source(options.model, options.adapter)
     check_answers(source)
+    system, note = system_to_ask_behind(options, source)
+    options = replace(options, system=system)
     questions = None
     if options.input is not None:
         questions = read_questions(options.input, options.system)
@@ -80,6 +85,8 @@ def run_infer(options: InferOptions) -> None:
     answerer = Answerer(model, tokenizer, sampling)
     if not options.temperature and (options.top_p < 1 or options.top_k):
         say("note: --temperature 0 takes the likeliest token, whatever --top-p and --top-k say")
+    if note is not None:
+        say(f"note: {note}")
     if not answerer.has_template:
         say("no chat template: each prompt is plain text that the model goes on with")
     fix = "lower --batch-size or --max-new-tokens, shorten the prompts, or take --precision bf16"
@@ -90,6 +97,18 @@ def run_infer(options: InferOptions) -> None:
             answer_prompts(answerer, options)
         else:
             chat(answerer, options.system, streaming=options.streaming)
+
+
+def system_to_ask_behind(options: InferOptions, source: ModelSource) -> tuple[str | None, str | None]:
+    """(the system message, a note): that of the flag, else what the model's run put before conversations without one,
+    since it learnt to answer behind it."""
+    if options.system is not None:
+        return system_text(options.system), None
+    trained = None if options.chat_template == "none" else system_of_training(source)
+    if trained is None:
+        return None, None
+    short = trained if len(trained) <= SHOWN_SYSTEM else trained[:SHOWN_SYSTEM] + "..."
+    return trained, f"asked behind the system message of its training, {short!r}; --system gives another"
 
 
 def _check(options: InferOptions) -> None:

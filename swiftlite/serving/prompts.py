@@ -26,6 +26,7 @@ from swiftlite.data.messages import (
 )
 from swiftlite.data.readers import Payload, parse_payload, read_rows
 from swiftlite.data.sources import DataFile, as_data_file
+from swiftlite.data.system import has_system
 from swiftlite.errors import UserError
 from swiftlite.untrusted import names_of
 
@@ -91,7 +92,7 @@ def _question(payload: Payload, where: str, system: str | None) -> Question:
         raise UserError(bad.detail, where=where, fix="write one JSON object a line, as UTF-8") from bad
     try:
         messages = _messages(row)
-        first = optional_text(row, "system") or system
+        own = optional_text(row, "system")
         tools = tools_of(row)
     except BadRow as bad:
         raise UserError(bad.detail, where=where, fix="write rows as `swiftlite sft` takes them") from bad
@@ -99,8 +100,10 @@ def _question(payload: Payload, where: str, system: str | None) -> Question:
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise UserError("the row has no question", where=where, fix="give it a user message")
-    if first is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": first})
+    if own is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": own})
+    elif system is not None and not has_system(messages):
+        messages.insert(0, {"role": "system", "content": system})
     return Question(row, messages, tools, where, plain=len(messages) == 1 and _is_plain(row))
 
 

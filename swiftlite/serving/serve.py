@@ -23,6 +23,7 @@ from swiftlite.errors import UserError
 from swiftlite.imports import is_installed
 from swiftlite.models.tokenizer import check_tokenizer_folder
 from swiftlite.serving.engines import ENGINES, PRECISIONS, Engine, check_adapter, ends_otherwise, named_adapter
+from swiftlite.serving.evaluated import system_of_training
 from swiftlite.serving.source import ModelSource, check_answers, find_source
 
 NAME = re.compile(r"\w[\w.@/:+-]*")  # what stands before `=` and in a request
@@ -211,7 +212,9 @@ def _told(engine: Engine, source: ModelSource, options: ServeOptions) -> str:
     else:
         name = served_name(source, options)
         model = f"{engine.base_name}:{name}" if source.adapter is not None and engine.base_name else name
-    path, request = "chat/completions", {"messages": [{"role": "user", "content": "Who are you?"}]}
+    system = system_of_training(source)  # clients send it, the engine does not
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    path, request = "chat/completions", {"messages": [*opening, {"role": "user", "content": "Who are you?"}]}
     if not _may_chat(source):
         path, request = "completions", {"prompt": "Once upon a time"}
     body = json.dumps({"model": model, **request, "max_tokens": 64}, ensure_ascii=False)
