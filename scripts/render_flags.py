@@ -26,7 +26,13 @@ OTHERS = """## Commands and files of other tools
 
 Most flags of ms-swift, Megatron-SWIFT, TRL and LLaMA-Factory, and keys of their and axolotl's files, are names of
 settings above. Defaults are swiftlite's: it trains LoRA where nothing says otherwise (TRL and axolotl train all
-weights), with an alpha of 32 (LLaMA-Factory: twice the rank), one epoch, packed.
+weights), with an alpha of 32 (LLaMA-Factory: twice the rank), one epoch, packed. `--max-samples` chooses by the seed
+(LLaMA-Factory: the first rows).
+
+axolotl's `datasets` and `test_datasets` are read where they say no more than `dataset` and `columns` can (`type:
+chat_template`, whole splits, answers alone trained), and a DeepSpeed file where it says no more than `sharding`,
+`offload` and `precision` can (ZeRO 0, 2 and 3, nothing or all offloaded, `auto` elsewhere). A note tells what each
+became, an error what to write instead.
 
 Names that change nothing here are accepted with a note:
 

@@ -110,7 +110,7 @@ _COUNT = "write #1000 behind a data set's name, for 1000 of its rows"
 _WEIGHTS = "write weights behind the losses' names: {loss: sigmoid:0.8 sft:1.0}"
 _IDENTITY = _OUT + "it fills ms-swift's self-cognition rows; write the name into the rows"
 _SPLIT = "write @SPLIT behind the data set's name: {dataset: NAME@train}, {eval_dataset: NAME@test}"
-_FILE = "DeepSpeed's file is not read:"
+_FILE = "there is no such file;"
 _VISION = _OUT + "swiftlite trains the language model"
 
 # name -> what to do instead. A `key: value` alone is what to write.
@@ -172,7 +172,7 @@ INSTEAD: dict[str, str] = {
     "tokenizer_type": _BY_CONFIG,
     **dict.fromkeys(("max_train_samples", "eval_iters", "max_eval_samples"), _COUNT),
     "datasets": "write {dataset: PATH}, several with commas; keys of your own by {columns}",
-    "dataset_dir": "write the path of the file itself: {dataset: PATH}",
+    "dataset_dir": "write the paths that dataset_info.json gives, {dataset: PATH}, and its columns by {columns}",
     **dict.fromkeys(("dataset_train_split", "dataset_test_split"), _SPLIT),
     "dataset_config": "write :SUBSET behind the data set's name: {dataset: NAME:SUBSET}",
     "dataset_streaming": "streaming: true",

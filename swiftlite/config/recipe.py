@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swiftlite.config.axolotl import BLOCKS, read_block
 from swiftlite.config.flags import GIVES_WAY, Flag, all_flags, find_flag, find_switch, known_names, nearest, off_alone
 from swiftlite.config.other_tools import OFF, ON, idle, instead, instead_of_value, is_known
 from swiftlite.config.validate import Given, wrong_values
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST_TOLD = 20  # wrong keys that are looked into: a file with more of them is no recipe
 LARGEST = 64 * 1024  # bytes; a recipe is a page of text, and parsing YAML is slow
+MOST_NESTED = 300  # values in a list of data sets
 NULLS = ("", "~", "null", "Null", "NULL")
 PLAIN_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 TABLES = ("models", "datasets")  # files beside the recipes that are none
@@ -159,6 +161,9 @@ def _entries(path: Path, root: Node, wrong: list[UserError], notes: list[str]) -
         key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
         where = f"{path}:{line}: {key}"
         try:
+            if key in BLOCKS and value_node.id == "sequence":
+                _put_block(entries, key, value_node, where, notes)
+                continue
             if find_flag(key) is None and _changes_nothing(key, value_node, where, notes):
                 continue
             if switch := find_switch(key):
@@ -199,6 +204,29 @@ def _put(entries: dict[str, Entry], item: Flag, entry: Entry, where: str, notes:
     why = GIVES_WAY[weak[0].key.replace("-", "_")]
     notes.append(f"the recipe's {weak[0].key} has no effect beside {strong.key}: {why}")
     entries[item.name] = strong
+
+
+def _put_block(entries: dict[str, Entry], key: str, node: Node, where: str, notes: list[str]) -> None:
+    """Take a list of data sets as axolotl has them, with a note. Raises UserError."""
+    names, columns = read_block(_nested(node, where, []), where)
+    line, found = node.start_mark.line + 1, {BLOCKS[key]: names} | ({"columns": columns} if columns else {})
+    for name, value in found.items():
+        _put(entries, all_flags()[name], Entry(value, line, key), where, notes)
+    words = [f"`{BLOCKS[key]}: {', '.join(names)}`"]
+    words += [f"`columns: {' '.join(f'{name}={column}' for name, column in columns.items())}`"] if columns else []
+    notes.append(f"the recipe's {key} is read as {' and '.join(words)}")
+
+
+def _nested(node: Node, where: str, seen: list[Node]) -> Any:
+    """Lists and mappings of strings, of which YAML's aliases may not make many. seen: takes what was read."""
+    seen.append(node)
+    if len(seen) > MOST_NESTED:
+        raise UserError("the list is too long, or goes round in itself", where=where, fix="write `dataset: a, b, ...`")
+    if node.id == "sequence":
+        return [_nested(item, where, seen) for item in node.value]
+    if node.id == "scalar":
+        return _value(node, where, "str")
+    return {_plain(key, where): _nested(value, where, seen) for key, value in node.value}
 
 
 def _changes_nothing(key: str, node: Node, where: str, notes: list[str]) -> bool:

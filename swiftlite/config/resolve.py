@@ -14,6 +14,7 @@ from typing import Any
 
 from swiftlite.config.batch import ACCUMULATION, ALL, DEFAULT_GLOBAL, GLOBAL, MICRO, Batch, fit_batch
 from swiftlite.config.checks import check_together, unused
+from swiftlite.config.deepspeed import read_deepspeed
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
 from swiftlite.config.names import (
@@ -91,14 +92,15 @@ def resolve(
     env = os.environ if env is None else env
     now = now or datetime.datetime.now()
     given = _merge(flags, recipe, env)
+    base = recipe.path.resolve().parent if recipe else None
     _settle_method(method, given)
+    read = read_deepspeed(given, base)
     gave_way = _let_layout_give_way(given)
     typed = build_config(given)
     _require(typed, needs_rows=needs_rows)
     check_names(typed, {name: item.where for name, item in given.items()})
-    base = recipe.path.resolve().parent if recipe else None
     typed, moved = _another_folder(typed, given, base)
-    notes = [*(recipe.notes if recipe else []), *moved, *gave_way]
+    notes = [*(recipe.notes if recipe else []), *read, *moved, *gave_way]
     named = typed.model_copy(update=_names(typed, base))
     layout = plan_layout(named, env)
     batch, gave_way = _batch(named, given, layout, open_layout=open_layout, exact=exact_batch)
