@@ -380,3 +380,8 @@ def test_recipes_show_is_the_file(run):
 def test_an_empty_word_of_a_list_is_refused(words):
     with pytest.raises(UserError, match="is empty"):
         read_line("sft", words)
+
+
+def test_a_system_message_may_be_empty_and_begin_with_a_dash():
+    assert read_line("sft", ["--system", ""]).values == read_line("sft", ["--system="]).values == {"system": [""]}
+    assert read_line("sft", ["--system=- brief\n- clear"]).values == {"system": ["- brief\n- clear"]}

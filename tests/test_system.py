@@ -12,9 +12,11 @@ from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import save_config
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
+from swiftlite.serving.engines import ENGINES
 from swiftlite.serving.evaluated import system_of_training
 from swiftlite.serving.infer import InferOptions, system_to_ask_behind
 from swiftlite.serving.prompts import read_questions
+from swiftlite.serving.serve import ServeOptions, _told
 from swiftlite.serving.source import ModelSource
 
 TEXT = "Be brief.\nAlways."
@@ -146,6 +148,7 @@ def run_folder(tmp_path):
 
     def write(method="sft", **values):
         (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "chat_template.jinja").touch()
         config = resolve_config(method, model="org/model", dataset="org/rows", **values)
         save_config(config, tmp_path / "config.yaml")
         return ModelSource(str(tmp_path / "model"), None, str(tmp_path / "model"))
@@ -159,6 +162,8 @@ def test_a_model_is_asked_behind_what_its_run_gave(run_folder, tmp_path):
     system, note = system_to_ask_behind(InferOptions(), source)
     assert system == TEXT and "Be brief." in note
     assert system_to_ask_behind(InferOptions(system=""), source) == ("", None)
+    line = _told(ENGINES[0], source, ServeOptions(model=source.base))
+    assert json.dumps([opening(TEXT), {"role": "user"}])[:-2] in line
     assert system_to_ask_behind(InferOptions(chat_template="none"), source) == (None, None)
     assert system_to_ask_behind(InferOptions(), run_folder()) == (None, None)
     assert system_of_training(run_folder("pretrain", system=TEXT)) is None
