@@ -27,7 +27,7 @@ from swiftlite.errors import UserError
 from swiftlite.models.anatomy import attention_heads
 from swiftlite.models.attention import attend_row
 from swiftlite.models.rotary import LONGROPE, length_limits
-from swiftlite.parallel.division import SLACK, Division, borders_of, divide_row
+from swiftlite.parallel.division import SLACK, Division, divide_evenly, divide_row
 from swiftlite.parallel.exchange import exchange, gather_rows, sum_parts
 
 if TYPE_CHECKING:
@@ -203,9 +203,8 @@ def slice_for_context(
         division = divide_row(lengths, size, rank, even, 0 if slice_tokens else int(even * SLACK))
         row = batch.padded_to(len(division.found))
     else:  # a pair's prompt and answers are documents that read one another
-        row, order = batch.padded_to(even * size), torch.arange(even * size)
-        part = order[rank * even : (rank + 1) * even]
-        division = Division(part, order, borders_of([]), row.cu_seqlens, [even] * size)
+        row = batch.padded_to(even * size)
+        division = divide_evenly(row.cu_seqlens, size, rank, even)
     learnt = torch.isin(division.places, row.learnt).nonzero().flatten()
     owner = None if row.owner is None else row.owner[torch.searchsorted(row.learnt, division.places[learnt])]
     return replace(

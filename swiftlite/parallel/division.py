@@ -16,8 +16,8 @@ import torch
 # A longer document's attention, quadratic in its length, is shared by all ranks: done by one, it would keep the others
 # waiting for longer than its messages take.
 LONGEST_ALONE = 4096
-# By this share more tokens than an even slice has may lie on a rank if so no document is divided: padding on the others
-# costs less than messages in every layer do.
+# By this share more tokens than an even slice has may lie on a rank where that keeps a document whole: padding on the
+# others costs less than messages in every layer do.
 SLACK = 1 / 32
 SLICE_MULTIPLE = 16  # of the tokens of such a slice: what products of fp8 take
 
@@ -53,28 +53,32 @@ def divide_row(lengths: Sequence[int], size: int, rank: int, slice_tokens: int, 
     own, shared, load = _assign(lengths, size, slice_tokens + slack)
     if max(load) > slice_tokens:
         slice_tokens = -(-max(load) // SLICE_MULTIPLE) * SLICE_MULTIPLE
+    room = [slice_tokens - tokens for tokens in load]
+    counts = _fill(sum(lengths[document] for document in shared), room)
+    padding = [tokens - count for tokens, count in zip(room, counts, strict=True)]
     starts = [0, *accumulate(lengths)]
-    stream, left = _places(shared, starts), sum(lengths[document] for document in shared)
-    padding, begun, places, fillings, counts = starts[-1], 0, [], [], []
-    for holder in range(size):
-        counts.append(min(left, slice_tokens - load[holder]))
-        fillings.append(slice_tokens - load[holder] - counts[-1])
-        left -= counts[-1]
-        places += [_places(own[holder], starts), np.arange(padding, padding + fillings[-1])]
-        places.append(stream[begun : begun + counts[-1]])
-        padding, begun = padding + fillings[-1], begun + counts[-1]
-    order = np.concatenate(places)
-    found = np.empty_like(order)
-    found[order] = np.arange(len(order))
-    longest, filling = max(lengths, default=1), fillings[rank]
-    pieces = [min(longest, filling - begun) for begun in range(0, filling, longest)]
+    parts = _cut(_places(shared, starts), counts)
+    fillers = _cut(np.arange(starts[-1], size * slice_tokens), padding)
+    slices = [
+        np.concatenate([_places(whole, starts), filler, part])
+        for whole, filler, part in zip(own, fillers, parts, strict=True)
+    ]
+    pieces = _pieces(padding[rank], max(lengths, default=1))
     return Division(
-        places=torch.from_numpy(order[rank * slice_tokens : (rank + 1) * slice_tokens]),
-        found=torch.from_numpy(found),
-        own=borders_of([*(lengths[document] for document in own[rank]), *pieces]),
-        shared=borders_of([lengths[document] for document in shared]),
+        places=torch.from_numpy(slices[rank]),
+        found=torch.from_numpy(_inverse(np.concatenate(slices))),
+        own=_borders([*(lengths[document] for document in own[rank]), *pieces]),
+        shared=_borders([lengths[document] for document in shared]),
         counts=counts,
     )
+
+
+def divide_evenly(borders: torch.Tensor, size: int, rank: int, slice_tokens: int) -> Division:
+    """The same of a row whose documents read one another, so that none is anybody's own: it is cut every `slice_tokens`
+    tokens. borders: int32 `[documents + 1]`, of all that is in the row, padding too."""
+    order = torch.arange(size * slice_tokens)
+    place = order[rank * slice_tokens : (rank + 1) * slice_tokens]
+    return Division(place, found=order, own=_borders([]), shared=borders, counts=[slice_tokens] * size)
 
 
 def _assign(lengths: Sequence[int], size: int, room: int) -> tuple[list[list[int]], list[int], list[int]]:
@@ -92,10 +96,34 @@ def _assign(lengths: Sequence[int], size: int, room: int) -> tuple[list[list[int
     return [sorted(documents) for documents in own], sorted(shared), load
 
 
+def _fill(tokens: int, room: Sequence[int]) -> list[int]:
+    """How many of the tokens each rank takes, the first ones as many as they have room for."""
+    taken = []
+    for most in room:
+        taken.append(min(most, tokens - sum(taken)))
+    return taken
+
+
+def _pieces(tokens: int, longest: int) -> list[int]:
+    """Lengths of documents of padding: no more than the row's own have, since so many positions exist."""
+    return [min(longest, tokens - begun) for begun in range(0, tokens, longest)]
+
+
 def _places(documents: Sequence[int], starts: Sequence[int]) -> np.ndarray:
+    """Those of some documents' tokens in the row. starts: of all documents."""
     parts = [np.arange(starts[document], starts[document + 1]) for document in documents]
     return np.concatenate([np.arange(0), *parts])
 
 
-def borders_of(lengths: Sequence[int]) -> torch.Tensor:
+def _cut(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    return np.split(values, np.cumsum(lengths)[:-1])
+
+
+def _inverse(order: np.ndarray) -> np.ndarray:
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return places
+
+
+def _borders(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
