@@ -3,11 +3,9 @@
 import json
 
 import pytest
-import typer
 from metric_rows import row
-from typer.testing import CliRunner
+from test_reporting_page import command
 
-from swiftlite.cli.report import register
 from swiftlite.errors import UserError
 from swiftlite.reporting.comparison import MOST_RUNS, read_runs, unequal_settings
 
@@ -26,13 +24,6 @@ def run(tmp_path):
         return output
 
     return make
-
-
-def command(*arguments):
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
 def test_figures_settings_and_curves_of_two_runs_lie_side_by_side(run, tmp_path):

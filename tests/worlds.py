@@ -24,8 +24,7 @@ IMPORTED = ("swiftlite.training.run", "torch.distributed.fsdp", "torch.distribut
 
 def run_world(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Raises AssertionError with the traceback of the first rank that failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(size, _in_group, f"{folder}/store", body, *arguments)
+    return run_ranks(size, _in_group, body, *arguments)
 
 
 def run_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -113,15 +112,13 @@ def _command(_rank: int, words: list[str]) -> str:
     raise AssertionError("it ended without an exit code")
 
 
-def _in_group(rank: int, store: str, body: Callable[..., Any], *arguments: Any) -> Any:
+def _in_group(rank: int, body: Callable[..., Any], *arguments: Any) -> Any:
     import torch.distributed as dist
 
     from swiftlite.training import divide
 
     divide.CHEAP_BYTES = divide.BESIDE_PROGRAMS = 0  # cheap results are made again, as those of a large model are
-    size = int(os.environ["WORLD_SIZE"])
-    files = dist.FileStore(store, size)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     try:
         result = body(rank, *arguments)
         dist.barrier()

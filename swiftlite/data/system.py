@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row
+from swiftlite.data.forms import Chat, Completion, Judged, Pair, Row
+from swiftlite.data.messages import chat, exchange
 
 ROLES = ("system", "developer")
 
@@ -29,11 +30,7 @@ def with_system(row: Row, text: str) -> Row:
         return row if answer is row.answer else replace(row, answer=answer)
     opening = {"role": "system", "content": text}
     if isinstance(row, Completion):
-        if not row.completion.strip():
-            raise BadRow("empty", "the answer is empty")
-        said = (("user", row.prompt), ("assistant", row.completion))
-        messages = [opening, *({"role": role, "content": content} for role, content in said)]
-        return Chat(messages, [False, False, True])
+        return chat([(opening, False), *exchange(row.prompt, row.completion)], None)
     if isinstance(row, Chat) and not has_system(row.messages):
         return replace(row, messages=[opening, *row.messages], trained=[False, *row.trained])
     return row

@@ -20,6 +20,7 @@ from swiftlite.errors import RunError, UserError
 
 EVERY = 5.0  # seconds between two signs
 SILENCE = 300.0  # seconds after which a machine counts as lost
+ONE_EACH = "give each machine its own --node-rank, from 0 on, and let no other run use the same port"
 
 
 class Signs:
@@ -39,7 +40,7 @@ class Signs:
             raise UserError(
                 f"another machine has come as machine {self._machine}",
                 where=socket.gethostname(),
-                fix="give each machine its own --node-rank, from 0 on, and let no other run use the same port",
+                fix=ONE_EACH,
             )
         now = time.monotonic()
         if now < self._next:

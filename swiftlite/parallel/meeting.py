@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from swiftlite.errors import UserError
+from swiftlite.parallel.heartbeat import ONE_EACH
 
 PAUSE = 0.05  # seconds
 
@@ -33,10 +34,7 @@ def meet_in_store(store: dist.Store, rank: int, size: int, listen: Callable[[], 
         if rank == 0:
             told = _tell(store, size, told)
         if store.get(f"process/{rank}").decode() != me:
-            raise UserError(
-                f"another process has come as process {rank} of {size}",
-                fix="give each machine its own --node-rank, from 0 on, and let no other run use the same port",
-            )
+            raise UserError(f"another process has come as process {rank} of {size}", fix=ONE_EACH)
         meeting = _told(store, rank, me)
         if meeting and meeting != mine:
             mine = meeting
