@@ -90,7 +90,9 @@ def _names(names: Iterable[str]) -> str:
 
 def _row(flag: Flag) -> str:
     values = ", ".join(f"`{choice}`" for choice in flag.choices) or flag.metavar or flag.kind
-    also = " ".join(f"`{alias}`" for alias in (*flag.aliases, *(f"{name}: true" for name in flag.switches)))
+    also = " ".join(
+        f"`{alias}`" for alias in (*flag.aliases, *flag.phrases, *(f"{name}: true" for name in flag.switches))
+    )
     cells = (f"`{flag.option}`", values, flag.default_in_words, flag.help, also)
     return "| " + " | ".join(_cell(text) for text in cells) + " |"
 

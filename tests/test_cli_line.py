@@ -85,6 +85,17 @@ def test_the_type_of_a_model_is_no_other_model(words):
     assert values("--model_type qwen-7b") == {"model": ["qwen-7b"]}
 
 
+def test_how_often_a_thing_is_done_in_the_words_of_others():
+    words = "--save_strategy epoch --evaluation-strategy no --evals_per_epoch 4 --logging_strategy=EPOCH"
+    line = read_line("sft", [*words.split(), "--save-steps", "500", "--logging_strategy", "steps"])
+    assert line.values == {"save_steps": ["epoch"], "eval_steps": ["epoch/4"], "log_steps": ["epoch"]}
+    assert line.notes == [
+        "--evals_per_epoch was given twice; epoch/4 counts, not never",
+        "--save-steps has no effect beside --save_strategy: which decides here",
+        "--logging_strategy steps has no effect: steps are counted where nothing else is said",
+    ]
+
+
 def test_flags_that_change_nothing_are_noted():
     words = "--attn_impl flash_attn --per_device_eval_batch_size=2 --no_remove_unused_columns --save_strategy steps"
     line = read_line("sft", [*words.split(), "--overwrite-output-dir", "--push-to-hub", "false", "--seed", "1"])
@@ -108,7 +119,8 @@ def test_flags_that_change_nothing_are_noted():
         (["--no-seed"], "unknown flag", "--help"),
         (["-x"], "unknown flag -x", "--help"),
         (["-r", "a", "--config=b"], "two recipes are named, a and b", "flags"),
-        (["--save_strategy", "epoch"], "unknown flag --save_strategy", "`--save-steps 500`"),
+        (["--save_strategy", "best"], "unknown flag --save_strategy", "`--save-steps 500`"),
+        (["--evals_per_epoch", "2.5"], "unknown flag --evals_per_epoch", "`--eval-steps epoch/2`"),
         (["--min-lr", "1e-6"], "unknown flag --min-lr", "`--min-lr-ratio 0.1`"),  # which is another number
         (["--model_name", "robot"], "unknown flag --model_name", "self-cognition"),  # and not --model-name-or-path
         (["--save_only_model", "true"], "unknown flag --save_only_model", "leave it out"),

@@ -117,6 +117,18 @@ flash_attention: true
 """
 
 
+def test_how_often_in_the_words_of_other_tools(recipe):
+    text = "saves_per_epoch: 1\nevals_per_epoch: 4\nsave_strategy:\nlogging_steps: 0.05\neval_steps: 7\n"
+    made = resolve(None, {}, recipe(BASE + text + "val_set_size: 0.1\n"), env={})
+    config = made.config
+    assert (config.save_steps, config.eval_steps, config.log_steps) == ("epoch/1", "epoch/4", 0.05)
+    assert made.notes[0] == "the recipe's eval_steps has no effect beside evals_per_epoch: which decides here"
+    steps = resolve(None, {"save_steps": Given("9", "--save-steps", "flag")}, recipe(BASE + text), env={}).config
+    assert steps.save_steps == 9 and steps.eval_steps == "epoch/4"  # a flag wins over what a recipe says otherwise
+    unsaved = resolve(None, {}, recipe(BASE + "save_strategy: no\nval_set_size: 0.1\n"), env={}).config
+    assert (unsaved.save_steps, unsaved.eval_steps) == ("never", 500)
+
+
 def test_files_of_other_tools_are_read(recipe):
     made = resolve(None, {}, recipe(LLAMA_FACTORY), env={})
     config = made.config
@@ -172,7 +184,19 @@ def test_aliases_in_yaml_cannot_grow(recipe):
 
 
 @pytest.mark.parametrize(
-    "text", ["max_length: many", "tuner: lorra", "save_steps: true", "save_steps: null", "epochs: -1", "epochs: 1e308"]
+    "text",
+    [
+        "max_length: many",
+        "tuner: lorra",
+        "save_steps: true",
+        "save_steps: null",
+        "save_steps: 1.5",
+        "save_steps: 0",
+        "eval_steps: epoch/0",
+        "log_steps: never",
+        "epochs: -1",
+        "epochs: 1e308",
+    ],
 )
 def test_a_bad_value_names_the_line(recipe, text):
     read = recipe(BASE + text + "\n")
@@ -367,6 +391,7 @@ def fits(value, form):
         and ("const" not in form or value == form["const"])
         and (not text or re.search(form.get("pattern", ""), value) is not None)
         and (not number or form.get("minimum", value) <= value <= form.get("maximum", value))
+        and (not number or value > form.get("exclusiveMinimum", value - 1))
         and (not isinstance(value, list) or all(fits(item, form.get("items", {})) for item in value))
     )
 
@@ -395,6 +420,8 @@ def test_json_schema_takes_what_recipes_take():
         "report_to: [TensorBoard]", "report_to: null", "resume: true",
         "truncation_strategy: Right", "pipeline_schedule: 1F1B", "columns: instruction=q output=a", "dataset: a, b",
         "warmup_steps: none", "overlong: null", "stop_after: 3600", "async_save: on", "bf16: true", "bf16: auto",
+        "save_steps: epoch", "save_steps: 0.1", "save_steps: no", "eval_steps: Epoch/4", "eval_steps: null",
+        "save_strategy: no", "evals_per_epoch: 4",
         "use_peft: yes", "deepspeed: zero3", "sequence_parallel: true", "stage: dpo",
     ):  # fmt: skip
         assert fits_the_schema(line, schema), line
@@ -406,6 +433,9 @@ def test_json_schema_takes_what_recipes_take():
         "packing: maybe",
         "packing: 2",
         "seed: [1]",
+        "save_steps: epochs",
+        "save_steps: 0",
+        "log_steps: no",
     ):
         assert not fits_the_schema(line, schema), line
     assert any(re.search(pattern, "max-length") for pattern in schema["patternProperties"])

@@ -125,7 +125,7 @@ EXPECTED_PERMUTATION = [2, 0, 6, 4, 1, 3, 5, 7]
 def test_every_row_is_seen_once_an_epoch_and_the_order_changes():
     made = plan(epochs=2)
     steps = list(made.steps())
-    half = made.describe()["steps_per_epoch"]
+    half = made.steps_per_epoch
     assert made.total_steps == len(steps) == 2 * half
     epochs = [[s.where for b in part for pack in b.packs for s in pack] for part in (steps[:half], steps[half:])]
     assert sorted(epochs[0]) == sorted(epochs[1])

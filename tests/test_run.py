@@ -21,6 +21,7 @@ from swiftlite.data import windows
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.serving.source import find_source
+from swiftlite.training import loop as loop_module
 from swiftlite.training import run as run_module
 from swiftlite.training.run import Session
 from swiftlite.training.step import DirectStep
@@ -538,6 +539,31 @@ def test_early_stop_keeps_the_best_checkpoint(base, tmp_path):
     best = min(rows, key=lambda row: row["eval_loss"])["step"]
     assert len(rows) == best + 2 < 40
     assert f"step-{best:08d}" in {folder.name for folder in list_checkpoints(tmp_path / "out")}
+
+
+def test_epochs_and_parts_of_the_run_say_when(base, tmp_path):
+    values = base | {"eval_fraction": 0.2, "max_steps": None, "epochs": 2.5, "keep_checkpoints": 9}
+    train(values, save_steps="epoch", eval_steps=0.5, log_steps="epoch/2")
+    rows = metrics(tmp_path / "out")
+    total = rows[-1]["step"]
+    of_an_epoch = next(row["step"] for row in rows if row["epoch"] == 1.0)
+    saved = sorted(int(folder.name[5:]) for folder in list_checkpoints(tmp_path / "out"))
+    assert saved == [of_an_epoch, 2 * of_an_epoch, total]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [math.ceil(total / 2), total]
+    assert {row["epoch"] for row in rows} >= {1.0, 2.0, 2.5} and len(rows) < total
+
+
+def test_a_run_that_is_never_saved_has_its_result_and_a_checkpoint_where_it_is_stopped(base, tmp_path, monkeypatch):
+    train(base, save_steps="never")
+    out = tmp_path / "out"
+    assert not list_checkpoints(out) and (out / "model" / "model.safetensors").exists()
+    with pytest.raises(UserError, match="no checkpoint that it could go on from"):
+        train(base, save_steps="never", resume="auto")
+    shutil.rmtree(out)
+    monkeypatch.setattr(loop_module.Loop, "_agree", lambda self, reason, peak: (signal.SIGTERM, peak))
+    with pytest.raises(SystemExit):
+        train(base, save_steps="never")
+    assert [folder.name for folder in list_checkpoints(out)] == ["step-00000001"]
 
 
 def test_an_evaluation_that_is_no_number_is_never_the_best(base, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from swiftlite.config.schema import RunConfig
 from swiftlite.parallel.mesh import build_mesh
 from swiftlite.training import precision
 from swiftlite.training.flops import peak_flops
+from swiftlite.training.interval import Interval
 from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.schedule import rate_at, schedule_notes, warmup_steps
@@ -52,13 +53,40 @@ def test_wsd_is_flat_then_falls_over_the_last_part():
         ({"warmup_steps": 5, "lr_scheduler": "wsd", "decay_ratio": 0.5}, None),
         ({"early_stopping_patience": 4, "eval_steps": 2}, "acts at step 10 at the earliest, and the run has 10"),
         ({"early_stopping_patience": 3, "eval_steps": 2}, None),
+        ({"early_stopping_patience": 1, "eval_steps": 0.5}, "with --eval-steps 0.5 acts at step 10 at the earliest"),
+        ({"early_stopping_patience": 4, "eval_steps": "epoch/2"}, "with --eval-steps epoch/2 acts at step 10"),
+        ({"early_stopping_patience": 3, "eval_steps": "epoch/2"}, None),
         ({}, None),
     ],
 )
 def test_a_schedule_that_does_not_fit_the_run_is_told(values, said):
     config = RunConfig(**values)
-    notes = [*schedule_notes(config, 10, warmup_steps(10, config.warmup_steps, config.warmup_ratio))]
+    notes = [*schedule_notes(config, 10, warmup_steps(10, config.warmup_steps, config.warmup_ratio), 4)]
     assert len(notes) == bool(said) and all(said in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [
+        (4, [4, 8, 10]),
+        (0.25, [3, 6, 9, 10]),
+        (100, [10]),
+        ("epoch", [4, 8, 10]),
+        ("epoch/3", [2, 3, 4, 6, 7, 8, 10]),
+        ("epoch/9", list(range(1, 11))),
+        ("never", []),
+        (None, []),
+    ],
+)
+def test_what_is_done_again_and_again_in_ten_steps_of_two_and_a_half_epochs(every, due):
+    interval = Interval.of(every, 10)
+    epochs = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5]
+    assert [s for s in range(1, 11) if interval.is_due(s, epochs[s - 1], epochs[s], s == 10)] == due
+    for step in range(10):
+        left, really = interval.times_left(step, epochs[step], 10, 4), sum(one > step for one in due)
+        assert really <= left <= really + (every == "epoch/3")  # where the last step is one of them
+    assert interval.times_left(0, 0.0, 10, None) == (10 if str(every).startswith("epoch") else len(due))
+    assert interval.step_of(1, 4) == (100 if every == 100 else due[0] if due else None)
 
 
 def test_linear_and_constant():

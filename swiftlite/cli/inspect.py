@@ -209,5 +209,5 @@ def packs_line(prepared: PreparedData, max_length: int) -> str:
     data, plan = prepared.train.describe(), prepared.train
     return (
         f"packs: {data['packs']:,} of up to {max_length:,} tokens, {data['fill']:.1%} full; {data['rows']:,} rows, "
-        f"{data['steps_per_epoch']:,} steps an epoch, {plan.total_steps:,} steps in all"
+        f"{plan.steps_per_epoch:,} steps an epoch, {plan.total_steps:,} steps in all"
     )

@@ -10,7 +10,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from swiftlite.config.flags import GIVES_WAY, Flag, all_flags, find_flag, find_switch, known_names, nearest, off_alone
+from swiftlite.config.flags import (
+    Flag,
+    all_flags,
+    find_flag,
+    find_phrase,
+    find_switch,
+    giving_way,
+    known_names,
+    nearest,
+    off_alone,
+)
 from swiftlite.config.other_tools import idle, instead, is_known
 from swiftlite.errors import UserError, all_in_one
 
@@ -108,7 +118,7 @@ class _Reader:
         if flag.kind in ("list", "map"):
             words = (before or []) + words
         elif before and not flag.same(before[0], words[0]):
-            weak = {name: GIVES_WAY[_plain(name)] for name in (option, spelled) if _plain(name) in GIVES_WAY}
+            weak = giving_way([option, spelled])
             if len(weak) == 1:
                 ((name, why),) = weak.items()
                 self._line.notes.append(f"{name} has no effect beside {spelled if name == option else option}: {why}")
@@ -137,7 +147,10 @@ class _Reader:
             self._at += 1
         known = name[3:] if negated and is_known(name[3:]) else name
         said = " ".join(words) or ("true" if known == name else "false")
-        if why := idle(known, said, in_recipe=False):
+        if phrase := find_phrase(name, said):
+            flag, meant = phrase
+            self._put(flag, option, [meant])
+        elif why := idle(known, said, in_recipe=False):
             self._line.notes.append(f"{' '.join([option, *words])} has no effect: {why}")
         else:
             self._unknown.append(self._unknown_flag(option))

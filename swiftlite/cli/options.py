@@ -174,6 +174,7 @@ def help_text(flag: Flag) -> str:
         details.append(f"env: {flag.env}")
     if flag.aliases:
         details.append("also " + " ".join(f"--{alias.replace('_', '-')}" for alias in flag.aliases))
+    details += [f"--{phrase.replace('_', '-')}" for phrase in flag.phrases]
     details += [f"--{switch.replace('_', '-')} is {value}" for switch, value in flag.switches.items()]
     return f"{text} [dim]\\[{'; '.join(details)}][/dim]"
 

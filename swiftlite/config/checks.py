@@ -11,6 +11,7 @@ from swiftlite.config.flags import all_flags
 from swiftlite.config.losses import REFERENCE_FREE, losses_of
 from swiftlite.config.methods import PREFERENCE
 from swiftlite.config.names import has_count, may_hold_texts
+from swiftlite.config.types import NEVER
 from swiftlite.errors import UserError, all_in_one
 
 if TYPE_CHECKING:
@@ -111,6 +112,12 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             "--early-stopping-patience needs an evaluation loss",
             ("early_stopping_patience",),
             "add --eval-fraction 0.05 or --eval-dataset",
+        ),
+        (
+            config.early_stopping_patience is not None and config.eval_steps == NEVER,
+            "--early-stopping-patience needs an evaluation loss, and --eval-steps is never",
+            ("early_stopping_patience", "eval_steps"),
+            "leave one of them out",
         ),
         (
             config.adapter is not None and config.tuner != "lora",
@@ -320,6 +327,8 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "max_samples", "where every data set names a #COUNT of its own"
     if not any(may_hold_texts(name) for name in (*config.dataset, *config.eval_dataset)):
         yield "sample_by", "without .txt files"
+    if config.save_steps == NEVER:
+        yield "keep_checkpoints", "with --save-steps never"
     if not config.report_to:
         yield "run_name", "without --report-to"
     if config.warmup_steps is not None:

@@ -6,10 +6,11 @@ The schema itself is imported on first use: `swiftlite --help` needs none of it.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -22,7 +23,8 @@ GIVES_WAY = {"model_type": "the model's config.json says what it is"}
 @dataclass(frozen=True)
 class Flag:
     """One setting as the command line and recipes see it. kind: bool, int, float, str, list or map; switches: other
-    tools' switches that stand for a value of it, {name: value}."""
+    tools' switches that stand for a value of it, {name: value}; phrases: their names whose values say it in another
+    way, {name: {pattern of theirs: ours}}."""
 
     name: str
     kind: str
@@ -37,6 +39,7 @@ class Flag:
     bare: str | None
     env: str | None
     switches: Mapping[str, str] = field(default_factory=dict)
+    phrases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def option(self) -> str:
@@ -104,6 +107,34 @@ def find_switch(spelled: str) -> tuple[Flag, str] | None:
     return _switches().get(spelled.replace("-", "_"))
 
 
+@cache
+def _phrases() -> dict[str, tuple[Flag, Mapping[str, str]]]:
+    return {name: (item, words) for item in all_flags().values() for name, words in item.phrases.items()}
+
+
+def find_phrase(spelled: str, value: str | None) -> tuple[Flag, str] | None:
+    """The flag and its value for what another tool says by a name and value of its own; None where that says
+    nothing here.
+
+    >>> find_phrase("evals_per_epoch", "4")[1]
+    'epoch/4'
+    """
+    item, words = _phrases().get(spelled.replace("-", "_"), (None, {}))
+    plain = (value or "").strip().lower()
+    return next(
+        ((item, re.sub(pattern, ours, plain)) for pattern, ours in words.items() if re.fullmatch(pattern, plain)), None
+    )
+
+
+def giving_way(names: Iterable[str]) -> dict[str, str]:
+    """Which of the names that two values of a setting were given by gives way, and why; none or both where they have
+    to agree."""
+    plain = {name: name.lstrip("-").replace("-", "_") for name in names}
+    weak = {name: GIVES_WAY[word] for name, word in plain.items() if word in GIVES_WAY}
+    told = [name for name, word in plain.items() if word in _phrases()]
+    return weak or {name: "which decides here" for name in plain if len(told) == 1 and name not in told}
+
+
 def off_alone(switch: str, item: Flag, *, in_recipe: bool) -> tuple[str, str]:
     """(what is wrong, how to mend it) where a switch is off and nothing else says what its setting is."""
     on = item.switches[switch.lstrip("-").replace("-", "_")]
@@ -114,7 +145,7 @@ def off_alone(switch: str, item: Flag, *, in_recipe: bool) -> tuple[str, str]:
 
 def known_names() -> list[str]:
     """Every name and alias, in snake_case."""
-    return [*_by_spelling(), *_switches()]
+    return [*_by_spelling(), *_switches(), *_phrases()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -143,17 +174,20 @@ def _read(name: str, field: FieldInfo) -> Flag:
         bare=extra.get("bare"),
         env=extra.get("env"),
         switches=extra.get("switches", {}),
+        phrases=extra.get("phrases", {}),
     )
 
 
 def _kind(annotation: Any) -> str:
-    """The plain type inside `Annotated[int | None, ...]` and the like."""
+    """The plain type inside `Annotated[int | None, ...]` and the like; of several that of the word, "str"."""
     origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kind(get_args(annotation)[0])
     if origin is list or annotation is list:
         return "list"
     if origin is dict:
         return "map"
     if annotation in (bool, int, float, str):
         return annotation.__name__
-    kinds = [_kind(part) for part in get_args(annotation) if part is not type(None) and not isinstance(part, str)]
-    return kinds[0] if kinds else "str"
+    kinds = {_kind(part) for part in get_args(annotation) if part is not type(None) and not isinstance(part, str)}
+    return kinds.pop() if len(kinds) == 1 else "str"

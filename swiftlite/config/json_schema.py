@@ -34,6 +34,12 @@ def recipe_schema() -> dict[str, Any]:
     for name, flag in all_flags().items():
         for alias in flag.aliases:
             properties[alias] = {**properties[name], "description": f"Another name of `{name}`.", "deprecated": True}
+        for phrase in flag.phrases:
+            properties[phrase] = {
+                "type": TEXT,
+                "description": f"Another tool's words for `{name}`.",
+                "deprecated": True,
+            }
         for switch in flag.switches:
             text = f"A switch of other tools: on is `{name}: {flag.switches[switch]}`."
             properties[switch] = {"anyOf": _switch_forms(flag), "description": text, "deprecated": True}
@@ -82,7 +88,9 @@ def _forms(flag: Flag, plain: dict[str, Any]) -> list[dict[str, Any]]:
     if flag.choices:
         odd = [value for value in (True, False, 4) if _takes(flag, value)]
         return [{"enum": [*flag.choices, *odd]}, _pattern([*words, *nothing])]
-    return [{"type": TEXT}]
+    own = next(form for form in plain.get("anyOf", [plain]) if form.get("type") != "null")
+    odd = [{"enum": [False]}] if _takes(flag, False) else []
+    return [own, *odd] if "pattern" in own else [{"type": TEXT}]
 
 
 def _switch_forms(flag: Flag) -> list[dict[str, Any]]:

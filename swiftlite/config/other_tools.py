@@ -23,6 +23,7 @@ _SAFETENSORS = "weights are read and saved as safetensors"
 _ANSWERS = "only answers are learnt, as the methods but pretrain do in any case"
 _LOSS = "the evaluation's loss is what counts"
 _PATIENCE = "processes do not wait for data or weights inside a collective"
+_STEPS = "steps are counted where nothing else is said"
 _FOUR_BITS = "{quantization: nf4} is NF4, computed in {precision}"
 
 # name -> (the values with which it changes nothing, why): such a one is left out, with a note
@@ -65,7 +66,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "bnb_4bit_quant_type": (("nf4",), _FOUR_BITS),
     "bnb_4bit_compute_dtype": (("bfloat16", "bf16"), _FOUR_BITS),
     **dict.fromkeys(
-        ("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy"), (("steps",), "steps are counted")
+        ("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy"), (("steps",), _STEPS)
     ),
     "remove_unused_columns": (EVERY, "columns that no row format has are counted and not read"),
     "overwrite_output_dir": (EVERY, "a run starts in a new or empty folder, and nothing is overwritten"),
@@ -110,6 +111,7 @@ _COUNT = "write #1000 behind a data set's name, for 1000 of its rows"
 _WEIGHTS = "write weights behind the losses' names: {loss: sigmoid:0.8 sft:1.0}"
 _IDENTITY = _OUT + "it fills ms-swift's self-cognition rows; write the name into the rows"
 _SPLIT = "write @SPLIT behind the data set's name: {dataset: NAME@train}, {eval_dataset: NAME@test}"
+_HOW_OFTEN = "write a number of steps, a part of the run such as 0.1, `epoch`, or `epoch/4` for four times an epoch"
 _FILE = "there is no such file;"
 _VISION = _OUT + "swiftlite trains the language model"
 
@@ -118,11 +120,14 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("no_gradient_checkpointing", "no_activation_checkpointing"), "activation_checkpointing: none"),
     "enable_activation_checkpointing": "activation_checkpointing: full",
     "enable_activation_offloading": "activation_checkpointing: offload",
-    **dict.fromkeys(("save_strategy", "saves_per_epoch"), "save_steps: 500"),
+    "save_strategy": "write {save_steps: 500} or {save_steps: epoch}; checkpoints/best is kept in any case",
+    "saves_per_epoch": "save_steps: epoch/2",
     **dict.fromkeys(
-        ("eval_strategy", "evaluation_strategy", "evals_per_epoch"),
-        "write {eval_steps: 500}; there is no evaluation without {eval_dataset} or {eval_fraction}",
+        ("eval_strategy", "evaluation_strategy"),
+        "write {eval_steps: 500} or {eval_steps: epoch}; there is no evaluation without {eval_dataset} or "
+        "{eval_fraction}",
     ),
+    "evals_per_epoch": "eval_steps: epoch/2",
     **dict.fromkeys(("logging_strategy", "logging_first_step"), "log_steps: 1"),
     **dict.fromkeys(("gpus", "num_gpus", "ray_num_workers"), "nproc_per_node: 2"),
     "use_ray": _OUT + "{nproc_per_node: 2} starts the processes",
@@ -266,6 +271,7 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
     "overlong": (("left", "rows keep their beginning, pairs their answers: write {overlong: truncate}, or drop"),),
     "report_to": (("all", "name those that you use"),),
     "warmup_steps": ((r"0?\.\d+", "write {warmup_ratio: WORD}, a part of the run"),),
+    **dict.fromkeys(("save_steps", "eval_steps", "log_steps"), ((".*", _HOW_OFTEN),)),
     "eval_fraction": ((r"\d{2,}", "for a number of rows write {eval_dataset: FILE#WORD}, with rows apart"),),
 }
 

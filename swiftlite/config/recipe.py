@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.axolotl import BLOCKS, read_block
-from swiftlite.config.flags import GIVES_WAY, Flag, all_flags, find_flag, find_switch, known_names, nearest, off_alone
+from swiftlite.config.flags import (
+    Flag,
+    all_flags,
+    find_flag,
+    find_phrase,
+    find_switch,
+    giving_way,
+    known_names,
+    nearest,
+    off_alone,
+)
 from swiftlite.config.other_tools import OFF, ON, idle, instead, instead_of_value, is_known
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError, all_in_one
@@ -166,7 +176,9 @@ def _entries(path: Path, root: Node, wrong: list[UserError], notes: list[str]) -
                 continue
             if find_flag(key) is None and _changes_nothing(key, value_node, where, notes):
                 continue
-            if switch := find_switch(key):
+            if phrase := find_phrase(key, value_node.value if value_node.id == "scalar" else None):
+                item, value = phrase
+            elif switch := find_switch(key):
                 item, value = switch[0], _switched(value_node, where, switch)
                 if value is None:
                     off[key] = item, where
@@ -195,14 +207,14 @@ def _put(entries: dict[str, Entry], item: Flag, entry: Entry, where: str, notes:
     if before is None or (another and (before.value is None or item.same(before.value, entry.value))):
         entries[item.name] = entry
         return
-    weak = [one for one in (before, entry) if one.key.replace("-", "_") in GIVES_WAY]
+    weak = giving_way([before.key, entry.key])
     if not another or len(weak) != 1:
         raise UserError(
             f"`{item.name}` is given twice, first in line {before.line}", where=where, fix="keep one of them"
         )
-    strong = entry if weak[0] is before else before
-    why = GIVES_WAY[weak[0].key.replace("-", "_")]
-    notes.append(f"the recipe's {weak[0].key} has no effect beside {strong.key}: {why}")
+    ((name, why),) = weak.items()
+    strong = entry if name == before.key else before
+    notes.append(f"the recipe's {name} has no effect beside {strong.key}: {why}")
     entries[item.name] = strong
 
 

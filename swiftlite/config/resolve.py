@@ -28,6 +28,7 @@ from swiftlite.config.names import (
 )
 from swiftlite.config.recipe import Recipe, load_recipe
 from swiftlite.config.schema import RunConfig
+from swiftlite.config.types import NEVER
 from swiftlite.config.validate import Given, build_config
 from swiftlite.errors import UserError
 from swiftlite.untrusted import read_json_file
@@ -254,10 +255,15 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "tuner": tuner,
         "overlong": config.overlong or ("split" if pretrain else "truncate"),
         "learning_rate": config.learning_rate or LEARNING_RATES[config.method, tuner],
-        "eval_steps": config.eval_steps or (config.save_steps if evaluates else None),
+        "eval_steps": config.eval_steps or (_as_saving(config) if evaluates else None),
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),
     }
+
+
+def _as_saving(config: RunConfig) -> int | float | str:
+    """How often a run is evaluated that does not say so: one that is never saved as others are by default."""
+    return all_flags()["save_steps"].default if config.save_steps == NEVER else config.save_steps
 
 
 def of_another_base(config: RunConfig) -> list[str]:

@@ -28,12 +28,15 @@ from swiftlite.config.types import (
     BelowOne,
     Columns,
     Count,
+    Every,
+    EveryOrNever,
     Fraction,
     Limit,
     Names,
     NotNegative,
     NullWord,
     OptionalCount,
+    OptionalEvery,
     OptionalPort,
     OptionalPositive,
     OptionalText,
@@ -346,7 +349,11 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, SpeedSettin
         metavar="PATH",
         short="o",
     )
-    save_steps: Count = flag(500, CHECKPOINTS, "Steps between checkpoints.", "save_interval")
+    save_steps: EveryOrNever = flag(
+        500, CHECKPOINTS, "Steps between checkpoints, part of the run (0.1), `epoch`, `epoch/4`, or `never`.",
+        "save_interval", metavar="N|PART|epoch",
+        phrases={"save_strategy": types.STRATEGY_OR_NEVER, "saves_per_epoch": types.AN_EPOCH},
+    )  # fmt: skip
     keep_checkpoints: Count = flag(2, CHECKPOINTS, "Newest checkpoints to keep.", "save_total_limit")
     resume: Annotated[str, Spelling(types.RESUME)] = flag(
         "never",
@@ -361,13 +368,16 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, SpeedSettin
         "auto", CHECKPOINTS, "Type of the saved weights; `auto` is the source model's."
     )
 
-    log_steps: Count = flag(
-        1, LOGGING, "Steps between rows of metrics.jsonl.", "logging_steps", "log_interval",
-        "log_every_n_steps",
+    log_steps: Every = flag(
+        1, LOGGING, "Steps between rows of metrics.jsonl, written like `--save-steps`.", "logging_steps",
+        "log_interval", "log_every_n_steps", metavar="N|PART|epoch", phrases={"logging_strategy": types.STRATEGY},
     )  # fmt: skip
-    eval_steps: OptionalCount = flag(
-        None, LOGGING, "Steps between evaluations.", "eval_interval", shown="as --save-steps"
-    )
+    eval_steps: OptionalEvery = flag(
+        None, LOGGING, "Steps between evaluations, written like `--save-steps`.", "eval_interval",
+        shown="as --save-steps", metavar="N|PART|epoch",
+        phrases=dict.fromkeys(("eval_strategy", "evaluation_strategy"), types.STRATEGY_OR_NEVER)
+        | {"evals_per_epoch": types.AN_EPOCH},
+    )  # fmt: skip
     report_to: Annotated[list[Tracker], ToList] = flag(
         [], LOGGING, "Trackers to report to: in project `swiftlite`, or WANDB_PROJECT, SWANLAB_PROJ_NAME.", shown="none"
     )

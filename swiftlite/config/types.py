@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
-from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from swiftlite.untrusted import existing, parse_json
 
 MOST_COMMAS = 8  # that are looked for in one path
 NULL_WORDS = ("none", "null", "~", "")
+PART_OF_AN_EPOCH = re.compile(r"epoch(?:/([1-9]\d*))?")
+NEVER = "never"
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
@@ -26,6 +28,7 @@ def _switch(on: str) -> dict[str, str]:
 
 
 # What other tools call a choice of ours.
+NEVER_WORDS = (NEVER, "no", "off", "false")
 SWITCH, OFFLOAD, KERNELS, FP8 = _switch("full"), _switch("cpu"), _switch("liger"), _switch("rowwise")
 SEQUENCE_PARALLEL = dict.fromkeys(("true", "yes", "on"), "always") | dict.fromkeys(("false", "no", "off"), "never")
 FOUR_BITS = _switch("nf4") | {"4": "nf4", "4bit": "nf4"}
@@ -56,6 +59,9 @@ SHARDING = {
 PARALLEL = dict.fromkeys(("fsdp2", "full_shard", "full_shard auto_wrap", "true"), "fsdp")  # of transformers' `fsdp`
 OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
 SCHEDULER = {"warmup_stable_decay": "wsd"}
+STRATEGY = {"epoch": "epoch"}  # of transformers, and how often a thing is done by it
+STRATEGY_OR_NEVER = STRATEGY | {"no": NEVER}
+AN_EPOCH = {r"([1-9]\d*)": r"epoch/\1", "0": NEVER}  # axolotl's number of times
 OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
@@ -205,6 +211,41 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _how_often(value: Any) -> Any:
+    """Steps as a whole number, a part of the run as a number below 1, parts of an epoch in words."""
+    text = plain_word(str(value))
+    if PART_OF_AN_EPOCH.fullmatch(text):
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if 0 < number < 1:
+        return number
+    if not number.is_integer() or not 1 <= number < 1e15 or isinstance(value, bool):
+        raise PydanticCustomError("interval", "it is neither steps nor a part of the run or of an epoch")
+    return int(number)
+
+
+def _how_often_if_ever(value: Any) -> Any:
+    return NEVER if plain_word(str(value)) in NEVER_WORDS else _how_often(value)
+
+
+def times_an_epoch(every: str) -> int:
+    """How often in an epoch a checked `Every` is due that counts epochs.
+
+    >>> times_an_epoch("epoch/4")
+    4
+    """
+    return int(PART_OF_AN_EPOCH.fullmatch(every)[1] or 1)
+
+
+def _interval_form(*words: str) -> WithJsonSchema:
+    """What editors are told of `Every`."""
+    pattern = "|".join([r"\d*\.?\d+", r"[Ee]poch(/[1-9]\d*)?", *words])
+    return WithJsonSchema({"type": ["integer", "number", "string"], "exclusiveMinimum": 0, "pattern": f"^({pattern})$"})
+
+
 def check_size(value: Any) -> Any:
     text = str(value).strip().replace(" ", "")
     found = re.fullmatch(r"(\d+(?:\.\d+)?)[KMGT]i?B", text, re.IGNORECASE)
@@ -241,6 +282,9 @@ Size = Annotated[str, BeforeValidator(check_size)]
 Duration = Annotated[str, BeforeValidator(_duration)]
 ToList = BeforeValidator(_to_list)
 
+Every = Annotated[int | float | str, BeforeValidator(_how_often), _interval_form()]
+EveryOrNever = Annotated[int | float | str, BeforeValidator(_how_often_if_ever), _interval_form(*NEVER_WORDS)]
+OptionalEvery = Annotated[EveryOrNever | None, NullWord]
 Count = Annotated[int, Field(ge=1), Number]
 OptionalCount = Annotated[Count | None, NullWord]
 Whole = Annotated[int, Field(ge=0), Number]

@@ -131,6 +131,11 @@ class BatchPlan:
         return [self._read_pack(self._packs(0)[place]) for place in places]
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the first epoch."""
+        return self._epoch_steps(0)
+
+    @property
     def repeats(self) -> bool:
         """Whether some row is trained on a second time."""
         return self.total_steps > self._epoch_steps(0) or any(part.weight > 1 for part in self._parts)
@@ -149,12 +154,12 @@ class BatchPlan:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Rows, tokens, trained tokens, packs and their fill in the first epoch, and its steps.
+        """Rows, tokens, trained tokens, packs and their fill in the first epoch.
 
         fill: tokens over packs times their capacity; without packing a row is a pack.
         """
         members, packs = self._first_epoch()
-        return self._summary(members, packs, self._pack_tokens()) | {"steps_per_epoch": self._epoch_steps(0)}
+        return self._summary(members, packs, self._pack_tokens())
 
     def describe_parts(self) -> dict[str, dict[str, Any]]:
         """The same per data set; a pack counts for each data set that has a row in it."""

@@ -105,6 +105,10 @@ class StreamPlan:
         self._ready = {first: self._read(first)}
         self._count([first.window])
 
+    @property
+    def steps_per_epoch(self) -> None:
+        """Nobody knows before the end of the first."""
+
     def steps(self, start_step: int = 0) -> Iterator[StepBatch]:
         """The steps after the first `start_step`. A thread tokenises ahead. Raises UserError for a bad row."""
         results: queue.Queue[Any] = queue.Queue(AHEAD)
@@ -148,7 +152,7 @@ class StreamPlan:
 
     def describe(self) -> dict[str, Any]:
         """What has been read so far; the whole is never known before it was read."""
-        return {"rows": self._whole.totals["used"]} | self._whole.numbers() | {"steps_per_epoch": None}
+        return {"rows": self._whole.totals["used"]} | self._whole.numbers()
 
     def _audit(self) -> dict[str, Any]:
         datasets = {name: tally.audit() for name, tally in self._by_source}

@@ -17,6 +17,7 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.evaluation import evaluate_rows
 from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors, unfit_rows
 from swiftlite.training.flops import peak_flops
+from swiftlite.training.interval import Interval
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.methods import Method, check_start
 from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moments, set_rate
@@ -116,7 +117,10 @@ class Loop:
         kind = UpdatesInBackward if config.optimizer_in_backward else Updates
         trained = [parameter for _, parameter in parts.trained]
         self._updates = kind(parts.optimizer, trained, parts.uncounted, parts.mesh)
-        self._warmup = warmup_steps(parts.plan.total_steps, config.warmup_steps, config.warmup_ratio)
+        total = parts.plan.total_steps
+        self._warmup = warmup_steps(total, config.warmup_steps, config.warmup_ratio)
+        every = config.log_steps, config.eval_steps, config.save_steps
+        self._logs, self._evaluates, self._saves = (Interval.of(one, total) for one in every)
 
     def run(self) -> None:
         """Train to the end of the plan. Raises Stopped where the run was asked to, StepFailed, LossSpike."""
@@ -125,29 +129,30 @@ class Loop:
             module.train()
         if self._has_ended():
             return
-        for note in schedule_notes(config, total, self._warmup):
+        for note in schedule_notes(config, total, self._warmup, self._parts.plan.steps_per_epoch):
             self._listener.message(f"note: {note}")
         if config.warm_check and not self._parts.ample_memory:
             self._warm_up()
             self._alive()
         clock = time.perf_counter()
         for batch, share, data_seconds in self._prepared_steps():
+            now = batch.step, self.progress.epoch, batch.epoch
             row = self._step(batch, share)
             self._alive()
             self._profile()
             last = batch.step == total
             reason, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
             row |= self._speed(row, share, time.perf_counter() - clock, data_seconds, peak)
-            if self._parts.eval_plan is not None and self._due(config.eval_steps, batch.step, last):
+            if self._parts.eval_plan is not None and self._evaluates.is_due(*now, last):
                 reason = self._evaluate(row) or reason
                 self._alive()
-            if last or batch.step % config.log_steps == 0 or "eval_loss" in row:
+            if self._logs.is_due(*now, last) or "eval_loss" in row:
                 self._listener.log(row)
             reason = None if last else reason  # it has ended by itself
             stops = self._out_of_patience()
             ends = last or bool(reason) or stops
             calm = ends or not self._spikes.count  # weights that may be spoilt do not push good ones out
-            if calm and self._due(config.save_steps, batch.step, ends):
+            if calm and (self._saves.is_due(*now, ends) or reason):
                 self._note_best(row.get("eval_loss"))
                 self._save(last=ends)
                 self._alive()
@@ -370,10 +375,6 @@ class Loop:
     def _rows(self, batches: Sequence[MicroBatch]) -> str:
         """The rows of these micro-batches and of those that the other processes name."""
         return list_rows(self._parts.mesh.gather([where for batch in batches for where in batch.where]))
-
-    @staticmethod
-    def _due(every: int | None, step: int, last: bool) -> bool:
-        return last or (every is not None and every > 0 and step % every == 0)
 
 
 def _not_finite(share: StepShare, outcome: StepOutcome) -> list[MicroBatch]:

@@ -47,6 +47,7 @@ from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.agreement import check_same_rows
 from swiftlite.training.failures import StepFailed, other_memory_errors
+from swiftlite.training.interval import Interval
 from swiftlite.training.loop import Loop, Parts, Progress
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
@@ -258,12 +259,13 @@ class Session:
 
     def _check_space(self) -> None:
         """Raises UserError where checkpoints and result will not fit the disk."""
-        config, files = self._config, self._trainee.files
-        saves = -(-self._prepared.train.total_steps // config.save_steps) - self._progress.step // config.save_steps
+        config, files, plan = self._config, self._trainee.files, self._prepared.train
+        done, total = self._progress, plan.total_steps
+        saving = Interval.of(config.save_steps, total)
         space = Space(
             checkpoint=files.plan.size + self._resume_plan(moments=True).size,
             result=files.plan.size,
-            saves=saves,
+            saves=saving.times_left(done.step, done.epoch, total, plan.steps_per_epoch),
             keep=config.keep_checkpoints + (self._prepared.eval is not None),  # the best one is kept beside them
             kept=len(list_checkpoints(self._output)),
         )

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from swiftlite.training.interval import Interval
+
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
@@ -15,8 +17,9 @@ def warmup_steps(total: int, steps: int | None, ratio: float) -> int:
     return min(total, steps if steps is not None else math.ceil(total * ratio))
 
 
-def schedule_notes(config: RunConfig, total: int, warmup: int) -> Iterator[str]:
-    """What settings that do not fit a run of so many steps do. warmup: its steps as they are taken."""
+def schedule_notes(config: RunConfig, total: int, warmup: int, steps_per_epoch: int | None) -> Iterator[str]:
+    """What settings that do not fit a run of so many steps do. warmup: its steps as they are taken; steps_per_epoch:
+    None where it is not known."""
     steps, kind, patience = config.warmup_steps, config.lr_scheduler, config.early_stopping_patience
     decay = math.ceil(total * config.decay_ratio)
     if kind != "constant" and warmup == total > 1:
@@ -27,11 +30,13 @@ def schedule_notes(config: RunConfig, total: int, warmup: int) -> Iterator[str]:
         )
     elif kind == "wsd" and steps is not None and warmup + decay > total:
         yield f"warm-up ({warmup:,} steps) and decay ({decay:,}) overlap: from its peak the learning rate falls at once"
-    if patience is not None and config.eval_steps is not None and (patience + 1) * config.eval_steps >= total:
-        yield (
-            f"--early-stopping-patience {patience:,} with --eval-steps {config.eval_steps:,} acts at step "
-            f"{(patience + 1) * config.eval_steps:,} at the earliest, and the run has {total:,}"
-        )
+    if patience is not None:
+        earliest = Interval.of(config.eval_steps, total).step_of(patience + 1, steps_per_epoch)
+        if earliest is not None and earliest >= total:
+            yield (
+                f"--early-stopping-patience {patience:,} with --eval-steps {config.eval_steps} acts at step "
+                f"{earliest:,} at the earliest, and the run has {total:,}"
+            )
 
 
 def rate_at(
