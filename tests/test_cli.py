@@ -120,7 +120,7 @@ def test_every_recipe_resolves(run, name):
         ("recipes copy llama3/8b-sft-fsdp not-there/", "no such folder"),
         ("sft --no-gradient-checkpointing", "write `--activation-checkpointing none`"),
         ("sft --push_to_hub", "leave it out: `hf upload`"),
-        ("sft --model m/x --dataset d/x --template qwen3_nothink --dry-run", "leave it out for the model's own"),
+        ("sft --model m/x --dataset d/x --template alpaca --dry-run", "leave it out for the model's own"),
         ("rlhf --rlhf_type dpo", "did you mean `swiftlite train`?"),
         ("merge-lora --adapters x", "did you mean `swiftlite export`?"),
         ("sft --model /nowhere/model --dataset d/x", "/nowhere/model"),

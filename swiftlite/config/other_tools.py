@@ -244,6 +244,14 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("freeze_vit", "freeze_aligner", "freeze_llm"), _VISION),
 }  # fmt: skip
 
+# What LLaMA-Factory, ms-swift and axolotl call the templates of models that come with one of their own. The others of
+# theirs, such as `alpaca` or `default`, are ways of writing that no model has.
+TEMPLATES = re.compile(
+    "(tokenizer_default|(bailing|cohere|command|deepseek|ernie|exaone|falcon|gemma|glm|gpt_?oss|granite|hunyuan|intern|"
+    r"jamba|kimi|lfm|ling|llama-?[234]|mimo|minicpm|minimax|mistral|mixtral|nemotron|olmo|phi|qw|seed|smollm|yi|zephyr)"
+    r"[\w.-]*)"
+)
+
 # setting -> (a pattern of words that others have for its value, what to write instead)
 VALUES: dict[str, tuple[tuple[str, str], ...]] = {
     "method": (

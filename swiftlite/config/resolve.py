@@ -26,6 +26,7 @@ from swiftlite.config.names import (
     placed,
     system_text,
 )
+from swiftlite.config.other_tools import TEMPLATES
 from swiftlite.config.recipe import Recipe, load_recipe
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.types import NEVER
@@ -101,7 +102,8 @@ def resolve(
     _require(typed, needs_rows=needs_rows)
     check_names(typed, {name: item.where for name, item in given.items()})
     typed, moved = _another_folder(typed, given, base)
-    notes = [*(recipe.notes if recipe else []), *read, *moved, *gave_way]
+    typed, own = _own_template(typed, given, base)
+    notes = [*(recipe.notes if recipe else []), *read, *moved, *gave_way, *own]
     named = typed.model_copy(update=_names(typed, base))
     layout = plan_layout(named, env)
     batch, gave_way = _batch(named, given, layout, open_layout=open_layout, exact=exact_batch)
@@ -185,6 +187,17 @@ def _another_folder(config: RunConfig, given: Mapping[str, Given], base: Path | 
     number = next(number for number in itertools.count(2) if not Path(f"{folder}-{number}").exists())
     note = f"--output-dir is {folder}-{number}: {folder} holds the run of the recipe"
     return config.model_copy(update={"output_dir": f"{folder}-{number}"}), [note]
+
+
+def _own_template(config: RunConfig, given: Mapping[str, Given], base: Path | None) -> tuple[RunConfig, list[str]]:
+    """Leaves out, with a note, what other tools call the chat template of a model that has one."""
+    name = config.chat_template
+    if name is None or placed(name, base) or not TEMPLATES.fullmatch(name.lower()):
+        return config, []
+    said = given["chat_template"]
+    by = f"{said.where} {name}" if said.by == "flag" else f"the recipe's template {name}"
+    note = f"{by} is another tool's name: conversations are written by the chat template that comes with the model"
+    return config.model_copy(update={"chat_template": None}), [note]
 
 
 def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
