@@ -34,9 +34,9 @@ chat_template`, whole splits, answers alone trained), and a DeepSpeed file where
 `offload` and `precision` can (ZeRO 0, 2 and 3, nothing or all offloaded, `auto` elsewhere). A note tells what each
 became, an error what to write instead.
 
-LLaMA-Factory's, ms-swift's and axolotl's names of templates (`llama3`, `qwen3_nothink`, `tokenizer_default`) are left out with
-a note: conversations are written by the chat template that comes with the model, and a model without one is an error. What
-they call `alpaca`, `default` or `vicuna` is no model's template, and needs a Jinja file.
+LLaMA-Factory's, ms-swift's and axolotl's names of templates (`llama3`, `qwen3_nothink`, `tokenizer_default`) are left
+out with a note: conversations are written by the chat template that comes with the model, and a model without one is an
+error. What they call `alpaca`, `default` or `vicuna` is no model's template, and needs a Jinja file.
 
 Names that change nothing here are accepted with a note:
 
