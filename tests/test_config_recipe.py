@@ -63,6 +63,7 @@ def test_scalars_keep_their_meaning(recipe):
         ("fsdp_config: {a: b}", 4, "`sharding`"),
         ("seed: !!python/object/apply:os.system ['true']", 4, "tag"),
         ("target_modules: [[a]]", 4, "plain values"),
+        ("special_tokens:\n  pad_token: x\n  eos_token: y", 4, "`new_tokens: TOKEN`"),
         ("seed: 'open", 5, "YAML"),
         ("\tseed: 1", 4, "YAML"),
         ("? [a, b]\n: 1", 4, "unknown key"),
@@ -103,12 +104,17 @@ dataset: org/rows
 val_set_size: 0.05
 rl: kto
 rl_beta: 0.5
-adapter:
+adapter: qlora
+load_in_4bit: true
+warmup_steps: 0.1
+tokenizer_type: AutoTokenizer
 lora_model_dir:
 lora_target_linear: true
 sequence_len: 4096
 sample_packing: true
 wandb_project:
+special_tokens:
+  pad_token: <|end_of_text|>
 bf16: auto
 fp16: false
 gradient_checkpointing_kwargs:
@@ -142,8 +148,12 @@ def test_files_of_other_tools_are_read(recipe):
     config = made.config
     assert (config.method, config.model, config.beta, config.precision) == ("kto", "org/model", 0.5, "auto")
     assert (config.eval_fraction, config.max_length, config.adapter) == (0.05, 4096, None)
-    idle = ("model_type", "load_in_8bit", "gradient_checkpointing_kwargs", "flash_attention")
-    assert [note.split()[2] for note in made.notes[:4]] == list(idle)
+    assert (config.tuner, config.quantization, config.warmup_ratio, config.warmup_steps) == ("lora", "nf4", 0.1, None)
+    idle = (
+        "model_type", "load_in_8bit", "tokenizer_type", "special_tokens", "gradient_checkpointing_kwargs",
+        "flash_attention",
+    )  # fmt: skip
+    assert [note.split()[2] for note in made.notes[:6]] == list(idle)
 
 
 def test_a_value_given_by_two_names_is_told_where_they_differ(recipe):
@@ -422,7 +432,8 @@ def test_json_schema_takes_what_recipes_take():
         "warmup_steps: none", "overlong: null", "stop_after: 3600", "async_save: on", "bf16: true", "bf16: auto",
         "save_steps: epoch", "save_steps: 0.1", "save_steps: no", "eval_steps: Epoch/4", "eval_steps: null",
         "save_strategy: no", "evals_per_epoch: 4",
-        "use_peft: yes", "deepspeed: zero3", "sequence_parallel: true", "stage: dpo",
+        "use_peft: yes", "adapter: lora",
+        "warmup_steps: 0.1", "warmup_steps: 5", "deepspeed: zero3", "sequence_parallel: true", "stage: dpo",
     ):  # fmt: skip
         assert fits_the_schema(line, schema), line
     for line in (
@@ -443,8 +454,14 @@ def test_json_schema_takes_what_recipes_take():
 
 def test_everything_wrong_with_a_recipe_is_told_at_once(recipe):
     with pytest.raises(UserError) as caught:
-        recipe(BASE + "max_lenght: 5\nseed: [1]\nlora_rank: many\nbf16: false\nadapter: lora\n")
-    told = ((4, "max_length"), (5, "one value"), (6, "whole number"), (7, "precision: fp32"), (8, "`tuner: lora`"))
+        recipe(BASE + "max_lenght: 5\nseed: [1]\nlora_rank: many\nbf16: false\nquantization: int8\n")
+    told = (
+        (4, "max_length"),
+        (5, "one value"),
+        (6, "whole number"),
+        (7, "precision: fp32"),
+        (8, "`quantization: nf4`"),
+    )
     for line, said in told:
         assert any(f"recipe.yaml:{line}:" in told and said in told for told in caught.value.what.splitlines())
     with pytest.raises(UserError, match="perhaps more"):

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftlite.config.batch import solve_batch, weigh
-from swiftlite.config.checks import PREFERENCE_SETTINGS
 from swiftlite.config.flags import all_flags, find_flag
 from swiftlite.config.layout import Layout, plan_layout
+from swiftlite.config.notes import PREFERENCE_SETTINGS
 from swiftlite.config.other_tools import IDLE, INSTEAD, SETTING, VALUES, shown
 from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
@@ -180,11 +180,9 @@ def test_what_is_told_of_other_tools_holds():
         ("sharding", "zero3_offload", "`--offload cpu`", "`offload: cpu`"),
         ("sharding", "examples/deepspeed/ds_z2_config.json", "`--sharding grad_op`", "`sharding: grad_op`"),
         ("sharding", "zero3.json", "`--sharding full`", "`sharding: full`"),
-        ("lr_scheduler", "cosine_with_min_lr", "`--min-lr-ratio 0.1`", "`min_lr_ratio: 0.1`"),
-        ("warmup_steps", "0.1", "`--warmup-ratio 0.1`", "`warmup_ratio: 0.1`"),
+        ("lr_scheduler", "cosine_with_min_lr", "`--min-lr 1e-6`", "`min_lr: 1e-6`"),
         ("eval_fraction", "100", "`--eval-dataset FILE#100`", "`eval_dataset: FILE#100`"),
         ("tuner", "qlora", "`--quantization nf4`", "`quantization: nf4`"),
-        ("adapter", "qlora", "`--quantization nf4`", "`quantization: nf4`"),
         ("overlong", "left", "`--overlong truncate`", "`overlong: truncate`"),
     ],
 )
@@ -221,6 +219,7 @@ def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
         ({"eval_dataset": "a", "eval_fraction": 0.1}, "keep one"),
         ({"early_stopping_patience": 2}, "--eval-fraction"),
         ({"adapter": "x/y", "tuner": "full"}, "--tuner lora"),
+        ({"min_lr": 1e-3}, "lower --min-lr"),
         ({"tuner": "freeze", "trainable_layers": 0}, "--trainable-modules"),
         ({"streaming": "true"}, "leave --streaming out"),
         ({"method": "pretrain", "streaming": "true", "max_steps": 5, "max_samples": 9}, "--max-steps says how much"),
@@ -263,7 +262,38 @@ def test_all_wrong_values_are_told_at_once():
 def test_settings_without_effect_are_noted():
     notes = " ".join(plan(tuner="full", lora_rank=16, num_microbatches=4, epochs=2, max_steps=3).notes)
     assert all(name in notes for name in ("lora_rank", "num_microbatches", "epochs"))
-    assert plan(lora_rank=8).notes == []
+    assert plan(lora_rank=8, lora_alpha=32).notes == []
+    notes = plan(min_lr=1e-6, min_lr_ratio=0.2).notes + plan(lr_scheduler="constant", min_lr=1e-6).notes
+    assert [note.split(" has no effect ")[0] for note in notes] == ["min_lr_ratio", "min_lr"]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"learning_rate": 2e-5}, "--tuner full trains all weights"),
+        ({"learning_rate": 2e-5, "tuner": "lora"}, None),
+        ({"learning_rate": 5e-5}, None),
+        ({"learning_rate": 5e-7, "method": "dpo"}, "--learning-rate 5e-07 is low"),
+        ({"learning_rate": 5e-6, "method": "dpo"}, None),
+        ({"learning_rate": 2e-5, "method": "pretrain"}, None),
+        ({"lora_rank": 8}, "multiplied by 4"),
+        ({"lora_rank": 8, "lora_alpha": 32}, None),
+        ({"lora_rank": 8, "tuner": "lora", "lora_alpha": 8}, None),
+    ],
+)
+def test_a_default_that_means_more_than_it_seems_is_told(values, told):
+    notes = plan(**values).notes
+    assert len(notes) == bool(told) and all(told in note for note in notes)
+
+
+def test_a_batch_of_rows_elsewhere_is_of_packs_here():
+    spelled = {"micro_batch_size": Given("2", "--per-device-train-batch-size", "flag")}
+    named = {name: Given(value, name, "flag") for name, value in NAMED.items()}
+    (note,) = resolve("sft", named | spelled, env={}).notes
+    assert "packs of up to 2,048 tokens" in note and "--no-packing" in note
+    own = {"micro_batch_size": Given("2", "--micro-batch-size", "flag")}
+    unpacked = {"packing": Given("false", "--packing", "flag")}
+    assert resolve("sft", named | own, env={}).notes == resolve("sft", named | spelled | unpacked, env={}).notes == []
 
 
 @pytest.mark.parametrize(("more", "told"), [({}, True), ({"global_batch_size": "6"}, False)])

@@ -29,7 +29,7 @@ def test_warmup_reaches_the_peak_and_first_step_moves(kind):
 
 
 def test_cosine_is_half_a_period_above_its_minimum():
-    got = rates("cosine", minimum_ratio=0.1)
+    got = rates("cosine", minimum=0.2)
     assert got[4] == 2.0
     assert got[12] == pytest.approx(0.2 + 1.8 * 0.5)
     assert got[-1] == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * 15 / 16)))

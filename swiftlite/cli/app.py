@@ -28,8 +28,8 @@ NO_COMMAND = re.compile(r"(No such command '(.*?)')(\. Did you mean .*)?")
 ELSEWHERE = {  # what other tools call a command
     "api": "serve", "chat": "infer", "compare": "report", "convert": "export", "deploy": "serve", "evaluate": "eval",
     "finetune": "sft", "fine-tune": "sft", "generate": "infer", "help": "--help", "inference": "infer",
-    "merge": "export", "merge-lora": "export", "orpo": "dpo", "plot": "report", "preprocess": "inspect",
-    "preview": "inspect", "reward": "rm", "rlhf": "train", "simpo": "dpo",
+    "merge": "export", "merge-lora": "export", "orpo": "dpo --loss orpo", "plot": "report", "preprocess": "inspect",
+    "preview": "inspect", "reward": "rm", "simpo": "dpo --loss simpo",
 }  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def run_commands() -> dict[str, RunCommand]:
     from swiftlite.cli.train import TRAIN_COMMANDS
 
     commands = {command.name: command for command in [*TRAIN_COMMANDS, INSPECT, PLAN, EVAL]}
-    return commands | {"pt": commands["pretrain"]}
+    return commands | {"pt": commands["pretrain"], "rlhf": commands["train"]}  # as ms-swift calls them
 
 
 def build_app(chosen: RunCommand | None = None) -> typer.Typer:

@@ -14,7 +14,7 @@ from swiftlite.config.flags import (
     Flag,
     all_flags,
     find_flag,
-    find_phrase,
+    find_phrases,
     find_switch,
     giving_way,
     known_names,
@@ -99,6 +99,11 @@ class _Reader:
             )
 
     def _flag(self, option: str, value: str | None) -> None:
+        if phrases := find_phrases(_plain(option), self._next() if value is None else value):
+            self._at += value is None
+            for flag, meant in phrases:
+                self._put(flag, option, [meant])
+            return
         found = self._find(option)
         if found is None:
             self._other(option, value)
@@ -147,10 +152,7 @@ class _Reader:
             self._at += 1
         known = name[3:] if negated and is_known(name[3:]) else name
         said = " ".join(words) or ("true" if known == name else "false")
-        if phrase := find_phrase(name, said):
-            flag, meant = phrase
-            self._put(flag, option, [meant])
-        elif why := idle(known, said, in_recipe=False):
+        if why := idle(known, said, in_recipe=False):
             self._line.notes.append(f"{' '.join([option, *words])} has no effect: {why}")
         else:
             self._unknown.append(self._unknown_flag(option))

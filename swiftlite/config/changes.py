@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swiftlite.config.checks import LORA_SHAPE
 from swiftlite.config.flags import all_flags
 from swiftlite.config.names import NAMES, with_absolute_names
+from swiftlite.config.notes import LORA_SHAPE
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import DERIVED, NOT_SAVED
 from swiftlite.config.schema import RunConfig

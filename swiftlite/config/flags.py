@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
+from swiftlite.untrusted import existing
+
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
@@ -108,22 +110,27 @@ def find_switch(spelled: str) -> tuple[Flag, str] | None:
 
 
 @cache
-def _phrases() -> dict[str, tuple[Flag, Mapping[str, str]]]:
-    return {name: (item, words) for item in all_flags().values() for name, words in item.phrases.items()}
+def _phrases() -> dict[str, list[tuple[Flag, Mapping[str, str]]]]:
+    table: dict[str, list[tuple[Flag, Mapping[str, str]]]] = {}
+    for item in all_flags().values():
+        for name, words in item.phrases.items():
+            table.setdefault(name, []).append((item, words))
+    return table
 
 
-def find_phrase(spelled: str, value: str | None) -> tuple[Flag, str] | None:
-    """The flag and its value for what another tool says by a name and value of its own; None where that says
-    nothing here.
+def find_phrases(spelled: str, value: str | None) -> list[tuple[Flag, str]]:
+    """The flags and their values for what another tool says by a name and value of its own; none where that says
+    nothing here. Of a name that we have too, what exists as a path is one.
 
-    >>> find_phrase("evals_per_epoch", "4")[1]
+    >>> find_phrases("evals_per_epoch", "4")[0][1]
     'epoch/4'
     """
-    item, words = _phrases().get(spelled.replace("-", "_"), (None, {}))
-    plain = (value or "").strip().lower()
-    return next(
-        ((item, re.sub(pattern, ours, plain)) for pattern, ours in words.items() if re.fullmatch(pattern, plain)), None
-    )
+    plain, found = (value or "").strip().lower(), []
+    for item, words in _phrases().get(spelled.replace("-", "_"), []):
+        pattern = next((pattern for pattern in words if re.fullmatch(pattern, plain)), None)
+        if pattern is not None:
+            found.append((item, re.sub(pattern, words[pattern], plain)))
+    return [] if found and find_flag(spelled) and existing(value) is not None else found
 
 
 def giving_way(names: Iterable[str]) -> dict[str, str]:

@@ -34,12 +34,12 @@ def recipe_schema() -> dict[str, Any]:
     for name, flag in all_flags().items():
         for alias in flag.aliases:
             properties[alias] = {**properties[name], "description": f"Another name of `{name}`.", "deprecated": True}
-        for phrase in flag.phrases:
-            properties[phrase] = {
-                "type": TEXT,
-                "description": f"Another tool's words for `{name}`.",
-                "deprecated": True,
-            }
+        for phrase, words in flag.phrases.items():
+            form = {"type": TEXT, "pattern": f"^({'|'.join(words)})$"}
+            if phrase in all_flags():
+                properties[phrase]["anyOf"].append(form)
+            else:
+                properties[phrase] = {"type": TEXT, "description": f"Others' words for `{name}`.", "deprecated": True}
         for switch in flag.switches:
             text = f"A switch of other tools: on is `{name}: {flag.switches[switch]}`."
             properties[switch] = {"anyOf": _switch_forms(flag), "description": text, "deprecated": True}

@@ -7,6 +7,7 @@ transformers, TRL, LLaMA-Factory, axolotl and torchtune. `{precision: bf16}` is 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 SETTING = re.compile(r"\{(\w+)(?:: ([^}]*))?\}")
 ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none")
@@ -16,7 +17,10 @@ _READ_AHEAD = "steps are read ahead in any case"
 _EVALUATION = "evaluation takes micro-batches as training does"
 _ATTENTION = "attention takes the fastest of PyTorch's own kernels that keeps documents apart"
 _NO_PADDING = "rows stand one behind the other, without padding"
-_CACHE = "tokens are kept in a cache, and made anew where rows or settings change"
+_CACHE = "tokens are kept in a cache ({cache_dir}), and made anew where rows or settings change"
+_WHOLE_STATE = "a checkpoint holds what exact resume needs; {keep_checkpoints: 1} or {save_steps: never} saves disk"
+_SPIKES = "{on_loss_spike: stop} ends a run whose loss jumps far above all recent ones"
+_OWN_TEMPLATE = "the model's own chat template writes tools and calls, and where an answer ends is learnt from it"
 _KERNEL = "it says how something is computed, not what"
 _LOGGED = "it is logged in any case"
 _SAFETENSORS = "weights are read and saved as safetensors"
@@ -42,7 +46,14 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("padding_free", "data_flatten", "pad_to_sequence_len", "pad_to_multiple_of"), (EVERY, _NO_PADDING)
     ),
-    **dict.fromkeys(("load_from_cache_file", "overwrite_cache", "lazy_tokenize"), (EVERY, _CACHE)),
+    **dict.fromkeys(
+        ("load_from_cache_file", "overwrite_cache", "lazy_tokenize", "dataset_prepared_path"), (EVERY, _CACHE)
+    ),
+    **dict.fromkeys(("save_only_model", "no_save_optim", "no_save_rng"), (EVERY, _WHOLE_STATE)),
+    **dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"), (EVERY, _SPIKES)),
+    **dict.fromkeys(("agent_template", "eot_tokens"), (EVERY, _OWN_TEMPLATE)),
+    "tf32": (EVERY, "under {precision: bf16} no large product is in fp32, and under {precision: fp32} each is exact"),
+    "strict": (OFF, "rows are checked by {on_bad_row}"),
     **dict.fromkeys(
         ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "moe_permute_fusion", "moe_grouped_gemm",
          "moe_shared_expert_overlap", "moe_token_dispatcher_type", "overlap_grad_reduce", "overlap_param_gather",
@@ -77,7 +88,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "do_eval": (ON, "there is an evaluation where there are rows for it"),
     "finetune": (ON, "training starts from the weights of {model}"),
     "use_fast_tokenizer": (ON, "that is the tokenizer there is"),
-    "tokenizer_type": (("autotokenizer", "huggingfacetokenizer"), "the model's folder says it"),
+    "tokenizer_type": (EVERY, "the model's folder says it"),
     "recompute_method": (("uniform",), "layers are recomputed one by one"),
     "recompute_num_layers": (("1",), "layers are recomputed one by one"),
     "freeze_trainable_modules": (("all",), "all of the last layers is trained"),
@@ -89,19 +100,21 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "fp8_backend": (("auto", "torchao"), "{fp8} is torchao's"),
     "torch_compile_backend": (("inductor",), "{compile} takes that one"),
     **dict.fromkeys(  # switches of what is not there, or is asked for in another way
-        ("load_in_8bit", "merge_lora", "save_only_model", "no_save_optim", "no_save_rng", "load_best_model_at_end",
-         "group_by_length", "tf32", "push_to_hub", "do_predict", "predict_with_generate", "mask_history",
-         "use_galore", "use_badam", "use_llama_pro", "use_ray", "auto_find_batch_size", "sync_ref_model",
-         "enable_activation_offloading", "save_adapter_weights_only", "logging_first_step", "dataset_streaming",
-         "optimizer_cpu_offload", "use_distributed_optimizer", "pissa_init", "bnb_4bit_use_double_quant",
-         "double_quantization", "dataset_exact_deduplication", "curriculum_sampling", "sample_packing_sequentially"),
+        ("load_in_8bit", "merge_lora", "load_best_model_at_end", "group_by_length", "push_to_hub", "do_predict",
+         "predict_with_generate", "mask_history", "use_galore", "use_badam", "use_llama_pro", "use_ray",
+         "auto_find_batch_size", "sync_ref_model", "enable_activation_offloading", "save_adapter_weights_only",
+         "logging_first_step", "dataset_streaming", "optimizer_cpu_offload", "use_distributed_optimizer",
+         "pissa_init", "bnb_4bit_use_double_quant", "double_quantization", "dataset_exact_deduplication",
+         "curriculum_sampling", "sample_packing_sequentially"),
         (OFF, "it is off in any case"),
     ),
 }  # fmt: skip
 
+# The same for a name with keys below it: (those keys, why).
+IDLE_KEYS = {"special_tokens": (("pad_token",), _NO_PADDING)}
+
 _OUT = "leave it out: "
 _GALORE = _OUT + "optimizers are AdamW, {optimizer: adamw_8bit} saves memory"
-_WHOLE_STATE = _OUT + "a checkpoint holds what exact resume needs; {keep_checkpoints: 1} saves disk"
 _BY_CONFIG = _OUT + "the model's config.json says it"
 _WANDB = "write {report_to: wandb}, with {run_name}; WANDB_PROJECT and WANDB_ENTITY are read from the environment"
 _HUB = _OUT + "`hf upload` takes the result, OUT/model, to the hub"
@@ -147,14 +160,9 @@ INSTEAD: dict[str, str] = {
     "batch_size": "write {micro_batch_size: 1} for one forward pass of a GPU, {global_batch_size: 8} for a step of all",
     "batch_size_per_device": "micro_batch_size: 1",
     "auto_find_batch_size": "write {micro_batch_size: 1}; `swiftlite plan` says what fits",
-    "min_lr": "write {min_lr_ratio: 0.1}, the part of the peak that is left at the end: min_lr / learning_rate",
-    "lr_scheduler_kwargs": "write {min_lr_ratio: 0.1} for a least rate, {decay_ratio: 0.1} for wsd's decay",
+    "lr_scheduler_kwargs": "write {min_lr: 1e-6} for a least rate, {decay_ratio: 0.1} for wsd's decay",
     "lr_decay_iters": _OUT + "the rate decays over the whole run, as {max_steps} or {epochs} says",
     "cosine_constant_lr_ratio": _OUT + "{lr_scheduler: wsd} has a constant part",
-    **dict.fromkeys(
-        ("loss_watchdog_threshold", "loss_watchdog_patience"),
-        _OUT + "{on_loss_spike: stop} ends a run whose loss jumps far above all recent ones",
-    ),
     "loraplus_lr_ratio": _OUT + "both matrices of LoRA have one learning rate",
     "label_smoothing_factor": _OUT + "there is no smoothing of tokens; {label_smoothing} is of preferences",
     "neftune_noise_alpha": _OUT + "embeddings get no noise here",
@@ -162,7 +170,6 @@ INSTEAD: dict[str, str] = {
     "group_by_length": _OUT + "{packing: true} leaves hardly any padding",
     "packing_strategy": "write {packing: true}; {overlong: split} keeps what is longer than a pack",
     **dict.fromkeys(("model_author", "model_name"), _IDENTITY),
-    "agent_template": _OUT + "the model's own chat template writes tools and calls",
     "loss_scale": "mark messages that are not to be learnt: \"train\": false",
     "mask_history": "mark the earlier answers of a row: \"train\": false",
     "train_on_prompt": "use `swiftlite pretrain` with rows of text",
@@ -174,7 +181,6 @@ INSTEAD: dict[str, str] = {
     "new_special_tokens": "new_tokens: TOKEN",
     "resize_vocab": "write {new_tokens: TOKEN}, which makes room for them",
     "tokenizer_model": "tokenizer: FOLDER",
-    "tokenizer_type": _BY_CONFIG,
     **dict.fromkeys(("max_train_samples", "eval_iters", "max_eval_samples"), _COUNT),
     "datasets": "write {dataset: PATH}, several with commas; keys of your own by {columns}",
     "dataset_dir": "write the paths that dataset_info.json gives, {dataset: PATH}, and its columns by {columns}",
@@ -183,11 +189,13 @@ INSTEAD: dict[str, str] = {
     "dataset_streaming": "streaming: true",
     "dataset_text_field": "columns: text=NAME",
     "test_datasets": "eval_dataset: PATH",
-    **dict.fromkeys(("dataset_prepared_path", "tokenized_path", "cached_dataset"), "cache_dir: PATH"),
+    **dict.fromkeys(("tokenized_path", "cached_dataset"), "cache_dir: PATH"),
     "data_path": "write {dataset: PATH}, texts as they are, not tokens of preprocess_data.py",
     "split": "eval_fraction: 0.05",
     "dataset_exact_deduplication": "leave copies out of the rows beforehand",
     **dict.fromkeys(("curriculum_sampling", "sample_packing_sequentially"), "shuffle: false"),
+    **dict.fromkeys(("reward_model", "num_labels"), "use `swiftlite rm` with pairs of answers"),
+    "pretraining_dataset": "use `swiftlite pretrain` with {dataset: PATH}; {streaming: true} reads while it trains",
     "strict": "write {on_bad_row: error} to stop at a bad row, {on_bad_row: skip} to leave it out",
     "load": "write {model: FOLDER}, with a model as transformers saves it; {resume: auto} goes on with a run",
     "ref_model": _OUT + "the reference is the model as it was before training; {reference: model} keeps a copy",
@@ -207,8 +215,7 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(
         ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "ffn_hidden_size"), _BY_CONFIG
     ),
-    **dict.fromkeys(("save_only_model", "no_save_optim", "no_save_rng"), _WHOLE_STATE),
-    "save_adapter_weights_only": _WHOLE_STATE,
+    "save_adapter_weights_only": _OUT + _WHOLE_STATE,
     "load_best_model_at_end": _OUT + "model/ is the last step's, and checkpoints/best the one with the least loss",
     "metric_for_best_model": _OUT + "the evaluation's loss is what counts",
     "greater_is_better": _OUT + "the evaluation's loss is what counts",
@@ -222,7 +229,6 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_name", "wandb_watch", "wandb_log_model"), _WANDB),
     **dict.fromkeys(("tensorboard_dir", "logging_dir"), "report_to: tensorboard"),
     "use_tensorboard": "report_to: tensorboard",
-    "tf32": _OUT + "under {precision: bf16} no large product is in fp32",
     "load_in_8bit": "quantization: nf4",
     **dict.fromkeys(("quant_method", "quantization_method", "bnb_4bit_quant_type"), "quantization: nf4"),
     "bnb_4bit_compute_dtype": "precision: bf16",
@@ -230,13 +236,26 @@ INSTEAD: dict[str, str] = {
         ("bnb_4bit_use_double_quant", "double_quantization"),
         _OUT + "the scales of {quantization: nf4} are not rounded again",
     ),
-    **dict.fromkeys(("use_galore", "galore_target", "galore_rank", "galore_scale", "galore_layerwise"), _GALORE),
-    "use_badam": _GALORE,
+    **dict.fromkeys(
+        ("use_galore", "galore_target", "galore_rank", "galore_scale", "galore_layerwise", "galore_update_interval",
+         "use_badam", "badam_mode", "badam_layerwise", "badam_switch_mode", "badam_switch_interval", "badam_verbose",
+         "use_apollo", "apollo_target", "apollo_rank", "apollo_scale", "apollo_scale_type", "apollo_layerwise",
+         "use_muon", "use_adam_mini"),
+        _GALORE,
+    ),
+    **dict.fromkeys(
+        ("enable_dft_loss", "use_dft_loss", "use_asft_loss", "use_eaft_loss"),
+        _OUT + "the loss of a token is its cross-entropy, each counts alike",
+    ),
+    **dict.fromkeys(("mixture_of_depths", "oft_block_size", "oft_rank", "oft_target"), "write {tuner: lora}, or full"),
     **dict.fromkeys(
         ("use_llama_pro", "freeze_trainable_modules"),
         "write {tuner: freeze} with {trainable_layers: 2}, which trains whole layers, and {trainable_modules}",
     ),
-    **dict.fromkeys(("pissa_init", "init_weights", "init_lora_weights"), _OUT + "LoRA starts at zero, as in its paper"),
+    **dict.fromkeys(
+        ("pissa_init", "pissa_iter", "pissa_convert", "init_weights", "init_lora_weights"),
+        _OUT + "LoRA starts at zero, as in its paper",
+    ),
     **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"), _LIGER),
     "liger_fused_linear_cross_entropy": _OUT + "logits are never kept whole",
     "cut_cross_entropy": _OUT + "logits are never kept whole",
@@ -255,7 +274,7 @@ TEMPLATES = re.compile(
 # setting -> (a pattern of words that others have for its value, what to write instead)
 VALUES: dict[str, tuple[tuple[str, str], ...]] = {
     "method": (
-        ("orpo|simpo|cpo|ipo", "write {method: dpo} and {loss: WORD}, or `swiftlite dpo`"),
+        ("orpo|simpo|cpo|ipo", "write {method: dpo} and {loss: WORD}, with the {beta} that it takes"),
         ("reward|reward_model", "method: rm"),
         ("grpo|gspo|ppo|gkd|rloo|opd", "swiftlite trains without sampling: sft, pretrain, dpo, kto, rm"),
     ),
@@ -267,28 +286,26 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
         (r".*(zero|z|stage)-?2.*\.json", f"{_FILE} write {{sharding: grad_op}}, to offload {{offload: cpu}} too"),
         (r".*\.json", f"{_FILE} write {{sharding: full}} for ZeRO-3, {{sharding: grad_op}} for ZeRO-2"),
     ),
-    "adapter": (
-        ("lora", "write {tuner: lora}; {adapter} names the folder of an adapter to go on from"),
-        ("qlora", "write {tuner: lora} and {quantization: nf4}; {adapter} names a folder"),
-    ),
     "tuner": (("qlora", "write {tuner: lora} and {quantization: nf4}"),),
-    "lr_scheduler": (("cosine(-warmup)?-with-min-lr", "write {lr_scheduler: cosine} and {min_lr_ratio: 0.1}"),),
-    "optimizer": (("paged-adamw-8bit", "write {optimizer: adamw_8bit} or {optimizer: paged_adamw}"),),
+    "lr_scheduler": (("cosine(-warmup)?-with-min-lr", "write {lr_scheduler: cosine} and {min_lr: 1e-6}"),),
+    "optimizer": ((".*4bit", "write {optimizer: adamw_8bit}, whose moments have 8 bits"),),
     "precision": (("full", "write {precision: bf16} and {pure_bf16: true}"),),
     "quantization": (("8|8bit|int8", "write {quantization: nf4}, or leave it out"),),
     "overlong": (("left", "rows keep their beginning, pairs their answers: write {overlong: truncate}, or drop"),),
     "report_to": (("all", "name those that you use"),),
-    "warmup_steps": ((r"0?\.\d+", "write {warmup_ratio: WORD}, a part of the run"),),
     **dict.fromkeys(("save_steps", "eval_steps", "log_steps"), ((".*", _HOW_OFTEN),)),
     "eval_fraction": ((r"\d{2,}", "for a number of rows write {eval_dataset: FILE#WORD}, with rows apart"),),
 }
 
 
-def idle(name: str, value: str | None, *, in_recipe: bool) -> str | None:
+def idle(name: str, value: str | None, *, in_recipe: bool, keys: Sequence[str] = ()) -> str | None:
     """Why a name that no setting has changes nothing with that value; None where it would, or is not known.
 
-    value: None where it is nested.
+    value: None where it is nested, with these keys.
     """
+    known, why = IDLE_KEYS.get(name, ((), ""))
+    if keys and set(keys) <= set(known):
+        return why
     if name not in IDLE:
         return None
     words, why = IDLE[name]

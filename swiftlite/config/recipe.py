@@ -15,7 +15,7 @@ from swiftlite.config.flags import (
     Flag,
     all_flags,
     find_flag,
-    find_phrase,
+    find_phrases,
     find_switch,
     giving_way,
     known_names,
@@ -176,9 +176,11 @@ def _entries(path: Path, root: Node, wrong: list[UserError], notes: list[str]) -
                 continue
             if find_flag(key) is None and _changes_nothing(key, value_node, where, notes):
                 continue
-            if phrase := find_phrase(key, value_node.value if value_node.id == "scalar" else None):
-                item, value = phrase
-            elif switch := find_switch(key):
+            if phrases := find_phrases(key, value_node.value if value_node.id == "scalar" else None):
+                for item, value in phrases:
+                    _put(entries, item, Entry(value, line, key), where, notes)
+                continue
+            if switch := find_switch(key):
                 item, value = switch[0], _switched(value_node, where, switch)
                 if value is None:
                     off[key] = item, where
@@ -249,7 +251,8 @@ def _changes_nothing(key: str, node: Node, where: str, notes: list[str]) -> bool
     value = _value(node, where, "str") if scalar else None
     if scalar and value is None:
         return True
-    if why := idle(name, value, in_recipe=True):
+    keys = [str(inner.value) for inner, _ in node.value] if node.id == "mapping" else []
+    if why := idle(name, value, in_recipe=True, keys=keys):
         notes.append(f"the recipe's {key} has no effect: {why}")
         return True
     return False

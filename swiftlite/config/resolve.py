@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.config.batch import ACCUMULATION, ALL, DEFAULT_GLOBAL, GLOBAL, MICRO, Batch, fit_batch
-from swiftlite.config.checks import check_together, unused
+from swiftlite.config.checks import check_together
 from swiftlite.config.deepspeed import read_deepspeed
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
@@ -26,6 +26,7 @@ from swiftlite.config.names import (
     placed,
     system_text,
 )
+from swiftlite.config.notes import unsaid, unused
 from swiftlite.config.other_tools import TEMPLATES
 from swiftlite.config.recipe import Recipe, load_recipe
 from swiftlite.config.schema import RunConfig
@@ -116,7 +117,7 @@ def resolve(
     notes += of_another_base(config)
     check_together(config, {name: item.where for name, item in given.items()})
     by = {name: item.by for name, item in given.items()}
-    notes += unused(config, layout, by)
+    notes += [*unused(config, layout, by), *unsaid(config, given, LEARNING_RATES[config.method, "lora"])]
     if under_torchrun(env):
         why = "under torchrun, which starts the processes"
         notes += [f"{name} has no effect {why}" for name in STARTED_BY_SWIFTLITE if by.get(name) == "flag"]

@@ -234,8 +234,13 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, SpeedSettin
         0.0, OPTIMIZATION, "Where the decay ends, as a part of the learning rate.",
         "cosine_min_lr_ratio",
     )  # fmt: skip
+    min_lr: OptionalPositive = flag(
+        None, OPTIMIZATION, "Learning rate at the end of the decay; wins over `--min-lr-ratio`.", shown="by ratio"
+    )
     decay_ratio: Fraction = flag(0.1, OPTIMIZATION, "`wsd`: the part of the run that decays.")
-    warmup_ratio: Fraction = flag(0.03, OPTIMIZATION, "Part of the run that warms up.", "lr_warmup_fraction")
+    warmup_ratio: Fraction = flag(
+        0.03, OPTIMIZATION, "Part of the run that warms up.", "lr_warmup_fraction", phrases={"warmup_steps": types.PART}
+    )
     warmup_steps: OptionalWhole = flag(
         None,
         OPTIMIZATION,

@@ -34,6 +34,7 @@ class SpeedSettings(BaseModel):
         "quantization_bit",
         "quant_bits",
         bare="nf4",
+        phrases={"adapter": {"qlora": "nf4"}},
     )
     pure_bf16: bool = flag(
         False,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import TUNER, flag
-from swiftlite.config.types import AdapterFolder, BelowOne, Count, Integer, Names, NullWord, Spelling, Targets
+from swiftlite.config.types import BelowOne, Count, Integer, Names, NullWord, OptionalText, Spelling, Targets
 
 
 class TunerSettings(BaseModel):
@@ -20,9 +20,10 @@ class TunerSettings(BaseModel):
         "finetuning_type",
         "sft_type",
         switches={"use_peft": "lora"},
+        phrases={"adapter": {"q?lora": "lora"}},  # axolotl's kind of tuning
         shown="lora; full for pretrain",
     )
-    adapter: AdapterFolder = flag(
+    adapter: OptionalText = flag(
         None,
         TUNER,
         "Folder of an existing LoRA adapter to go on from.",

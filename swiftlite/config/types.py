@@ -61,6 +61,7 @@ OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
 SCHEDULER = {"warmup_stable_decay": "wsd"}
 STRATEGY = {"epoch": "epoch"}  # of transformers, and how often a thing is done by it
 STRATEGY_OR_NEVER = STRATEGY | {"no": NEVER}
+PART = {r"(0?\.\d+)": r"\1"}  # transformers' number of steps that is below one
 AN_EPOCH = {r"([1-9]\d*)": r"epoch/\1", "0": NEVER}  # axolotl's number of times
 OPTIMIZERS = {
     "adamw_torch": "adamw",
@@ -68,6 +69,8 @@ OPTIMIZERS = {
     "adamw_hf": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
     "adamw8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
     "paged_adamw_32bit": "paged_adamw",
 }
 
@@ -164,14 +167,6 @@ def _to_targets(value: Any) -> Any:
     if not isinstance(names, list):
         return names
     return ["all-linear" if str(name).lower() == "all" else name for name in names]
-
-
-def _adapter(value: Any) -> Any:
-    """axolotl's `adapter` is the kind of tuning, not a folder."""
-    value = _null_word(value)
-    if isinstance(value, str) and value.strip().lower() in ("lora", "qlora") and existing(value) is None:
-        raise PydanticCustomError("adapter", "it is no folder")
-    return value
 
 
 def _to_columns(value: Any) -> Any:
@@ -299,4 +294,3 @@ NotNegative = Annotated[float, Field(ge=0), Number]
 Fraction = Annotated[float, Field(ge=0, le=1), Number]
 BelowOne = Annotated[float, Field(ge=0, lt=1), Number]
 OptionalText = Annotated[str | None, NullWord]
-AdapterFolder = Annotated[str | None, BeforeValidator(_adapter)]

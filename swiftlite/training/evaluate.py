@@ -18,8 +18,8 @@ import torch
 
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.checkpoint.state import STATE, read_trainer_state
-from swiftlite.config.checks import unused_on_cpu
 from swiftlite.config.losses import losses_of
+from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.errors import UserError

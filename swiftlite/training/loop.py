@@ -225,7 +225,7 @@ class Loop:
             kind=config.lr_scheduler,
             total=parts.plan.total_steps,
             warmup=self._warmup,
-            minimum_ratio=config.min_lr_ratio,
+            minimum=config.min_lr or config.learning_rate * config.min_lr_ratio,
             decay_ratio=config.decay_ratio,
         )
         set_rate(parts.optimizer, rate)

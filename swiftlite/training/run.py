@@ -33,7 +33,7 @@ from swiftlite.checkpoint.state import (
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.changes import OF_THE_LOSS, OF_THE_ROWS, changed_settings
-from swiftlite.config.checks import unused_on_cpu
+from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
 from swiftlite.data.stops import stop_tokens

@@ -40,9 +40,9 @@ def schedule_notes(config: RunConfig, total: int, warmup: int, steps_per_epoch: 
 
 
 def rate_at(
-    step: int, *, peak: float, kind: str, total: int, warmup: int, minimum_ratio: float = 0.0, decay_ratio: float = 0.1
+    step: int, *, peak: float, kind: str, total: int, warmup: int, minimum: float = 0.0, decay_ratio: float = 0.1
 ) -> float:
-    """Learning rate of optimizer step `step`, counted from 1.
+    """Learning rate of optimizer step `step`, counted from 1. minimum: where the decay ends.
 
     kind: `constant`, `constant_with_warmup`, `linear`, `cosine` (arXiv 1608.03983, one half period) or `wsd`
     (warm-up, stable, linear decay over the last `decay_ratio` of the run, arXiv 2404.06395). The first step already
@@ -62,4 +62,4 @@ def rate_at(
     else:
         progress = min(1.0, (done - warmup) / max(1, total - warmup))
         factor = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * (minimum_ratio + (1.0 - minimum_ratio) * factor)
+    return minimum + (peak - minimum) * factor

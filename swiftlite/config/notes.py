@@ -1,0 +1,159 @@
+"""Notes on settings that are sound: which have no effect here, and which defaults mean more than they seem to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swiftlite.config.checks import LOSSES
+from swiftlite.config.flags import all_flags
+from swiftlite.config.losses import REFERENCE_FREE, losses_of
+from swiftlite.config.methods import pack_capacity
+from swiftlite.config.names import has_count, may_hold_texts
+from swiftlite.config.types import NEVER
+
+if TYPE_CHECKING:
+    from swiftlite.config.layout import Layout
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.config.validate import Given
+
+PREFERENCE_SETTINGS = {  # what acts in which methods
+    "loss": LOSSES,
+    "beta": LOSSES,
+    "label_smoothing": ("dpo",),
+    "rpo_alpha": ("dpo",),
+    "simpo_gamma": ("dpo",),
+    "reference": LOSSES,
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "center_rewards": ("rm",),
+    "share_prompt": ("dpo", "rm"),
+}
+LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
+DEFAULT_SCALE = 2.0  # of LoRA's update
+LOW_FOR_LORA = 0.2  # of the default learning rate: what all weights are trained with
+OF_ROWS = "per_device_train_batch_size"  # which counts rows in other tools
+
+
+def unused(config: RunConfig, layout: Layout, by: Mapping[str, str]) -> list[str]:
+    """A note for each setting without effect in this run: those of the command line, and those set to no default.
+
+    by: who gave a value (flag, env, recipe); a saved config.yaml gives them all.
+    """
+    values = config.model_dump()
+    given = {name for name, who in by.items() if who == "flag" or values[name] != all_flags()[name].default}
+    ineffective = [*_ineffective(config), *_ineffective_layout(config, layout)]
+    notes = [f"{name} has no effect {why}" for name, why in ineffective if name in given]
+    if config.method == "dpo" and config.label_smoothing == 0 and "robust" in _losses_named(config):
+        notes.append("--loss robust is sigmoid without --label-smoothing, the share of labels that are wrong")
+    return notes
+
+
+def unsaid(config: RunConfig, given: Mapping[str, Given], lora_rate: float) -> Iterator[str]:
+    """A note for each default beside which a setting that was given means something else than in other tools.
+
+    lora_rate: the default learning rate of LoRA.
+    """
+    said = given.get("learning_rate")
+    low = said is not None and said.value is not None and config.learning_rate <= LOW_FOR_LORA * lora_rate
+    if config.tuner == "lora" and "tuner" not in given and config.adapter is None and low:
+        yield (
+            f"--tuner is lora, as nothing says otherwise, and --learning-rate {config.learning_rate:g} is low for it; "
+            "--tuner full trains all weights"
+        )
+    if config.tuner == "lora" and "lora_rank" in given and "lora_alpha" not in given and config.adapter is None:
+        scale = config.lora_alpha / config.lora_rank
+        if scale != DEFAULT_SCALE:
+            yield f"--lora-alpha is {config.lora_alpha}, so the update of LoRA is multiplied by {scale:g}"
+    if config.packing and "packing" not in given and _is_of_rows(given.get("micro_batch_size")):
+        yield (
+            f"a batch is of packs of up to {pack_capacity(config):,} tokens, not of rows as {OF_ROWS} is elsewhere; "
+            "--no-packing makes it rows"
+        )
+
+
+def _is_of_rows(micro: Given | None) -> bool:
+    return micro is not None and micro.where.replace("-", "_").endswith(OF_ROWS)
+
+
+def unused_on_cpu(config: RunConfig) -> list[str]:
+    """A note for each setting that moves from a GPU to the host what lies there in a run on CPUs."""
+    moved = (
+        (config.optimizer == "paged_adamw", "--optimizer paged_adamw has no effect", "moments are"),
+        (config.offload == "cpu", "--offload cpu has no effect", "weights and optimizer state are"),
+        (config.activation_checkpointing == "offload", "--activation-checkpointing offload is full", "inputs are"),
+    )
+    return [f"{what} on a CPU: {lies} in the host's memory" for on, what, lies in moved if on]
+
+
+def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if Path(config.model).expanduser().is_dir():
+        yield "revision", "with a local folder, which is what it is"
+    if config.tuner != "lora":
+        yield from ((name, f"with --tuner {config.tuner}") for name in (*LORA_SHAPE, "modules_to_save"))
+    if config.tuner != "freeze":
+        yield from ((name, f"with --tuner {config.tuner}") for name in ("trainable_layers", "trainable_modules"))
+    if config.adapter is not None:
+        yield from ((name, "beside --adapter, which brings its own") for name in (*LORA_SHAPE, "modules_to_save"))
+    yield from _ineffective_preference(config)
+    if config.lr_scheduler != "wsd":
+        yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"
+    if config.lr_scheduler.startswith("constant"):
+        why = f"with --lr-scheduler {config.lr_scheduler}, which does not decay"
+        yield from ((name, why) for name in ("min_lr", "min_lr_ratio"))
+    elif config.min_lr is not None:
+        yield "min_lr_ratio", "beside --min-lr"
+    if config.lr_scheduler == "constant":
+        yield from ((name, "with --lr-scheduler constant") for name in ("warmup_ratio", "warmup_steps"))
+    if config.max_steps is not None:
+        yield "epochs", "beside --max-steps"
+    if config.max_steps is not None and config.max_steps < 4:
+        yield "profile", "in a run that has no step 4"
+    if config.method == "pretrain":
+        yield "system", "with pretrain, which learns texts and no conversations"
+    if all(has_count(name) for name in (*config.dataset, *config.eval_dataset)):
+        yield "max_samples", "where every data set names a #COUNT of its own"
+    if not any(may_hold_texts(name) for name in (*config.dataset, *config.eval_dataset)):
+        yield "sample_by", "without .txt files"
+    if config.save_steps == NEVER:
+        yield "keep_checkpoints", "with --save-steps never"
+    if not config.report_to:
+        yield "run_name", "without --report-to"
+    if config.warmup_steps is not None:
+        yield "warmup_ratio", "beside --warmup-steps"
+    if not (config.eval_dataset or config.eval_fraction):
+        yield "eval_steps", "without --eval-dataset or --eval-fraction"
+
+
+def _ineffective_layout(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
+    if layout.tp == 1:
+        yield "sequence_parallel", "without --tensor-parallel-size"
+    if layout.pp == 1:
+        yield from ((name, "without a pipeline") for name in ("pipeline_schedule", "num_microbatches"))
+    reducing = layout.data_ranks * layout.cp  # they hold gradients of the same weights
+    why = "in one process" if layout.world == 1 else "without several data ranks"
+    if layout.dp_shard * layout.cp == 1 and config.sharding != "none":  # which is what happens
+        yield "sharding", why if reducing == 1 else "where each data rank is a replica"
+    if reducing == 1 and config.offload == "none":  # which takes weights layer by layer, and gradients with them
+        yield from ((name, why) for name in ("fsdp_min_params", "sync_every_microbatch"))
+    elif layout.pp > 1:
+        yield "sync_every_microbatch", "in a pipeline, which reduces gradients once a step"
+    elif config.gradient_accumulation_steps == 1:
+        yield "sync_every_microbatch", "with one micro-batch a step"
+
+
+def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:
+    yield from (
+        (name, f"with {config.method}") for name, where in PREFERENCE_SETTINGS.items() if config.method not in where
+    )
+    if config.method == "dpo":
+        named = _losses_named(config)
+        if named == ["sft"]:
+            yield "beta", "with --loss sft, which compares nothing"
+        if all(name in REFERENCE_FREE for name in named):
+            yield "reference", f"with --loss {' '.join(named)}, which has no reference"
+
+
+def _losses_named(config: RunConfig) -> list[str]:
+    return [name for name, _ in losses_of("dpo", config.loss)]
