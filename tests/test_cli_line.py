@@ -99,6 +99,8 @@ def test_how_often_a_thing_is_done_in_the_words_of_others():
 def test_a_value_may_be_of_another_setting(tmp_path, monkeypatch):
     assert values("--warmup_steps 0.1 --warmup-steps=5") == {"warmup_ratio": ["0.1"], "warmup_steps": ["5"]}
     assert values("--adapter QLoRA") == {"tuner": ["lora"], "quantization": ["nf4"]}
+    named = values("--model_name Robo --model_author Us --placeholders A=b")
+    assert named == {"placeholders": ["name=Robo", "author=Us", "A=b"]}
     assert values("--adapter some/folder") == {"adapter": ["some/folder"]}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qlora").mkdir()
@@ -130,7 +132,7 @@ def test_flags_that_change_nothing_are_noted():
         (["-r", "a", "--config=b"], "two recipes are named, a and b", "flags"),
         (["--save_strategy", "best"], "unknown flag --save_strategy", "`--save-steps 500`"),
         (["--evals_per_epoch", "2.5"], "unknown flag --evals_per_epoch", "`--eval-steps epoch/2`"),
-        (["--model_name", "robot"], "unknown flag --model_name", "self-cognition"),  # and not --model-name-or-path
+        (["--model_name", "org/robot"], "unknown flag --model_name", "`--model NAME`"),
         (["--use_muon", "true"], "unknown flag --use_muon", "optimizers are AdamW"),
         (["--bf16", "false"], "--bf16 is off", "`--precision fp32`"),
         (["--no-use-peft"], "--use-peft is off", "`--tuner full`"),

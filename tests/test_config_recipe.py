@@ -135,6 +135,13 @@ def test_how_often_in_the_words_of_other_tools(recipe):
     assert (unsaved.save_steps, unsaved.eval_steps) == ("never", 500)
 
 
+def test_who_a_model_is_in_the_words_of_ms_swift(recipe):
+    text = BASE + "model_name: Robo 1\nmodel_author: Us, Inc\n"
+    assert resolve(None, {}, recipe(text), env={}).config.placeholders == {"name": "Robo 1", "author": "Us, Inc"}
+    with pytest.raises(UserError, match="given twice"):
+        recipe(text + "placeholders: name=x\n")
+
+
 def test_files_of_other_tools_are_read(recipe):
     made = resolve(None, {}, recipe(LLAMA_FACTORY), env={})
     config = made.config

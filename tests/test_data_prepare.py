@@ -512,6 +512,19 @@ def test_rows_that_get_a_system_message_are_counted_and_told(prepare, write_rows
     assert "system_added" not in prepare(path).audit["rows"]
 
 
+def test_placeholders_of_rows_are_filled_and_counted(prepare, write_rows):
+    asked = {"role": "user", "content": "Is {{ NAME }} your name, or {{other}}?", "extra": ["{{name}}"]}
+    row = {"messages": [asked, {"role": "assistant", "content": "{{name}} of {{AUTHOR}}."}]}
+    plain = {"messages": [{"role": "user", "content": "Hi {name}"}, {"role": "assistant", "content": "{{ 7 }}"}]}
+    text = json.dumps(row)
+    for held, meant in (("{{ NAME }}", "Ro\\1"), ("{{name}}", "Ro\\1"), ("{{AUTHOR}}", "Us")):
+        text = text.replace(held, json.dumps(meant)[1:-1])
+    holding, path = write_rows("a.jsonl", [row, row, plain]), write_rows("b.jsonl", [*[json.loads(text)] * 2, plain])
+    filled, written = prepare(holding, placeholders={"Name": "Ro\\1", "author": "Us"}), prepare(path)
+    assert filled.fingerprint == written.fingerprint != prepare(holding).fingerprint
+    assert filled.audit["rows"]["placeholders_filled"] == 2 and "placeholders_filled" not in written.audit["rows"]
+
+
 def test_mixing_by_weight(prepare, write_rows, chat_rows):
     a, b = write_rows("a.jsonl", chat_rows), write_rows("b.jsonl", chat_rows)
     prepared = prepare(f"{a}*2", f"{b}*0.5")

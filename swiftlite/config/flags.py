@@ -125,11 +125,10 @@ def find_phrases(spelled: str, value: str | None) -> list[tuple[Flag, str]]:
     >>> find_phrases("evals_per_epoch", "4")[0][1]
     'epoch/4'
     """
-    plain, found = (value or "").strip().lower(), []
+    plain, found = (value or "").strip(), []
     for item, words in _phrases().get(spelled.replace("-", "_"), []):
-        pattern = next((pattern for pattern in words if re.fullmatch(pattern, plain)), None)
-        if pattern is not None:
-            found.append((item, re.sub(pattern, words[pattern], plain)))
+        matches = ((re.fullmatch(pattern, plain, re.IGNORECASE), ours) for pattern, ours in words.items())
+        found += [(item, match.expand(ours)) for match, ours in matches if match]
     return [] if found and find_flag(spelled) and existing(value) is not None else found
 
 
@@ -138,7 +137,7 @@ def giving_way(names: Iterable[str]) -> dict[str, str]:
     to agree."""
     plain = {name: name.lstrip("-").replace("-", "_") for name in names}
     weak = {name: GIVES_WAY[word] for name, word in plain.items() if word in GIVES_WAY}
-    told = [name for name, word in plain.items() if word in _phrases()]
+    told = [name for name, word in plain.items() if any(item.kind != "map" for item, _ in _phrases().get(word, []))]
     return weak or {name: "which decides here" for name in plain if len(told) == 1 and name not in told}
 
 

@@ -122,7 +122,6 @@ _FSDP = _OUT + "{parallel: fsdp} takes {sharding}, {offload} and {fsdp_min_param
 _LIGER = "write {kernels: liger}"
 _COUNT = "write #1000 behind a data set's name, for 1000 of its rows"
 _WEIGHTS = "write weights behind the losses' names: {loss: sigmoid:0.8 sft:1.0}"
-_IDENTITY = _OUT + "it fills ms-swift's self-cognition rows; write the name into the rows"
 _SPLIT = "write @SPLIT behind the data set's name: {dataset: NAME@train}, {eval_dataset: NAME@test}"
 _HOW_OFTEN = "write a number of steps, a part of the run such as 0.1, `epoch`, or `epoch/4` for four times an epoch"
 _FILE = "there is no such file;"
@@ -169,7 +168,7 @@ INSTEAD: dict[str, str] = {
     "data_seed": "write {seed}, which decides the order of rows too",
     "group_by_length": _OUT + "{packing: true} leaves hardly any padding",
     "packing_strategy": "write {packing: true}; {overlong: split} keeps what is longer than a pack",
-    **dict.fromkeys(("model_author", "model_name"), _IDENTITY),
+    "model_name": "write {model: NAME} for a model, {placeholders: name=NAME} for rows about itself",
     "loss_scale": "mark messages that are not to be learnt: \"train\": false",
     "mask_history": "mark the earlier answers of a row: \"train\": false",
     "train_on_prompt": "use `swiftlite pretrain` with rows of text",

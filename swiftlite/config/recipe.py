@@ -178,7 +178,7 @@ def _entries(path: Path, root: Node, wrong: list[UserError], notes: list[str]) -
                 continue
             if phrases := find_phrases(key, value_node.value if value_node.id == "scalar" else None):
                 for item, value in phrases:
-                    _put(entries, item, Entry(value, line, key), where, notes)
+                    _put_phrase(entries, item, Entry(value, line, key), where, notes)
                 continue
             if switch := find_switch(key):
                 item, value = switch[0], _switched(value_node, where, switch)
@@ -218,6 +218,17 @@ def _put(entries: dict[str, Entry], item: Flag, entry: Entry, where: str, notes:
     strong = entry if name == before.key else before
     notes.append(f"the recipe's {name} has no effect beside {strong.key}: {why}")
     entries[item.name] = strong
+
+
+def _put_phrase(entries: dict[str, Entry], item: Flag, entry: Entry, where: str, notes: list[str]) -> None:
+    """Take a setting in another tool's words, of which several may be pairs of one mapping."""
+    before = entries.get(item.name)
+    if item.kind != "map":
+        _put(entries, item, entry, where, notes)
+    elif before is None or before.key not in item.phrases:
+        _put(entries, item, Entry([entry.value], entry.line, entry.key), where, notes)
+    else:
+        entries[item.name] = Entry([*before.value, entry.value], before.line, before.key)
 
 
 def _put_block(entries: dict[str, Entry], key: str, node: Node, where: str, notes: list[str]) -> None:

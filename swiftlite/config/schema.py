@@ -139,7 +139,7 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, SpeedSettin
         DATA,
         "Where a format's keys are in your files: `instruction=question output=answer`.",
         shown="none",
-        metavar="KEY=COL ...",
+        metavar="KEY=COLUMN ...",
     )
     max_samples: OptionalCount = flag(None, DATA, "Rows of each data set that names no #COUNT of its own.", shown="all")
     system: str | None = flag(
@@ -151,6 +151,10 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, SpeedSettin
         shown="none",
         metavar="TEXT|FILE",
     )
+    placeholders: Columns = flag(
+        {}, DATA, "Texts for words in double braces in the rows: `name=Robo` for {{name}}.", shown="none",
+        metavar="KEY=TEXT ...", phrases={"model_name": types.NAME, "model_author": types.AUTHOR},
+    )  # fmt: skip
     max_length: Count = flag(
         2048,
         DATA,

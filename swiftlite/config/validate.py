@@ -76,8 +76,10 @@ def _explain(flag: Flag, detail: ErrorDetails, given: Given) -> tuple[str, str]:
     if kind in bounds:
         words, key = bounds[kind]
         return f"{subject}, out of range", theirs or f"give {words} {context[key]:g}"
-    wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "map": "KEY=COLUMN pairs"}
-    fix = f"give {wanted.get(flag.kind, 'text')}" + ("" if flag.kind == "bool" else f", such as {_example(flag)}")
+    pairs = f"{(flag.metavar or '').removesuffix(' ...')} pairs"
+    wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "map": pairs}
+    clear = flag.kind in ("bool", "map")
+    fix = f"give {wanted.get(flag.kind, 'text')}" + ("" if clear else f", such as {_example(flag)}")
     return f"{subject}, not {wanted.get(flag.kind, 'what it takes')}", theirs or fix
 
 
@@ -90,7 +92,7 @@ def _hint(word: str, flag: Flag) -> str:
 
 
 def _example(flag: Flag) -> str:
-    examples = {"map": "instruction=question", "int": "8", "float": "1e-5"}
+    examples = {"int": "8", "float": "1e-5"}
     if flag.default not in (None, "", [], {}):
         return str(flag.default)
     return examples.get(flag.kind, flag.metavar or "a word")

@@ -222,11 +222,12 @@ def _prepare_one(
     content, lines = content_hash(source.files)
     count = source.spec.count
     layout = (options.share_prompt,) if options.method in PAIRED else ()
-    opening = () if options.system is None else ("system", options.system)
+    more = () if options.system is None else ("system", options.system)
+    more += ("placeholders", sorted(options.placeholders.items())) if options.placeholders else ()
     key = _digest(
         FORMAT_VERSION, version("transformers"), version("tokenizers"), identity, content, options.method,
         options.max_length, options.overlong, sorted(options.columns.items()), config.sample_by,
-        (count, config.seed) if count else None, *layout, *opening,
+        (count, config.seed) if count else None, *layout, *more,
     )  # fmt: skip
 
     def build(folder: Path) -> dict[str, Any]:
@@ -264,6 +265,7 @@ def token_options(config: RunConfig) -> TokenOptions:
         columns=dict(config.columns),
         share_prompt=config.share_prompt,
         system=None if config.method == "pretrain" else config.system,
+        placeholders=dict(config.placeholders),
     )
 
 

@@ -19,6 +19,7 @@ from swiftlite.data.encode import Spans, TextEncoder, Tokens
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row, Text
 from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools, unwritten_call_keys
 from swiftlite.data.messages import string
+from swiftlite.data.placeholders import Placeholders
 from swiftlite.data.preference_tokens import Preference, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
 from swiftlite.data.rows import FORMATS, TrackedRow, count_columns, read_row, rename_columns, unknown_format
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TokenOptions:
     """Everything besides tokenizer and rows that decides the tokens. overlong: truncate, drop, split or error;
-    share_prompt: whether the prompt of a pair comes once; system: the message of conversations that have none."""
+    share_prompt: whether the prompt of a pair comes once; system: the message of conversations that have none;
+    placeholders: what is written for {{KEY}} in a row."""
 
     method: str
     max_length: int
@@ -44,6 +46,7 @@ class TokenOptions:
     columns: dict[str, str]
     share_prompt: bool = True
     system: str | None = None
+    placeholders: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class RowTokenizer:
         self._encoder = TextEncoder(tokenizer)
         self._ends_texts = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]  # by itself
         self._renderer: ChatRenderer | None = None
+        self._placeholders = Placeholders(options.placeholders) if options.placeholders else None
 
     def __call__(self, rows: list[RawRow]) -> TokenBatch:
         """Tokenise some rows. Bad rows are collected in `rejected`.
@@ -123,7 +127,7 @@ class RowTokenizer:
         sound: list[tuple[RawRow, Row, list[_Text]]] = []
         for raw in rows:
             try:
-                said = self._read(raw, batch.unused)
+                said = self._read(raw, batch)
                 row = said if self._options.system is None else with_system(said, self._options.system)
                 sound.append((raw, row, self._texts(row)))
             except BadRow as bad:
@@ -142,14 +146,17 @@ class RowTokenizer:
                 self._finish(raw, sequences, batch)
         return batch
 
-    def _read(self, raw: RawRow, unused: Counter[str]) -> Row:
+    def _read(self, raw: RawRow, batch: TokenBatch) -> Row:
         given, columns = parse_payload(raw.payload), self._options.columns
         if raw.format is None:
             raise unknown_format(given, columns)
+        if self._placeholders is not None:
+            given, before = self._placeholders.fill(given), given
+            batch.counts["placeholders_filled"] += given != before
         known = next(known for known in FORMATS if known.name == raw.format)
         tracked = TrackedRow(rename_columns(given, columns))
         row = read_row(tracked, known)
-        unused.update(tracked.unused_of(given, columns, self._options.method))
+        batch.unused.update(tracked.unused_of(given, columns, self._options.method))
         return row
 
     def _count_left_out(self, row: Row, texts: list[_Text], batch: TokenBatch) -> None:

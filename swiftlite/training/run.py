@@ -96,6 +96,8 @@ def run_training(
             prepared = prepare_data(reading, load, update, vocabulary_of(config, model_config))
         if losses := losses_in_words(prepared.audit):
             reporter.message(f"note: {losses}")
+        if config.placeholders and not prepared.audit["rows"].get("placeholders_filled") and not config.streaming:
+            reporter.message("warning: no row holds one of --placeholders")
         if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
             reporter.message(f"warning: {warning}")
         with reporter.phase("loading the model"):

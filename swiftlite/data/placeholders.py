@@ -1,0 +1,26 @@
+"""`--placeholders`: words in double braces in the rows, such as {{name}}, and the texts that are written for them.
+
+Published rows that teach a model who it is have them: ms-swift's in large letters, LLaMA-Factory's in small ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+class Placeholders:
+    """What is written for {{KEY}}, in any case and with blanks inside the braces or none."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = {key.lower(): text for key, text in texts.items()}
+        self._pattern = re.compile(r"\{\{\s*(" + "|".join(map(re.escape, self._texts)) + r")\s*\}\}", re.IGNORECASE)
+
+    def fill(self, value: Any) -> Any:
+        """A row, or any part of one, with its texts filled in. What a key of the row is called stays."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda found: self._texts[found[1].lower()], value) if "{{" in value else value
+        if isinstance(value, list):
+            return [self.fill(item) for item in value]
+        return {key: self.fill(item) for key, item in value.items()} if isinstance(value, dict) else value
