@@ -543,8 +543,9 @@ def test_early_stop_keeps_the_best_checkpoint(base, tmp_path):
 
 def test_epochs_and_parts_of_the_run_say_when(base, tmp_path):
     values = base | {"eval_fraction": 0.2, "max_steps": None, "epochs": 2.5, "keep_checkpoints": 9}
-    train(values, save_steps="epoch", eval_steps=0.5, log_steps="epoch/2")
+    train(values, save_steps="epoch", eval_steps=0.5, log_steps="epoch/2", log_first_step=True)
     rows = metrics(tmp_path / "out")
+    assert rows[0]["step"] == 1 and rows[1]["step"] > 2
     total = rows[-1]["step"]
     of_an_epoch = next(row["step"] for row in rows if row["epoch"] == 1.0)
     saved = sorted(int(folder.name[5:]) for folder in list_checkpoints(tmp_path / "out"))

@@ -10,11 +10,10 @@ from pydantic import ConfigDict
 
 from swiftlite.config import types
 from swiftlite.config.methods import Method
+from swiftlite.config.output import OutputSettings
 from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.setting import (
-    CHECKPOINTS,
     DATA,
-    LOGGING,
     MODEL,
     OPTIMIZATION,
     PARALLELISM,
@@ -28,31 +27,24 @@ from swiftlite.config.types import (
     BelowOne,
     Columns,
     Count,
-    Every,
-    EveryOrNever,
     Fraction,
     Limit,
     Names,
     NotNegative,
     NullWord,
     OptionalCount,
-    OptionalEvery,
     OptionalPort,
     OptionalPositive,
     OptionalText,
     OptionalWhole,
     Passes,
     Positive,
-    Size,
     Spelling,
-    ToList,
     Whole,
 )
 
-Tracker = Annotated[Literal["tensorboard", "wandb", "swanlab", "trackio"], Spelling()]
 
-
-class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, SpeedSettings):
+class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSettings, SpeedSettings):
     """Everything that defines one run. Made by `resolve`; immutable afterwards."""
 
     model_config = ConfigDict(
@@ -348,51 +340,6 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, SpeedSettin
         None, PARALLELISM, "Address of machine 0.", shown="127.0.0.1", env="MASTER_ADDR", metavar="HOST"
     )
     master_port: OptionalPort = flag(None, PARALLELISM, "Port on machine 0.", shown="free; 29500", env="MASTER_PORT")
-
-    output_dir: OptionalText = flag(
-        None,
-        CHECKPOINTS,
-        "Folder for everything the run writes.",
-        "save",
-        shown="runs/<model>-<method>-<time>",
-        metavar="PATH",
-        short="o",
-    )
-    save_steps: EveryOrNever = flag(
-        500, CHECKPOINTS, "Steps between checkpoints, part of the run (0.1), `epoch`, `epoch/4`, or `never`.",
-        "save_interval", metavar="N|PART|epoch",
-        phrases={"save_strategy": types.STRATEGY_OR_NEVER, "saves_per_epoch": types.AN_EPOCH},
-    )  # fmt: skip
-    keep_checkpoints: Count = flag(2, CHECKPOINTS, "Newest checkpoints to keep.", "save_total_limit")
-    resume: Annotated[str, Spelling(types.RESUME)] = flag(
-        "never",
-        CHECKPOINTS,
-        "`never`, `auto` (the newest complete checkpoint, if any), or the folder of a run or checkpoint.",
-        "resume_from_checkpoint",
-        metavar="auto|PATH",
-        bare="auto",
-    )
-    max_shard_size: Size = flag("5GB", CHECKPOINTS, "Largest safetensors file of the result.", metavar="SIZE")
-    save_dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Spelling(types.DTYPE)] = flag(
-        "auto", CHECKPOINTS, "Type of the saved weights; `auto` is the source model's."
-    )
-
-    log_steps: Every = flag(
-        1, LOGGING, "Steps between rows of metrics.jsonl, written like `--save-steps`.", "logging_steps",
-        "log_interval", "log_every_n_steps", metavar="N|PART|epoch", phrases={"logging_strategy": types.STRATEGY},
-    )  # fmt: skip
-    eval_steps: OptionalEvery = flag(
-        None, LOGGING, "Steps between evaluations, written like `--save-steps`.", "eval_interval",
-        shown="as --save-steps", metavar="N|PART|epoch",
-        phrases=dict.fromkeys(("eval_strategy", "evaluation_strategy"), types.STRATEGY_OR_NEVER)
-        | {"evals_per_epoch": types.AN_EPOCH},
-    )  # fmt: skip
-    report_to: Annotated[list[Tracker], ToList] = flag(
-        [], LOGGING, "Trackers to report to: in project `swiftlite`, or WANDB_PROJECT, SWANLAB_PROJ_NAME.", shown="none"
-    )
-    run_name: OptionalText = flag(
-        None, LOGGING, "Name of the run in trackers.", shown="the output folder's", metavar="NAME"
-    )
 
     dry_run: bool = flag(False, RUN, "Show the resolved configuration and the layout, load nothing.")
     debug: bool = flag(False, RUN, "Show tracebacks.")

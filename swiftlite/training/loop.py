@@ -146,7 +146,8 @@ class Loop:
             if self._parts.eval_plan is not None and self._evaluates.is_due(*now, last):
                 reason = self._evaluate(row) or reason
                 self._alive()
-            if self._logs.is_due(*now, last) or "eval_loss" in row:
+            first = config.log_first_step and batch.step == 1
+            if self._logs.is_due(*now, last) or first or "eval_loss" in row:
                 self._listener.log(row)
             reason = None if last else reason  # it has ended by itself
             stops = self._out_of_patience()
