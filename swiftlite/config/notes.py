@@ -118,6 +118,8 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "sample_by", "without .txt files"
     if config.save_steps == NEVER:
         yield "keep_checkpoints", "with --save-steps never"
+    if not config.push_to_hub:
+        yield from ((name, "without --push-to-hub") for name in ("hub_model_id", "hub_private"))
     if not config.report_to:
         yield "run_name", "without --report-to"
     if config.warmup_steps is not None:

@@ -83,6 +83,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "overwrite_output_dir": (EVERY, "a run starts in a new or empty folder, and nothing is overwritten"),
     "plot_loss": (EVERY, "loss.png is drawn in any case"),
     "disable_tqdm": (EVERY, "progress is shown as a terminal can show it"),
+    "hub_strategy": (("end",), "the result is uploaded at the end of the run"),
     "use_cache": (EVERY, "training keeps no keys and values"),
     "do_train": (ON, "the command says what to do"),
     "do_eval": (ON, "there is an evaluation where there are rows for it"),
@@ -100,7 +101,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "fp8_backend": (("auto", "torchao"), "{fp8} is torchao's"),
     "torch_compile_backend": (("inductor",), "{compile} takes that one"),
     **dict.fromkeys(  # switches of what is not there, or is asked for in another way
-        ("load_in_8bit", "merge_lora", "load_best_model_at_end", "group_by_length", "push_to_hub", "do_predict",
+        ("load_in_8bit", "merge_lora", "load_best_model_at_end", "group_by_length", "do_predict",
          "predict_with_generate", "mask_history", "use_galore", "use_badam", "use_llama_pro", "use_ray",
          "auto_find_batch_size", "sync_ref_model", "enable_activation_offloading", "save_adapter_weights_only",
          "dataset_streaming", "optimizer_cpu_offload", "use_distributed_optimizer",
@@ -117,7 +118,6 @@ _OUT = "leave it out: "
 _GALORE = _OUT + "optimizers are AdamW, {optimizer: adamw_8bit} saves memory"
 _BY_CONFIG = _OUT + "the model's config.json says it"
 _WANDB = "write {report_to: wandb}, with {run_name}; WANDB_PROJECT and WANDB_ENTITY are read from the environment"
-_HUB = _OUT + "`hf upload` takes the result, OUT/model, to the hub"
 _FSDP = _OUT + "{parallel: fsdp} takes {sharding}, {offload} and {fsdp_min_params}"
 _LIGER = "write {kernels: liger}"
 _COUNT = "write #1000 behind a data set's name, for 1000 of its rows"
@@ -224,7 +224,8 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("do_predict", "predict_with_generate"), "use `swiftlite infer` after training"),
     "do_eval": _OUT + "name no {eval_dataset} and no {eval_fraction}",
     "do_train": "use `swiftlite eval` or `swiftlite infer`",
-    **dict.fromkeys(("push_to_hub", "hub_model_id"), _HUB),
+    "hub_strategy": _OUT + "the result is uploaded at the end of the run",
+    "hub_token": "log in by `hf auth login`, or set HF_TOKEN: settings are saved where others read them",
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_name", "wandb_watch", "wandb_log_model"), _WANDB),
     **dict.fromkeys(("tensorboard_dir", "logging_dir"), "report_to: tensorboard"),
     "use_tensorboard": "report_to: tensorboard",

@@ -61,3 +61,13 @@ class OutputSettings(BaseModel):
     run_name: OptionalText = flag(
         None, LOGGING, "Name of the run in trackers.", shown="the output folder's", metavar="NAME"
     )
+    push_to_hub: bool = flag(
+        False, CHECKPOINTS, "Upload the result to the Hugging Face hub at the end. Needs `hf auth login`, or HF_TOKEN."
+    )
+    hub_model_id: OptionalText = flag(
+        None, CHECKPOINTS, "Repository of `--push-to-hub`: NAME, or OWNER/NAME.", shown="the output folder's name",
+        metavar="NAME",
+    )  # fmt: skip
+    hub_private: bool = flag(
+        False, CHECKPOINTS, "Make a new repository of `--push-to-hub` private.", "hub_private_repo"
+    )

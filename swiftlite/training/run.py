@@ -54,6 +54,7 @@ from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder
 from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
+from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
@@ -100,6 +101,7 @@ def run_training(
             reporter.message("warning: no row holds one of --placeholders")
         if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
             reporter.message(f"warning: {warning}")
+        repository = open_repository(config) if config.push_to_hub and world.rank == 0 else None
         with reporter.phase("loading the model"):
             check_same_rows(world, prepared.fingerprint)
             world.meet("data")
@@ -121,6 +123,8 @@ def run_training(
         except Stopped as stopped:
             reporter.message(f"stopped {stopped.words}; go on with --resume auto --output-dir {output}")
             raise SystemExit(stopped.exit_code) from None
+        if repository is not None:
+            reporter.message(f"uploaded to {publish(output / 'model', repository, config)}")
 
 
 def saved_progress(state: dict[str, Any], checkpoint: Path, method: dict[str, Any]) -> Progress:
