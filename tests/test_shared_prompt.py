@@ -9,6 +9,7 @@ import torch.distributed as dist
 from test_preference_tokens import pair_sequence
 from worlds import run_world
 
+from swiftlite.config.layout import Layout
 from swiftlite.data.batches import MicroBatch, collate
 from swiftlite.data.order import Sequence
 from swiftlite.data.preference_tokens import Preference, Tokens, lay_out_pair
@@ -18,7 +19,7 @@ from swiftlite.models.anatomy import dissect
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import decoder_inputs
-from swiftlite.parallel.context import slice_for_context
+from swiftlite.parallel.context import check_shared_prompts, slice_for_context
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"]
 SIZES = [(21, 9, 14), (1, 6, 3), (5, 12, 1), (13, 2, 2)]  # prompt, chosen, rejected; windows of 8 end inside prompts
@@ -166,6 +167,13 @@ def test_fewer_heads_than_ranks_are_refused(world):
     for rank in world:
         assert "1 of 2" in rank["refused"]
         assert "--no-share-prompt" in rank["refused"]
+
+
+def test_a_model_without_attention_is_not_refused_for_its_heads():
+    """`--no-share-prompt` would not help: its documents cannot share a row, which is told once it is built."""
+    check_shared_prompts(toy_config("mamba2"), Layout(cp=2), 64)
+    with pytest.raises(UserError, match="4 of 8"):
+        check_shared_prompts(toy_config("llama"), Layout(cp=8), 64)
 
 
 def test_a_layout_without_a_shared_prompt_needs_no_keys():
