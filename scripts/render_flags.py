@@ -34,6 +34,10 @@ chat_template`, whole splits, answers alone trained), and a DeepSpeed file where
 `offload` and `precision` can (ZeRO 0, 2 and 3, nothing or all offloaded, `auto` elsewhere). A note tells what each
 became, an error what to write instead.
 
+Names of data sets are looked up in LLaMA-Factory's `dataset_info.json`, in `data` or the folder that `--dataset-dir`
+names, where no file has the name; a note tells what each is. What an entry says beyond place, subset, split, rows and
+the names of keys, is an error.
+
 LLaMA-Factory's, ms-swift's and axolotl's names of templates (`llama3`, `qwen3_nothink`, `tokenizer_default`) are left
 out with a note: conversations are written by the chat template that comes with the model, and a model without one is an
 error. What they call `alpaca`, `default` or `vicuna` is no model's template, and needs a Jinja file.

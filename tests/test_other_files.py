@@ -1,4 +1,4 @@
-"""Blocks and files of other tools that stand for settings: axolotl's `datasets` and DeepSpeed's JSON."""
+"""Blocks and files of other tools that stand for settings: of axolotl, DeepSpeed and LLaMA-Factory."""
 
 import json
 
@@ -150,3 +150,83 @@ def test_a_file_of_deepspeed_that_says_more_is_told(deepspeed, zero, more, said)
     with pytest.raises(UserError, match="DeepSpeed's file") as caught:
         deepspeed(zero, **more)
     assert said in caught.value.what and "ding" in caught.value.fix and caught.value.where.endswith("ds.json")
+
+
+TABLE = {
+    "own": {"file_name": "own.json"},
+    "asked": {"file_name": "q.jsonl", "num_samples": 7, "columns": {"prompt": "q", "response": "a", "tools": "tools"}},
+    "chats": {
+        "hf_hub_url": "org/chats", "file_name": "own.json", "subset": "main", "split": "test", "formatting": "sharegpt",
+        "columns": {"messages": "messages", "tools": "tools"}, "tags": {"role_tag": "role", "user_tag": "user"},
+    },
+    "said": {"file_name": "own.json", "formatting": "sharegpt", "columns": {"messages": "said", "kto_tag": "good"}},
+    "pairs": {"ms_hub_url": "org/pairs", "ranking": True, "columns": {"prompt": "instruction", "chosen": "good"}},
+    "texts": {"file_name": "own.json", "columns": {"prompt": "content"}},
+    "pictures": {"file_name": "own.json", "columns": {"images": "images"}},
+    "odd": {"file_name": "own.json", "formatting": "sharegpt", "tags": {"user_tag": "asker"}},
+    "scripted": {"script_url": "make.py"},
+    "none": {"features": {}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """Settles a recipe in a folder that has the table where LLaMA-Factory looks for it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(TABLE))
+
+    def settle(names, **more):
+        given = {"model": "m/x", "dataset": names} | more
+        return resolve("sft", {name: Given(value, name, "flag") for name, value in given.items()}, env={})
+
+    return settle
+
+
+@pytest.mark.parametrize(
+    ("names", "dataset", "columns"),
+    [
+        ("own", ["data/own.json"], {}),
+        ("own#5*2", ["data/own.json#5*2"], {}),
+        ("asked", ["data/q.jsonl#7"], {"instruction": "q", "output": "a"}),
+        ("asked#3", ["data/q.jsonl#3"], {"instruction": "q", "output": "a"}),
+        ("chats, own", ["org/chats:main@test", "data/own.json"], {}),
+        ("chats@train", ["org/chats:main@train"], {}),
+        ("said", ["data/own.json"], {"messages": "said", "label": "good"}),
+        ("pairs", ["org/pairs"], {"chosen": "good"}),
+        ("texts", ["data/own.json"], {"text": "content"}),
+        ("none, org/other", ["none", "org/other"], {}),
+    ],
+)
+def test_names_in_a_table_of_llama_factory_are_read_by_it(factory, names, dataset, columns):
+    made = factory(names)
+    assert (made.config.dataset, made.config.columns, made.config.dataset_dir) == (dataset, columns, None)
+    told = [spec for spec in names.split(", ") if not spec.startswith(("none", "org/"))]
+    assert [note.split(" is ")[0] for note in made.notes[: len(told)]] == told
+    assert ["columns are " in note for note in made.notes[len(told) :]] == [True] * bool(columns)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("pictures", "columns.images"),
+        ("odd", "tags.user_tag asker"),
+        ("scripted", "script_url"),
+        ("own, asked", "different keys"),
+    ],
+)
+def test_what_a_table_says_beyond_that_is_refused(factory, names, said):
+    with pytest.raises(UserError, match=said) as caught:
+        factory(names)
+    assert "dataset_info.json" in caught.value.where and caught.value.fix
+
+
+def test_a_file_wins_over_a_table_and_a_named_folder_has_to_have_one(factory, tmp_path):
+    (tmp_path / "own").write_text("{}")
+    assert factory("own").config.dataset == ["own"]
+    (tmp_path / "data").rename(tmp_path / "tables")
+    assert factory("asked").config.dataset == ["asked"] and not factory("asked").notes
+    made = factory("chats", dataset_dir="tables", eval_dataset="asked", columns="x=y")
+    assert (made.config.eval_dataset, made.config.columns) == (["tables/q.jsonl#7"], {"x": "y"})
+    with pytest.raises(UserError, match="the table of data sets cannot be read"):
+        factory("asked", dataset_dir="nowhere")

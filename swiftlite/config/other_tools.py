@@ -182,7 +182,6 @@ INSTEAD: dict[str, str] = {
     "tokenizer_model": "tokenizer: FOLDER",
     **dict.fromkeys(("max_train_samples", "eval_iters", "max_eval_samples"), _COUNT),
     "datasets": "write {dataset: PATH}, several with commas; keys of your own by {columns}",
-    "dataset_dir": "write the paths that dataset_info.json gives, {dataset: PATH}, and its columns by {columns}",
     **dict.fromkeys(("dataset_train_split", "dataset_test_split"), _SPLIT),
     "dataset_config": "write :SUBSET behind the data set's name: {dataset: NAME:SUBSET}",
     "dataset_streaming": "streaming: true",

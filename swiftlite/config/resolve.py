@@ -17,6 +17,7 @@ from swiftlite.config.checks import check_together
 from swiftlite.config.deepspeed import read_deepspeed
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
+from swiftlite.config.llama_factory import read_table
 from swiftlite.config.names import (
     ADAPTER_CONFIG,
     check_names,
@@ -97,7 +98,7 @@ def resolve(
     given = _merge(flags, recipe, env)
     base = recipe.path.resolve().parent if recipe else None
     _settle_method(method, given)
-    read = read_deepspeed(given, base)
+    read = [*read_deepspeed(given, base), *read_table(given, base)]
     gave_way = _let_layout_give_way(given)
     typed = build_config(given)
     _require(typed, needs_rows=needs_rows)

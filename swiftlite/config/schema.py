@@ -113,6 +113,10 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
         metavar="SPEC ...",
         short="d",
     )
+    dataset_dir: OptionalText = flag(
+        None, DATA, "Folder of LLaMA-Factory's dataset_info.json, by which names of `--dataset` are read.",
+        shown="data, where it has one", metavar="PATH",
+    )  # fmt: skip
     eval_dataset: Names = flag(
         [],
         DATA,
