@@ -523,6 +523,9 @@ def test_placeholders_of_rows_are_filled_and_counted(prepare, write_rows):
     filled, written = prepare(holding, placeholders={"Name": "Ro\\1", "author": "Us"}), prepare(path)
     assert filled.fingerprint == written.fingerprint != prepare(holding).fingerprint
     assert filled.audit["rows"]["placeholders_filled"] == 2 and "placeholders_filled" not in written.audit["rows"]
+    assert "placeholders_left" not in filled.audit["rows"]
+    half = prepare(holding, placeholders={"name": "Robo"}).audit
+    assert half["rows"]["placeholders_left"] == 2 and "2 placeholders left" in losses_in_words(half)
 
 
 def test_mixing_by_weight(prepare, write_rows, chat_rows):

@@ -301,6 +301,15 @@ def test_a_record_that_was_cut_off_is_left_out_and_written_behind(tmp_path):
     assert read_records(path) == {0: record, 2: record}
 
 
+def test_what_is_written_for_placeholders_makes_another_stream(open_stream, tmp_path):
+    (tmp_path / "a.txt").write_text("I am {{name}}.\n" * 9)
+    found = [
+        open_stream(tmp_path / "a.txt", placeholders=said) for said in ({}, {"name": "Lu"}, {"name": "Robo the 1st"})
+    ]
+    assert len({prepared.fingerprint for prepared in found}) == 3
+    assert len({prepared.audit["tokens"] for prepared in found}) == 3
+
+
 def test_a_file_that_changes_is_noticed(open_stream, tmp_path):
     path = tmp_path / "a.txt"
     lines = [f"line {i:04}" for i in range(30_000)]

@@ -19,7 +19,8 @@ NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "pac
 IN_BALANCE = (1.0, 4 / 3)
 ROUNDING = 0.005  # of weights that are told in three digits
 OUTCOMES = ("read", "used", "truncated", "split", "split_by_template", "tools_left_out", "messages_left_out",
-            "asked_otherwise", "system_added", "system_left_out", "placeholders_filled")  # fmt: skip
+            "asked_otherwise", "system_added", "system_left_out", "placeholders_filled",
+            "placeholders_left")  # fmt: skip
 NAMES_TOLD = 3  # of files or columns
 ALWAYS_TOLD = 5  # of them; the others where there are any
 
@@ -36,7 +37,8 @@ def build_audit(
     `tools_left_out`, `messages_left_out`: the template does not write the tools, or a question or result, of so many
     rows, or messages follow the last answer to learn; `asked_otherwise`: an answer of so many rows is learnt behind
     other tokens than the model is asked with; `system_added`: so many rows got the message of `--system`,
-    `system_left_out`: so many are texts, which take none; `placeholders_filled`: so many held one;
+    `system_left_out`: so many are texts, which take none; `placeholders_filled`: so many held one,
+    `placeholders_left`: so many still do;
     `unused_columns`: rows by column of which nothing is made, `messages.KEY` for a key of messages.
     `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read, or
     folders of runs and of models.

@@ -9,6 +9,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+PUBLISHED = re.compile(r"\{\{\s*(name|author)\s*\}\}", re.IGNORECASE)
+
+
+def is_left(text: str) -> bool:
+    """Whether a text that is to be learnt holds a placeholder of such rows."""
+    return "{{" in text and PUBLISHED.search(text) is not None
+
 
 class Placeholders:
     """What is written for {{KEY}}, in any case and with blanks inside the braces or none."""

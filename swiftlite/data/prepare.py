@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.schema import RunConfig
 
-FORMAT_VERSION = 12  # raise it when the same rows and options give other tokens or counts than before
+FORMAT_VERSION = 13  # raise it when the same rows and options give other tokens or counts than before
 Progress = Callable[[int, int], None]
 LoadTokenizer = Callable[[], "PreTrainedTokenizerBase"]
 
@@ -166,8 +166,8 @@ def _prepare_stream(
     options = token_options(config)
     key = _digest(
         FORMAT_VERSION, identity, options.max_length, options.overlong, sorted(options.columns.items()),
-        config.sample_by, config.packing, (LAYOUT_VERSION, WINDOW_BYTES, LARGEST_GROUP),
-        [stream_identity(source) for source in sources],
+        sorted(options.placeholders.items()), config.sample_by, config.packing,
+        (LAYOUT_VERSION, WINDOW_BYTES, LARGEST_GROUP), [stream_identity(source) for source in sources],
     )  # fmt: skip
     written = [file.path.stat().st_mtime_ns for source in sources for file in source.files if file.path is not None]
     known = _digest(key, version("transformers"), version("tokenizers"), written)
@@ -222,12 +222,12 @@ def _prepare_one(
     content, lines = content_hash(source.files)
     count = source.spec.count
     layout = (options.share_prompt,) if options.method in PAIRED else ()
-    more = () if options.system is None else ("system", options.system)
-    more += ("placeholders", sorted(options.placeholders.items())) if options.placeholders else ()
+    opening = () if options.system is None else ("system", options.system)
     key = _digest(
         FORMAT_VERSION, version("transformers"), version("tokenizers"), identity, content, options.method,
-        options.max_length, options.overlong, sorted(options.columns.items()), config.sample_by,
-        (count, config.seed) if count else None, *layout, *more,
+        options.max_length, options.overlong, sorted(options.columns.items()),
+        sorted(options.placeholders.items()), config.sample_by,
+        (count, config.seed) if count else None, *layout, *opening,
     )  # fmt: skip
 
     def build(folder: Path) -> dict[str, Any]:

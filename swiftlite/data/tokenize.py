@@ -19,7 +19,7 @@ from swiftlite.data.encode import Spans, TextEncoder, Tokens
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row, Text
 from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools, unwritten_call_keys
 from swiftlite.data.messages import string
-from swiftlite.data.placeholders import Placeholders
+from swiftlite.data.placeholders import Placeholders, is_left
 from swiftlite.data.preference_tokens import Preference, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
 from swiftlite.data.rows import FORMATS, TrackedRow, count_columns, read_row, rename_columns, unknown_format
@@ -160,8 +160,10 @@ class RowTokenizer:
         return row
 
     def _count_left_out(self, row: Row, texts: list[_Text], batch: TokenBatch) -> None:
-        """What becomes of no text of a row."""
+        """What becomes of no text of a row, and what stands in one that nobody meant to."""
         written = [text.text for text in texts]
+        if self._options.method != "pretrain":  # whose texts may be pages with words in braces
+            batch.counts["placeholders_left"] += any(map(is_left, written))
         if isinstance(row, Pair):
             answers = [(row.chosen, written[:1]), (row.rejected, written[1:])]
         else:
