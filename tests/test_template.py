@@ -10,6 +10,7 @@ from swiftlite.data.rows import detect_format, read_row
 from swiftlite.data.stops import stop_tokens
 from swiftlite.data.template import ChatRenderer
 from swiftlite.errors import UserError
+from swiftlite.models.tokenizer import read_chat_template
 from swiftlite.models.toys import toy_tokenizer
 
 CHATML_MARKED = (
@@ -355,6 +356,18 @@ def test_an_end_of_turn_among_new_tokens_is_one(make_tokenizer):
     assert trained_texts(in_plain_text, chat(TWO_TURNS))[0][0] == "I am small.<|turn_ends|>"
     assert part.add_eos and part.text.endswith("Now I answer.<|turn_ends|>")
     assert stop_tokens(GenerationConfig(), tokenizer)[-1] == tokenizer.convert_tokens_to_ids("<|turn_end|>")
+
+
+def test_plain_headers_end_answers_with_the_models_own_end_of_text(make_tokenizer):
+    tokenizer = make_tokenizer(read_chat_template("instruction"))
+    told = [{"role": "system", "content": "Be brief."}, *chat(TWO_TURNS).messages]
+    assert trained_texts(tokenizer, chat(told)) == [["I am small.<|im_end|>", "Now I answer.<|im_end|>"]]
+    (part,) = ChatRenderer(tokenizer, "2025-03-09").render(chat(["Who?", "Me."]))
+    assert part.text == "### Instruction:\nWho?\n\n### Response:\nMe.<|im_end|>\n\n"
+    assert part.asked and not part.add_eos
+    asked = tokenizer.apply_chat_template(told[:2], tokenize=False, add_generation_prompt=True)
+    assert asked.startswith("Be brief.\n\n### Instruction:\n") and asked.endswith("\n\n### Response:\n")
+    assert stop_tokens(GenerationConfig(), tokenizer) == [tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize("template", [None, QWEN3, CHATML_MARKED], ids=["chatml", "qwen3", "marked"])

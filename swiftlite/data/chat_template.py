@@ -73,7 +73,8 @@ class ChatTemplate:
         except ValueError as error:
             raise UserError(
                 "the tokenizer has no chat template, and the rows are conversations",
-                fix="give --chat-template chatml or a .jinja file; to train plain text use `prompt` and `completion`",
+                fix="give --chat-template instruction (plain headers), chatml or a .jinja file; "
+                "to train plain text use `prompt` and `completion`",
             ) from error
         pinned = _DATE_CALL.sub(lambda call: repr(self._date.strftime(call.group(2))), template)
         if "strftime_now(" in pinned:

@@ -21,8 +21,13 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+INSTRUCTION = (  # for models that have no marks of turns: plain headers, and their own end-of-text behind an answer
+    "{% for message in messages %}{% if message['role'] == 'user' %}### Instruction:\n{{ message['content'] }}\n\n"
+    "### Response:\n{% elif message['role'] == 'assistant' %}{{ message['content'] }}{{ eos_token }}\n\n"
+    "{% else %}{{ message['content'] }}\n\n{% endif %}{% endfor %}"
+)
 LARGEST_TEMPLATE = 1 << 20  # bytes
-BUILT_IN_TEMPLATES = {"chatml": CHATML}
+BUILT_IN_TEMPLATES = {"chatml": CHATML, "instruction": INSTRUCTION}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -67,8 +72,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer, with the chat template and the new tokens that were asked for.
 
-    chat_template: a built-in name (`chatml`) or a Jinja file; revision: of the model, another tokenizer has its own;
-    vocabulary_of: an adapter with which the vocabulary cannot grow any more;
+    chat_template: a built-in name (`chatml`, `instruction`) or a Jinja file; revision: of the model, another tokenizer
+    has its own; vocabulary_of: an adapter with which the vocabulary cannot grow any more;
     tell: is told which new tokens are known. Raises UserError where it cannot be had.
     """
     with quick_imports():
