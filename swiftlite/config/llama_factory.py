@@ -44,15 +44,16 @@ def read_table(given: dict[str, Given], base: Path | None) -> list[str]:
     notes, mappings = [], []
     for setting in ("dataset", "eval_dataset") if table is not None else ():
         said = given.get(setting)
-        names = split_list(said.value) if said and isinstance(said.value, str) else said and said.value
-        for place, spec in enumerate(names or []):
+        if said is None or said.value is None:
+            continue
+        names = split_list(said.value) if isinstance(said.value, str) else list(said.value)
+        for place, spec in enumerate(names):
             entry = _entry(spec, table[1], base)
             if entry is not None:
                 names[place], columns = _read(spec, entry, table[0], said.where)
                 mappings.append(columns)
                 notes.append(f"{spec} is {names[place]}, as {table[0]} says")
-        if names:
-            given[setting] = Given(names, said.where, said.by)
+        given[setting] = Given(names, said.where, said.by)
     if "columns" in given or not mappings:
         return notes
     if any(columns != mappings[0] for columns in mappings):
