@@ -28,10 +28,7 @@ SAME: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("trust_remote_code", "drop_system_message", "train_on_inputs"), ("false",)),
 }
 INSTEAD = (  # a pattern of types, and what becomes of their rows here; NAME is the data set
-    (
-        "alpaca.*",
-        "write `dataset: NAME`, which asks by the model's chat template; a base model takes `instruction` as one",
-    ),
+    ("alpaca.*", "write `dataset: NAME`, asked by the model's chat template, or by `chat_template: instruction`"),
     ("completion|pretrain", "write `dataset: NAME`, with `columns: text=KEY` of another key, for `swiftlite pretrain`"),
     (".*", "write `dataset: NAME`, and `columns` where rows have other keys than docs/data.md tells"),
 )

@@ -57,13 +57,14 @@ def unsaid(config: RunConfig, given: Mapping[str, Given], lora_rate: float) -> I
     """
     said = given.get("learning_rate")
     low = said is not None and said.value is not None and config.learning_rate <= LOW_FOR_LORA * lora_rate
-    if low and config.tuner == "lora" and config.adapter is None and "tuner" not in given:
+    scale = config.lora_alpha / (config.lora_rank**0.5 if config.rslora else config.lora_rank)
+    new = config.tuner == "lora" and config.adapter is None
+    if new and low and "tuner" not in given:
         yield (
             f"--tuner is lora, as nothing says otherwise, and --learning-rate {config.learning_rate:g} is low for it; "
             "--tuner full trains all weights"
         )
-    scale = config.lora_alpha / (config.lora_rank**0.5 if config.rslora else config.lora_rank)
-    if config.tuner == "lora" and "lora_rank" in given and "lora_alpha" not in given and scale != DEFAULT_SCALE:
+    if new and scale != DEFAULT_SCALE and "lora_rank" in given and "lora_alpha" not in given:
         yield f"--lora-alpha is {config.lora_alpha}, so the update of LoRA is multiplied by {scale:.3g}"
     if config.packing and "packing" not in given and _is_of_rows(given.get("micro_batch_size")):
         yield (
