@@ -30,9 +30,10 @@ weights), with an alpha of 32 (LLaMA-Factory: twice the rank), one epoch, packed
 (LLaMA-Factory: the first rows).
 
 axolotl's `datasets` and `test_datasets` are read where they say no more than `dataset` and `columns` can (`type:
-chat_template`, whole splits, answers alone trained), and a DeepSpeed file where it says no more than `sharding`,
-`offload` and `precision` can (ZeRO 0, 2 and 3, nothing or all offloaded, `auto` elsewhere). A note tells what each
-became, an error what to write instead.
+chat_template`, whole splits, answers alone trained), a DeepSpeed file where it says no more than `sharding`, `offload`
+and `precision` can (ZeRO 0, 2 and 3, nothing or all offloaded, `auto` elsewhere), and transformers' list `fsdp` and
+block `fsdp_config` where they say no more than `sharding`, `offload` and `activation_checkpointing` can. A note tells
+what each became, an error what to write instead.
 
 Names of data sets are looked up in LLaMA-Factory's `dataset_info.json`, in `data` or the folder that `--dataset-dir`
 names, where no file has the name; a note tells what each is. What an entry says beyond place, subset, split, rows and

@@ -152,6 +152,42 @@ def test_a_file_of_deepspeed_that_says_more_is_told(deepspeed, zero, more, said)
     assert said in caught.value.what and "ding" in caught.value.fix and caught.value.where.endswith("ds.json")
 
 
+FSDP = """\
+fsdp: [{words}]
+fsdp_config:
+  fsdp_version: 2
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  state_dict_type: FULL_STATE_DICT
+  {key}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "wanted"),
+    [
+        ("full_shard, auto_wrap", "fsdp_offload_params: false", ("fsdp", "full_shard", "none", "auto")),
+        ("auto_wrap", "offload_params: true", ("fsdp", None, "cpu", "auto")),
+        ("shard_grad_op, offload", "activation_checkpointing: true", ("fsdp", "shard_grad_op", "cpu", "full")),
+        ("auto_wrap", "reshard_after_forward: false", ("fsdp", "grad_op", "none", "auto")),
+    ],
+)
+def test_what_transformers_says_of_fsdp_is_taken(recipe, words, key, wanted):
+    read = recipe(FSDP.format(words=words, key=key))
+    names = ("parallel", "sharding", "offload", "activation_checkpointing")
+    defaults = {"offload": "none", "activation_checkpointing": "auto"}
+    found = tuple(read.entries[name].value if name in read.entries else defaults.get(name) for name in names)
+    assert found == wanted and all("the recipe's fsdp" in note for note in read.notes) and len(read.notes) == 2
+    assert resolve(None, {}, read, env={}, needs_rows=False).config.parallel == "fsdp"
+
+
+@pytest.mark.parametrize(("words", "key"), [("magic", "version: 2"), ("auto_wrap", "min_num_params: 5")])
+def test_what_transformers_says_beyond_that_is_refused(recipe, words, key):
+    with pytest.raises(UserError, match="has no equal here") as caught:
+        recipe(FSDP.format(words=words, key=key))
+    assert "`parallel: fsdp`" in caught.value.fix
+
+
 TABLE = {
     "own": {"file_name": "own.json"},
     "asked": {"file_name": "q.jsonl", "num_samples": 7, "columns": {"prompt": "q", "response": "a", "tools": "tools"}},

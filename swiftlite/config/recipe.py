@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.config.axolotl import BLOCKS, read_block
+from swiftlite.config import axolotl, fsdp
 from swiftlite.config.flags import (
     Flag,
     all_flags,
@@ -171,8 +171,8 @@ def _entries(path: Path, root: Node, wrong: list[UserError], notes: list[str]) -
         key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
         where = f"{path}:{line}: {key}"
         try:
-            if key in BLOCKS and value_node.id == "sequence":
-                _put_block(entries, key, value_node, where, notes)
+            if (read := _read_block(key, value_node, where)) is not None:
+                _put_block(entries, read, Entry(key, line, key), where, notes)
                 continue
             if find_flag(key) is None and _changes_nothing(key, value_node, where, notes):
                 continue
@@ -231,15 +231,28 @@ def _put_phrase(entries: dict[str, Entry], item: Flag, entry: Entry, where: str,
         entries[item.name] = Entry([*before.value, entry.value], before.line, before.key)
 
 
-def _put_block(entries: dict[str, Entry], key: str, node: Node, where: str, notes: list[str]) -> None:
-    """Take a list of data sets as axolotl has them, with a note. Raises UserError."""
-    names, columns = read_block(_nested(node, where, []), where)
-    line, found = node.start_mark.line + 1, {BLOCKS[key]: names} | ({"columns": columns} if columns else {})
-    for name, value in found.items():
-        _put(entries, all_flags()[name], Entry(value, line, key), where, notes)
-    words = [f"`{BLOCKS[key]}: {', '.join(names)}`"]
-    words += [f"`columns: {' '.join(f'{name}={column}' for name, column in columns.items())}`"] if columns else []
-    notes.append(f"the recipe's {key} is read as {' and '.join(words)}")
+def _read_block(key: str, node: Node, where: str) -> dict[str, Any] | None:
+    """The settings that a list or block of another tool says; None for any other key. Raises UserError."""
+    if key in axolotl.BLOCKS and node.id == "sequence":
+        names, columns = axolotl.read_block(_nested(node, where, []), where)
+        return {axolotl.BLOCKS[key]: names} | ({"columns": columns} if columns else {})
+    if key == fsdp.LIST and node.id == "sequence":
+        return fsdp.read_list(_value(node, where, "list"), where)
+    if key == fsdp.BLOCK and node.id == "mapping":
+        return fsdp.read_block(_nested(node, where, []), where)
+    return None
+
+
+def _put_block(entries: dict[str, Entry], read: dict[str, Any], block: Entry, where: str, notes: list[str]) -> None:
+    """Take the settings of a block, with a note."""
+    words = []
+    for name, value in read.items():
+        _put(entries, all_flags()[name], Entry(value, block.line, block.key), where, notes)
+        pairs = [f"{key}={column}" for key, column in value.items()] if isinstance(value, dict) else []
+        plain = " ".join(pairs) or (", ".join(value) if isinstance(value, list) else value)
+        words.append(f"`{name}: {plain}`")
+    said = f"is read as {' and '.join(words)}" if words else "changes nothing here"
+    notes.append(f"the recipe's {block.key} {said}")
 
 
 def _nested(node: Node, where: str, seen: list[Node]) -> Any:
