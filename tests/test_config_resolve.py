@@ -237,6 +237,7 @@ def test_a_run_that_goes_on_keeps_its_folder_and_its_day(tmp_path):
         ({"sequence_parallel": "always", "compile": "true"}, "--sequence-parallel auto"),
         ({"resume": "auto"}, "--output-dir"),
         ({"model": ""}, "--model"),
+        ({"model": "", "placeholders": "name=gpt2"}, "--model-name is what rows call it"),
         ({"dataset": []}, "--dataset"),
         ({"tunner": "lora"}, "tuner"),
         ({"epochs": "inf"}, "number"),

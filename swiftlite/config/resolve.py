@@ -169,7 +169,9 @@ def _let_layout_give_way(given: dict[str, Given]) -> list[str]:
 
 def _require(config: RunConfig, *, needs_rows: bool) -> None:
     if not config.model:
-        raise UserError("no model is named", fix="add --model with a hub id, a folder or a short name (qwen3-0.6b)")
+        fix = "add --model with a hub id, a folder or a short name (qwen3-0.6b)"
+        fix += "; --model-name is what rows call it" if config.placeholders else ""
+        raise UserError("no model is named", fix=fix)
     if needs_rows and not config.dataset and not config.dry_run:  # which only shows what was resolved
         raise UserError("no data set is named", fix="add --dataset with a file, a folder, a hub id or a short name")
 
