@@ -119,7 +119,7 @@ def test_every_recipe_resolves(run, name):
         ("recipes copy llama3/8b-sft-fsdp /proc/x.yaml", "/proc/x.yaml"),
         ("recipes copy llama3/8b-sft-fsdp not-there/", "no such folder"),
         ("sft --no-gradient-checkpointing", "write `--activation-checkpointing none`"),
-        ("sft --push_to_hub", "leave it out: `hf upload`"),
+        ("sft --load_best_model_at_end", "leave it out: model/ is the last step's"),
         ("sft --model m/x --dataset d/x --template alpaca --dry-run", "leave it out for the model's own"),
         ("simpo --model m/x", "did you mean `swiftlite dpo --loss simpo`?"),
         ("rlhf --rlhf_type simpo --model m/x --dataset d/x", "write `--method dpo` and `--loss simpo`"),

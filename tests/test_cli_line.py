@@ -109,7 +109,7 @@ def test_a_value_may_be_of_another_setting(tmp_path, monkeypatch):
 
 def test_flags_that_change_nothing_are_noted():
     words = "--attn_impl flash_attn --per_device_eval_batch_size=2 --no_remove_unused_columns --save_strategy steps"
-    line = read_line("sft", [*words.split(), "--overwrite-output-dir", "--push-to-hub", "false", "--seed", "1"])
+    line = read_line("sft", [*words.split(), "--overwrite-output-dir", "--merge-lora", "false", "--seed", "1"])
     assert line.values == {"seed": ["1"]}
     assert [note.split(" has no effect: ")[0] for note in line.notes] == [
         "--attn_impl flash_attn",
@@ -117,7 +117,7 @@ def test_flags_that_change_nothing_are_noted():
         "--no_remove_unused_columns",
         "--save_strategy steps",
         "--overwrite-output-dir",
-        "--push-to-hub false",
+        "--merge-lora false",
     ]
     assert "attention takes the fastest" in line.notes[0] and "evaluation takes micro-batches" in line.notes[1]
 

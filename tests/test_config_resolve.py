@@ -12,7 +12,8 @@ from swiftlite.config.batch import solve_batch, weigh
 from swiftlite.config.flags import all_flags, find_flag
 from swiftlite.config.layout import Layout, plan_layout
 from swiftlite.config.notes import PREFERENCE_SETTINGS
-from swiftlite.config.other_tools import IDLE, INSTEAD, SETTING, VALUES, shown
+from swiftlite.config.other_idle import IDLE
+from swiftlite.config.other_tools import BEGINNINGS, INSTEAD, SETTING, VALUES, shown
 from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import RENDEZVOUS, resolve, resolve_config
@@ -163,6 +164,7 @@ def test_what_is_told_of_other_tools_holds():
     assert not known & (IDLE.keys() | INSTEAD.keys())
     values = [(fix, setting) for setting, fixes in VALUES.items() for _, fix in fixes]
     texts = [*INSTEAD.values(), *(why for _, why in IDLE.values()), *(fix for fix, _ in values)]
+    texts += [fix for _, fix in BEGINNINGS]
     for text in texts:
         written = SETTING.findall(text) or SETTING.findall(f"{{{text}}}")
         for name, value in written:

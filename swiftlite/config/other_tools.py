@@ -9,116 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from swiftlite.config.other_idle import EVERY, IDLE, IDLE_KEYS, WHOLE_STATE
+
 SETTING = re.compile(r"\{(\w+)(?:: ([^}]*))?\}")
-ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none")
-EVERY: tuple[str, ...] = ()  # value
-
-_READ_AHEAD = "steps are read ahead in any case"
-_EVALUATION = "evaluation takes micro-batches as training does"
-_ATTENTION = "attention takes the fastest of PyTorch's own kernels that keeps documents apart"
-_NO_PADDING = "rows stand one behind the other, without padding"
-_CACHE = "tokens are kept in a cache ({cache_dir}), and made anew where rows or settings change"
-_WHOLE_STATE = "a checkpoint holds what exact resume needs; {keep_checkpoints: 1} or {save_steps: never} saves disk"
-_SPIKES = "{on_loss_spike: stop} ends a run whose loss jumps far above all recent ones"
-_OWN_TEMPLATE = "the model's own chat template writes tools and calls, and where an answer ends is learnt from it"
-_KERNEL = "it says how something is computed, not what"
-_LOGGED = "it is logged in any case"
-_SAFETENSORS = "weights are read and saved as safetensors"
-_ANSWERS = "only answers are learnt, as the methods but pretrain do in any case"
-_LOSS = "the evaluation's loss is what counts"
-_PATIENCE = "processes do not wait for data or weights inside a collective"
-_STEPS = "steps are counted where nothing else is said"
-_FOUR_BITS = "{quantization: nf4} is NF4, computed in {precision}"
-
-# name -> (the values with which it changes nothing, why): such a one is left out, with a note
-IDLE: dict[str, tuple[tuple[str, ...], str]] = {
-    **dict.fromkeys(
-        ("dataloader_num_workers", "num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers",
-         "dataloader_pin_memory"),
-        (EVERY, _READ_AHEAD),
-    ),
-    **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size", "eval_sample_packing"), (EVERY, _EVALUATION)),
-    **dict.fromkeys(
-        ("attn_implementation", "attn_impl", "attn", "flash_attn", "use_flash_attn", "flash_attention",
-         "sdp_attention", "xformers_attention", "flex_attention", "flex_attn_compile_kwargs", "attention_backend"),
-        (EVERY, _ATTENTION),
-    ),
-    **dict.fromkeys(
-        ("padding_free", "data_flatten", "pad_to_sequence_len", "pad_to_multiple_of"), (EVERY, _NO_PADDING)
-    ),
-    **dict.fromkeys(
-        ("load_from_cache_file", "overwrite_cache", "lazy_tokenize", "dataset_prepared_path"), (EVERY, _CACHE)
-    ),
-    **dict.fromkeys(("save_only_model", "no_save_optim", "no_save_rng"), (EVERY, _WHOLE_STATE)),
-    **dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"), (EVERY, _SPIKES)),
-    **dict.fromkeys(("agent_template", "eot_tokens"), (EVERY, _OWN_TEMPLATE)),
-    "tf32": (EVERY, "under {precision: bf16} no large product is in fp32, and under {precision: fp32} each is exact"),
-    "strict": (OFF, "rows are checked by {on_bad_row}"),
-    **dict.fromkeys(
-        ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "moe_permute_fusion", "moe_grouped_gemm",
-         "moe_shared_expert_overlap", "moe_token_dispatcher_type", "overlap_grad_reduce", "overlap_param_gather",
-         "tp_comm_overlap", "gradient_accumulation_fusion", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel",
-         "gradient_checkpointing_kwargs", "ddp_find_unused_parameters", "low_cpu_mem_usage"),
-        (EVERY, _KERNEL),
-    ),
-    **dict.fromkeys(
-        ("include_mfu", "include_tokens_per_second", "include_num_input_tokens_seen", "log_peak_memory_stats",
-         "log_throughput"),
-        (EVERY, _LOGGED),
-    ),
-    **dict.fromkeys(("ddp_timeout", "distributed_timeout_minutes"), (EVERY, _PATIENCE)),
-    **dict.fromkeys(("save_safetensors", "load_safetensors", "safe_serialization"), (ON, _SAFETENSORS)),
-    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), (ON, _ANSWERS)),
-    **dict.fromkeys(("train_on_inputs", "train_on_prompt", "train_on_source"), (OFF, _ANSWERS)),
-    "loss_scale": (("default",), _ANSWERS),
-    "metric_for_best_model": (("loss", "eval_loss"), _LOSS),
-    "greater_is_better": (OFF, _LOSS),
-    **dict.fromkeys(("quant_method", "quantization_method"), (("bnb", "bitsandbytes"), _FOUR_BITS)),
-    "bnb_4bit_quant_type": (("nf4",), _FOUR_BITS),
-    "bnb_4bit_compute_dtype": (("bfloat16", "bf16"), _FOUR_BITS),
-    **dict.fromkeys(
-        ("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy"), (("steps",), _STEPS)
-    ),
-    "remove_unused_columns": (EVERY, "columns that no row format has are counted and not read"),
-    "overwrite_output_dir": (EVERY, "a run starts in a new or empty folder, and nothing is overwritten"),
-    "plot_loss": (EVERY, "loss.png is drawn in any case"),
-    "disable_tqdm": (EVERY, "progress is shown as a terminal can show it"),
-    "hub_strategy": (("end",), "the result is uploaded at the end of the run"),
-    "use_cache": (EVERY, "training keeps no keys and values"),
-    "do_train": (ON, "the command says what to do"),
-    "do_eval": (ON, "there is an evaluation where there are rows for it"),
-    "finetune": (ON, "training starts from the weights of {model}"),
-    "use_fast_tokenizer": (ON, "that is the tokenizer there is"),
-    "tokenizer_type": (EVERY, "the model's folder says it"),
-    "recompute_method": (("uniform",), "layers are recomputed one by one"),
-    "recompute_num_layers": (("1",), "layers are recomputed one by one"),
-    "freeze_trainable_modules": (("all",), "all of the last layers is trained"),
-    "lora_bias": (("none",), "no biases are trained"),
-    **dict.fromkeys(("init_weights", "init_lora_weights"), (ON, "LoRA starts so")),
-    **dict.fromkeys(("neftune_noise_alpha", "label_smoothing_factor"), (("0", "0.0"), "there is none")),
-    "packing_strategy": (("bfd",), "packs are filled so"),
-    "f_divergence_type": (("reverse_kl",), "losses take the reverse KL"),
-    "fp8_backend": (("auto", "torchao"), "{fp8} is torchao's"),
-    "torch_compile_backend": (("inductor",), "{compile} takes that one"),
-    **dict.fromkeys(  # switches of what is not there, or is asked for in another way
-        ("load_in_8bit", "merge_lora", "load_best_model_at_end", "group_by_length", "do_predict",
-         "predict_with_generate", "mask_history", "use_galore", "use_badam", "use_llama_pro", "use_ray",
-         "auto_find_batch_size", "sync_ref_model", "enable_activation_offloading", "save_adapter_weights_only",
-         "dataset_streaming", "optimizer_cpu_offload", "use_distributed_optimizer",
-         "pissa_init", "bnb_4bit_use_double_quant", "double_quantization", "dataset_exact_deduplication",
-         "curriculum_sampling", "sample_packing_sequentially"),
-        (OFF, "it is off in any case"),
-    ),
-}  # fmt: skip
-
-# The same for a name with keys below it: (those keys, why).
-IDLE_KEYS = {"special_tokens": (("pad_token",), _NO_PADDING)}
 
 _OUT = "leave it out: "
 _GALORE = _OUT + "optimizers are AdamW, {optimizer: adamw_8bit} saves memory"
 _BY_CONFIG = _OUT + "the model's config.json says it"
 _WANDB = "write {report_to: wandb}, with {run_name}; WANDB_PROJECT and WANDB_ENTITY are read from the environment"
 _FSDP = _OUT + "{parallel: fsdp} takes {sharding}, {offload} and {fsdp_min_params}"
+_STAGES = _OUT + "stages are divided so that each has as much to do"
 _LIGER = "write {kernels: liger}"
 _COUNT = "write #1000 behind a data set's name, for 1000 of its rows"
 _WEIGHTS = "write weights behind the losses' names: {loss: sigmoid:0.8 sft:1.0}"
@@ -131,7 +31,28 @@ _VISION = _OUT + "swiftlite trains the language model"
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(("no_gradient_checkpointing", "no_activation_checkpointing"), "activation_checkpointing: none"),
     "enable_activation_checkpointing": "activation_checkpointing: full",
-    "enable_activation_offloading": "activation_checkpointing: offload",
+    **dict.fromkeys(
+        ("enable_activation_offloading", "activation_offloading"), "activation_checkpointing: offload"
+    ),
+    "dataloader_drop_last": _OUT + "the last step of an epoch has what is left of its rows",
+    "eval_on_start": "use `swiftlite eval` before training",
+    "use_cpu": _OUT + "with CUDA_VISIBLE_DEVICES empty a run is on the CPU",
+    "full_determinism": _OUT + "on one CPU a run repeats bit for bit; kernels of GPUs may add in another order",
+    "use_hf": "download the model by ModelScope, and write {model: FOLDER}",
+    "packing_length": _OUT + "a pack holds {max_length} tokens",
+    "interleave_prob": "write *WEIGHT behind a data set's name: {dataset: a*2,b*0.5}",
+    "use_weighting": _OUT + "pairs count alike",
+    "recompute_modules": "activation_checkpointing: selective",
+    "liger_kernel_config": "kernels: liger",
+    "train_sampling_strategy": _OUT + "{packing: true} leaves hardly any padding",
+    "optim_args": "write {adam_beta1}, {adam_beta2} and {adam_epsilon}",
+    "virtual_pipeline_model_parallel_size": "pipeline_schedule: interleaved-1f1b",
+    **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), _STAGES),
+    **dict.fromkeys(("fp8_format", "fp8_recipe"), "write {fp8: rowwise}"),
+    **dict.fromkeys(("no_load_optim", "no_load_rng"), "write {model: RUN/model}, which starts from a run's weights"),
+    **dict.fromkeys(("moe_expert_capacity_factor", "moe_token_drop_policy"), _OUT + "experts drop no token"),
+    "lr_wsd_decay_iters": "write {decay_ratio: 0.1}, the part of the run that decays",
+    **dict.fromkeys(("project", "swanlab_project"), "write {report_to: wandb} or another; its own variables name it"),
     "save_strategy": "write {save_steps: 500} or {save_steps: epoch}; checkpoints/best is kept in any case",
     "saves_per_epoch": "save_steps: epoch/2",
     **dict.fromkeys(
@@ -201,7 +122,7 @@ INSTEAD: dict[str, str] = {
     "loss_weights": _WEIGHTS,
     "f_divergence_type": _OUT + "losses take the reverse KL",
     **dict.fromkeys(
-        ("max_prompt_length", "truncation_mode"),
+        ("max_prompt_length", "max_completion_length", "truncation_mode"),
         _OUT + "of a pair too long for {max_length} the prompt is cut first; {overlong: drop} leaves such rows out",
     ),
     "max_model_len": _OUT + "the model's config.json says what it can, {max_length} what is trained",
@@ -213,7 +134,7 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(
         ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "ffn_hidden_size"), _BY_CONFIG
     ),
-    "save_adapter_weights_only": _OUT + _WHOLE_STATE,
+    "save_adapter_weights_only": _OUT + WHOLE_STATE,
     "load_best_model_at_end": _OUT + "model/ is the last step's, and checkpoints/best the one with the least loss",
     "metric_for_best_model": _OUT + "the evaluation's loss is what counts",
     "greater_is_better": _OUT + "the evaluation's loss is what counts",
@@ -232,21 +153,15 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("quant_method", "quantization_method", "bnb_4bit_quant_type"), "quantization: nf4"),
     "bnb_4bit_compute_dtype": "precision: bf16",
     **dict.fromkeys(
-        ("bnb_4bit_use_double_quant", "double_quantization"),
+        ("bnb_4bit_use_double_quant", "double_quantization", "use_bnb_nested_quant"),
         _OUT + "the scales of {quantization: nf4} are not rounded again",
     ),
-    **dict.fromkeys(
-        ("use_galore", "galore_target", "galore_rank", "galore_scale", "galore_layerwise", "galore_update_interval",
-         "use_badam", "badam_mode", "badam_layerwise", "badam_switch_mode", "badam_switch_interval", "badam_verbose",
-         "use_apollo", "apollo_target", "apollo_rank", "apollo_scale", "apollo_scale_type", "apollo_layerwise",
-         "use_muon", "use_adam_mini"),
-        _GALORE,
-    ),
+    **dict.fromkeys(("use_galore", "use_badam", "use_apollo", "use_muon", "use_adam_mini"), _GALORE),
     **dict.fromkeys(
         ("enable_dft_loss", "use_dft_loss", "use_asft_loss", "use_eaft_loss"),
         _OUT + "the loss of a token is its cross-entropy, each counts alike",
     ),
-    **dict.fromkeys(("mixture_of_depths", "oft_block_size", "oft_rank", "oft_target"), "write {tuner: lora}, or full"),
+    "mixture_of_depths": "write {tuner: lora}, or full",
     **dict.fromkeys(
         ("use_llama_pro", "freeze_trainable_modules"),
         "write {tuner: freeze} with {trainable_layers: 2}, which trains whole layers, and {trainable_modules}",
@@ -268,6 +183,15 @@ TEMPLATES = re.compile(
     "(tokenizer_default|(bailing|cohere|command|deepseek|ernie|exaone|falcon|gemma|glm|gpt_?oss|granite|hunyuan|intern|"
     r"jamba|kimi|lfm|ling|llama-?[234]|mimo|minicpm|minimax|mistral|mixtral|nemotron|olmo|phi|qw|seed|smollm|yi|zephyr)"
     r"[\w.-]*)"
+)
+
+# The same for names that begin alike.
+BEGINNINGS: tuple[tuple[str, str], ...] = (
+    ("galore|badam|apollo|muon", _GALORE),
+    ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga|adapter", "write {tuner: lora}, or full"),
+    ("vllm|num_generations|reward_funcs|teacher", "swiftlite trains without sampling: sft, pretrain, dpo, kto, rm"),
+    ("vit|aligner", _VISION),
+    ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
 )
 
 # setting -> (a pattern of words that others have for its value, what to write instead)
@@ -316,7 +240,10 @@ def instead(name: str, *, in_recipe: bool) -> str | None:
     """What a user of another tool does here instead of naming `name`; None where nothing is known of it."""
     if name in INSTEAD:
         return _advice(INSTEAD[name], in_recipe=in_recipe)
-    return shown(_OUT + IDLE[name][1], in_recipe=in_recipe) if name in IDLE else None
+    if name not in IDLE:
+        found = next((fix for words, fix in BEGINNINGS if re.match(rf"({words})_", f"{name}_")), None)
+        return None if found is None else _advice(found, in_recipe=in_recipe)
+    return shown(_OUT + IDLE[name][1], in_recipe=in_recipe)
 
 
 def instead_of_value(setting: str, word: str, *, in_recipe: bool) -> str | None:

@@ -22,7 +22,8 @@ from swiftlite.config.flags import (
     nearest,
     off_alone,
 )
-from swiftlite.config.other_tools import OFF, ON, idle, instead, instead_of_value, is_known
+from swiftlite.config.other_idle import OFF, ON
+from swiftlite.config.other_tools import idle, instead, instead_of_value, is_known
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError, all_in_one
 from swiftlite.untrusted import existing, unequal_keys

@@ -191,6 +191,7 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
         DATA,
         "Visit the rows in random order, another one each epoch.",
         "dataset_shuffle",
+        "shuffle_dataset",
         "train_dataloader_shuffle",
     )
     template_date: OptionalText = flag(
