@@ -188,7 +188,7 @@ TEMPLATES = re.compile(
 # The same for names that begin alike.
 BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("galore|badam|apollo|muon", _GALORE),
-    ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga|adapter", "write {tuner: lora}, or full"),
+    ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
     ("vllm|num_generations|reward_funcs|teacher", "swiftlite trains without sampling: sft, pretrain, dpo, kto, rm"),
     ("vit|aligner", _VISION),
     ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
