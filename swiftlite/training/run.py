@@ -125,6 +125,8 @@ def run_training(
             raise SystemExit(stopped.exit_code) from None
         if repository is not None:
             reporter.message(f"uploaded to {publish(output / 'model', repository, config)}")
+        if config.push_to_hub:
+            world.meet("upload")  # else the others would end what joins them while this one works
 
 
 def saved_progress(state: dict[str, Any], checkpoint: Path, method: dict[str, Any]) -> Progress:
