@@ -34,3 +34,5 @@ ask "$output"
 
 say "Done. Chat with it:  $venv/bin/swiftlite infer --model $output"
 echo "Curves and settings: $output/report.html"
+echo "Another name for it: $venv/bin/swiftlite sft --recipe smollm2/135m-quickstart --model $model" \
+    "--placeholders name=Robo author='team at Acme'"
