@@ -32,10 +32,10 @@ def plan(env=None, method="sft", **values):
     return resolve(method, {k: Given(v, k, "flag") for k, v in {**NAMED, **values}.items()}, env=env or {})
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3_nothink", "Gemma2", "tokenizer_default", "chatml", "default"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3_nothink", "qwen2.5", "tokenizer_default", "chatml", "llama3.jinja"])
 def test_another_tools_name_of_a_models_template_is_the_models_own(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made, kept = plan(chat_template=name), name in ("chatml", "default")
+    made, kept = plan(chat_template=name), name in ("chatml", "llama3.jinja")
     assert made.config.chat_template == (name if kept else None)
     assert ["comes with the model" in note for note in made.notes] == [True] * (not kept)
     (tmp_path / name).write_text("{{ messages }}")

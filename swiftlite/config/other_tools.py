@@ -182,7 +182,7 @@ INSTEAD: dict[str, str] = {
 TEMPLATES = re.compile(
     "(tokenizer_default|(bailing|cohere|command|deepseek|ernie|exaone|falcon|gemma|glm|gpt_?oss|granite|hunyuan|intern|"
     r"jamba|kimi|lfm|ling|llama-?[234]|mimo|minicpm|minimax|mistral|mixtral|nemotron|olmo|phi|qw|seed|smollm|yi|zephyr)"
-    r"[\w.-]*)"
+    r"[\w-]*(\.\d[\w-]*)?)"  # and no file that is not there
 )
 
 # The same for names that begin alike.
