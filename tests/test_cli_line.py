@@ -90,7 +90,11 @@ def test_how_often_a_thing_is_done_in_the_words_of_others():
     line = read_line("sft", [*words.split(), "--save-steps", "500", "--logging_strategy", "steps"])
     assert line.values == {"save_steps": ["epoch"], "eval_steps": ["epoch/4"], "log_steps": ["epoch"]}
     assert line.notes == [
+        "--save_strategy epoch is read as --save-steps epoch",
+        "--evaluation-strategy no is read as --eval-steps never",
+        "--evals_per_epoch 4 is read as --eval-steps epoch/4",
         "--evals_per_epoch was given twice; epoch/4 counts, not never",
+        "--logging_strategy EPOCH is read as --log-steps epoch",
         "--save-steps has no effect beside --save_strategy: which decides here",
         "--logging_strategy steps has no effect: steps are counted where nothing else is said",
     ]

@@ -128,7 +128,11 @@ def test_how_often_in_the_words_of_other_tools(recipe):
     made = resolve(None, {}, recipe(BASE + text + "val_set_size: 0.1\n"), env={})
     config = made.config
     assert (config.save_steps, config.eval_steps, config.log_steps) == ("epoch/1", "epoch/4", 0.05)
-    assert made.notes[0] == "the recipe's eval_steps has no effect beside evals_per_epoch: which decides here"
+    assert made.notes == [
+        "the recipe's saves_per_epoch is read as `save_steps: epoch/1`",
+        "the recipe's evals_per_epoch is read as `eval_steps: epoch/4`",
+        "the recipe's eval_steps has no effect beside evals_per_epoch: which decides here",
+    ]
     steps = resolve(None, {"save_steps": Given("9", "--save-steps", "flag")}, recipe(BASE + text), env={}).config
     assert steps.save_steps == 9 and steps.eval_steps == "epoch/4"  # a flag wins over what a recipe says otherwise
     unsaved = resolve(None, {}, recipe(BASE + "save_strategy: no\nval_set_size: 0.1\n"), env={}).config
@@ -160,7 +164,8 @@ def test_files_of_other_tools_are_read(recipe):
         "model_type", "load_in_8bit", "tokenizer_type", "special_tokens", "gradient_checkpointing_kwargs",
         "flash_attention",
     )  # fmt: skip
-    assert [note.split()[2] for note in made.notes[:6]] == list(idle)
+    assert [note.split()[2] for note in made.notes if "has no effect" in note][:6] == list(idle)
+    assert "the recipe's adapter is read as `tuner: lora` and `quantization: nf4`" in made.notes
 
 
 def test_a_value_given_by_two_names_is_told_where_they_differ(recipe):

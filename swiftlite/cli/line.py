@@ -99,10 +99,13 @@ class _Reader:
             )
 
     def _flag(self, option: str, value: str | None) -> None:
-        if phrases := find_phrases(_plain(option), self._next() if value is None else value):
+        said = self._next() if value is None else value
+        if phrases := find_phrases(_plain(option), said):
             self._at += value is None
-            for flag, meant in phrases:
-                self._put(flag, option, [meant])
+            meant = " and ".join(f"{flag.option} {ours}" for flag, ours in phrases)
+            self._line.notes.append(f"{option} {said} is read as {meant}")
+            for flag, ours in phrases:
+                self._put(flag, option, [ours])
             return
         found = self._find(option)
         if found is None:

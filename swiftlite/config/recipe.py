@@ -178,6 +178,7 @@ def _entries(path: Path, root: Node, wrong: list[UserError], notes: list[str]) -
             if find_flag(key) is None and _changes_nothing(key, value_node, where, notes):
                 continue
             if phrases := find_phrases(key, value_node.value if value_node.id == "scalar" else None):
+                notes.append(f"the recipe's {key} is read as {' and '.join(f'`{i.name}: {v}`' for i, v in phrases)}")
                 for item, value in phrases:
                     _put_phrase(entries, item, Entry(value, line, key), where, notes)
                 continue
