@@ -550,7 +550,7 @@ def test_epochs_and_parts_of_the_run_say_when(base, tmp_path):
     saved = sorted(int(folder.name[5:]) for folder in list_checkpoints(tmp_path / "out"))
     assert saved == [of_an_epoch, 2 * of_an_epoch, total]
     assert [row["step"] for row in rows if "eval_loss" in row] == [math.ceil(total / 2), total]
-    assert rows[0]["step"] == 1 and [row["epoch"] for row in rows[1:]] == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert rows[0]["step"] == 1 and [row["epoch"] for row in rows[1:]] == [0.5, 1.0, 1.25, 1.5, 2.0, 2.5]
 
 
 def test_a_run_that_is_never_saved_has_its_result_and_a_checkpoint_where_it_is_stopped(base, tmp_path, monkeypatch):
