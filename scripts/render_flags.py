@@ -26,8 +26,11 @@ schema` prints all of it as a JSON schema for editors.
 OTHERS = """## Commands and files of other tools
 
 Most flags of ms-swift, Megatron-SWIFT, TRL and LLaMA-Factory, and keys of their and axolotl's files, are names of
-settings above. Defaults are swiftlite's: it trains LoRA where nothing says otherwise (TRL and axolotl train all
-weights), with an alpha of 32 (LLaMA-Factory: twice the rank), one epoch, packed. `--max-samples` chooses by the seed
+settings above. Defaults are swiftlite's: it trains LoRA where nothing says otherwise (TRL, axolotl and Megatron-SWIFT
+train all weights), with an alpha of 32 (LLaMA-Factory: twice the rank), one epoch (TRL: three), packed, no weight decay
+(ms-swift: 0.1), 3% of warm-up (TRL, ms-swift: none), a cosine (TRL: linear), 2,048 tokens (TRL: 1,024; ms-swift: what
+the model takes). A run notes LoRA that nothing named beside a learning rate for all weights, an alpha that goes with
+another rank, and packs where `per_device_train_batch_size` counts rows. `--max-samples` chooses by the seed
 (LLaMA-Factory: the first rows).
 
 axolotl's `datasets` and `test_datasets` are read where they say no more than `dataset` and `columns` can (`type:
