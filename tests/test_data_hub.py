@@ -2,6 +2,7 @@
 
 import pytest
 
+from swiftlite.config.names import dataset_name
 from swiftlite.data import hub
 from swiftlite.data.readers import read_rows
 from swiftlite.data.sources import content_hash, parse_spec, resolve
@@ -31,6 +32,13 @@ def test_rows_of_a_split(downloaded):
     assert [line for line, _ in rows] == [1, 2]
     assert rows[0][1]["messages"][1] == {"role": "assistant", "content": "Hello"}  # nulls of the schema are gone
     assert file.where(2) == "owner/name:2"
+
+
+def test_a_part_of_a_split_is_the_librarys_to_cut(downloaded):
+    spec = parse_spec("owner/name:sub@train[10%:20%]#5*2")
+    list(read_rows(resolve(spec).files[0]))
+    assert downloaded == [("owner/name", "sub", "train[10%:20%]")] and (spec.count, spec.weight) == (5, 2.0)
+    assert dataset_name("owner/name@train[:100]#7") == "owner/name@train[:100]#7"
 
 
 def test_the_split_is_part_of_the_hash(downloaded):

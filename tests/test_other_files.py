@@ -31,6 +31,7 @@ def recipe(tmp_path):
     [
         (CHAT, ["org/a"], {}),
         (CHAT + "    name: main\n    split: test\n", ["org/a:main@test"], {}),
+        (CHAT + "    split: train[:5%]\n", ["org/a@train[:5%]"], {}),
         (CHAT + "    split: train\n    roles_to_train: [assistant]\n    train_on_eos: turn\n", ["org/a"], {}),
         (
             CHAT + "    field_messages: conversations\n"
@@ -73,7 +74,7 @@ def test_data_sets_to_test_on_are_those_of_an_evaluation(recipe):
         ("  - path: org/a\n    type:\n", "of no type", "`dataset: org/a`"),
         ("  - path: org/a\n    type: {format: x}\n", "of a type of its own", "`columns`"),
         ("  - type: chat_template\n", "no path", "NAME_OR_PATH"),
-        (CHAT + "    split: train[:5%]\n", "train[:5%]", "`dataset: org/a@train#1000`"),
+        (CHAT + "    split: train[:5%]+test\n", "train[:5%]+test", "write `dataset: org/a` instead"),
         (CHAT + "    roles_to_train: [user]\n", "roles_to_train", "`dataset: org/a`"),
         (CHAT + "    train_on_eos: all\n", "train_on_eos", "`dataset: org/a`"),
         (CHAT + "    message_property_mappings: {role: who}\n", "message_property_mappings", "`dataset: org/a`"),

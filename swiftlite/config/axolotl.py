@@ -69,9 +69,6 @@ def _check(given: dict[str, Any], name: str, where: str) -> None:
             word = value if isinstance(value, str) else "..."
             what = f"`{key}: {word}` of {given['path']} has no equal here"
             fix = f"write `dataset: {given['path']}` instead, and the rows as that says"
-            if key == "split":  # a part of one
-                fix = f"write `dataset: {given['path']}@{re.split(r'[^-.A-Za-z0-9_]', str(word))[0]}#1000`"
-                fix += ", for 1000 of its rows chosen by `seed`"
             raise UserError(what, where=where, fix=fix)
 
 
@@ -80,7 +77,7 @@ def _is_same(key: str, value: Any, given: dict[str, Any]) -> bool:
     if key in ("path", "type"):
         return True
     if key in ("name", "split"):
-        return isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None
+        return isinstance(value, str) and re.fullmatch(r"[\w.-]+(\[[\d%:]+\])?", value) is not None
     if key in ("field_messages", "field_chosen", "field_rejected"):
         return isinstance(value, str) and (key == "field_messages" or given["type"] == PAIRS)
     if key == "message_property_mappings":

@@ -44,7 +44,7 @@ ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 _WEIGHT = re.compile(r"\*([^*#@:/]*)$")
 _COUNT = re.compile(r"#([^*#@:/]*)$")
-_SPLIT = re.compile(r"@([^*#@:/]*)$")
+_SPLIT = re.compile(r"@([^*#@:/]*?(?:\[[\d%:+-]*\])?)$")  # `train[:20%]` is a part of one, of the hub
 _SUBSET = re.compile(r":([^*#@:/]*)$")
 
 
