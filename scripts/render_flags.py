@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 
 from swiftlite.config.flags import Flag, all_flags
-from swiftlite.config.other_idle import EVERY, IDLE
-from swiftlite.config.other_tools import INSTEAD, instead, shown
+from swiftlite.config.others.idle import EVERY, IDLE
+from swiftlite.config.others.words import INSTEAD, instead, shown
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "flags.md"
 ABOUT = """# Settings

@@ -12,8 +12,8 @@ from swiftlite.config.batch import solve_batch, weigh
 from swiftlite.config.flags import all_flags, find_flag
 from swiftlite.config.layout import Layout, plan_layout
 from swiftlite.config.notes import PREFERENCE_SETTINGS
-from swiftlite.config.other_idle import IDLE
-from swiftlite.config.other_tools import BEGINNINGS, INSTEAD, SETTING, VALUES, shown
+from swiftlite.config.others.idle import IDLE
+from swiftlite.config.others.words import BEGINNINGS, INSTEAD, SETTING, VALUES, shown
 from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import RENDEZVOUS, resolve, resolve_config

@@ -21,7 +21,7 @@ from swiftlite.config.flags import (
     nearest,
     off_alone,
 )
-from swiftlite.config.other_tools import idle, instead, is_known
+from swiftlite.config.others.words import idle, instead, is_known
 from swiftlite.errors import UserError, all_in_one
 
 TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")

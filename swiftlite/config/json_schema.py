@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swiftlite.config.flags import Flag, all_flags
-from swiftlite.config.other_idle import OFF, ON
+from swiftlite.config.others.idle import OFF, ON
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.types import NULL_WORDS, spelled_words
 

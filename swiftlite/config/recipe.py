@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.config import axolotl, fsdp
 from swiftlite.config.flags import (
     Flag,
     all_flags,
@@ -22,8 +21,9 @@ from swiftlite.config.flags import (
     nearest,
     off_alone,
 )
-from swiftlite.config.other_idle import OFF, ON
-from swiftlite.config.other_tools import idle, instead, instead_of_value, is_known
+from swiftlite.config.others import axolotl, fsdp
+from swiftlite.config.others.idle import OFF, ON
+from swiftlite.config.others.words import idle, instead, instead_of_value, is_known
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError, all_in_one
 from swiftlite.untrusted import existing, unequal_keys

@@ -14,10 +14,8 @@ from typing import Any
 
 from swiftlite.config.batch import ACCUMULATION, ALL, DEFAULT_GLOBAL, GLOBAL, MICRO, Batch, fit_batch
 from swiftlite.config.checks import check_together
-from swiftlite.config.deepspeed import read_deepspeed
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
-from swiftlite.config.llama_factory import read_table
 from swiftlite.config.names import (
     ADAPTER_CONFIG,
     check_names,
@@ -28,7 +26,9 @@ from swiftlite.config.names import (
     system_text,
 )
 from swiftlite.config.notes import unsaid, unused
-from swiftlite.config.other_tools import TEMPLATES
+from swiftlite.config.others.deepspeed import read_deepspeed
+from swiftlite.config.others.llama_factory import read_table
+from swiftlite.config.others.words import TEMPLATES
 from swiftlite.config.recipe import Recipe, load_recipe
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.types import NEVER

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from swiftlite.config.flags import Flag, all_flags, find_flag, nearest
-from swiftlite.config.other_tools import instead_of_value
+from swiftlite.config.others.words import instead_of_value
 from swiftlite.config.schema import RunConfig
 from swiftlite.errors import UserError, all_in_one
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from swiftlite.config.other_idle import EVERY, IDLE, IDLE_KEYS, WHOLE_STATE
+from swiftlite.config.others.idle import EVERY, IDLE, IDLE_KEYS, WHOLE_STATE
 
 SETTING = re.compile(r"\{(\w+)(?:: ([^}]*))?\}")
 

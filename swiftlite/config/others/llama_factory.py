@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from swiftlite.config.axolotl import ROLES
 from swiftlite.config.names import SPEC, placed
+from swiftlite.config.others.axolotl import ROLES
 from swiftlite.config.types import split_list
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError

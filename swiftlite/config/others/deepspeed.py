@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.config.names import placed
-from swiftlite.config.other_tools import shown
+from swiftlite.config.others.words import shown
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.untrusted import read_json_file

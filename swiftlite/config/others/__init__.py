@@ -1,0 +1,1 @@
+"""What other tools call the settings, and their own files."""
