@@ -202,6 +202,8 @@ TABLE = {
     "pictures": {"file_name": "own.json", "columns": {"images": "images"}},
     "odd": {"file_name": "own.json", "formatting": "sharegpt", "tags": {"user_tag": "asker"}},
     "scripted": {"script_url": "make.py"},
+    "listed": {"file_name": "own.json", "columns": ["a"]},
+    "mixed": {"file_name": "own.json", "columns": {"prompt": "q", "response": "a", "messages": "m"}},
     "none": {"features": {}},
 }  # fmt: skip
 
@@ -232,6 +234,7 @@ def factory(tmp_path, monkeypatch):
         ("said", ["data/own.json"], {"messages": "said", "label": "good"}),
         ("pairs", ["org/pairs"], {"chosen": "good"}),
         ("texts", ["data/own.json"], {"text": "content"}),
+        ("mixed", ["data/own.json"], {"instruction": "q", "output": "a"}),
         ("none, org/other", ["none", "org/other"], {}),
     ],
 )
@@ -249,6 +252,7 @@ def test_names_in_a_table_of_llama_factory_are_read_by_it(factory, names, datase
         ("pictures", "columns.images"),
         ("odd", "tags.user_tag asker"),
         ("scripted", "script_url"),
+        ("listed", "no mapping"),
         ("own, asked", "different keys"),
     ],
 )

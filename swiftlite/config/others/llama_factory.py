@@ -107,6 +107,8 @@ def _read(spec: str, entry: dict[str, Any], table: Path, where: str) -> tuple[st
 def _others(entry: dict[str, Any]) -> list[str]:
     """What an entry says beyond what is read here."""
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    if not isinstance(columns, dict) or not isinstance(tags, dict):
+        return ["columns or tags that are no mapping"]
     wrong = [key for key, value in entry.items() if key not in READ and value]
     wrong += [f"columns.{key}" for key in columns if key not in (*COLUMNS, "messages")]
     wrong += [f"tags.{key} {value}" for key, value in tags.items() if value not in TAGS.get(key, ())]
@@ -124,5 +126,5 @@ def _columns(entry: dict[str, Any]) -> dict[str, str]:
         named, renamed = {}, {"text": columns.get("prompt", "text")}  # of pretraining
     else:
         named, renamed = columns, {}
-    renamed |= {COLUMNS[key]: column for key, column in named.items()}
+    renamed |= {COLUMNS[key]: column for key, column in named.items() if key in COLUMNS}
     return {key: column for key, column in renamed.items() if key != column}
