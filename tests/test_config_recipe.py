@@ -142,8 +142,12 @@ def test_how_often_in_the_words_of_other_tools(recipe):
 def test_who_a_model_is_in_the_words_of_ms_swift(recipe):
     text = BASE + "model_name: Robo 1\nmodel_author: Us, Inc\n"
     assert resolve(None, {}, recipe(text), env={}).config.placeholders == {"name": "Robo 1", "author": "Us, Inc"}
-    with pytest.raises(UserError, match="given twice"):
-        recipe(text + "placeholders: name=x\n")
+    assert resolve(None, {}, recipe(BASE + "model_name: null\nmodel_author:\n"), env={}).config.placeholders == {}
+    for twice in ("placeholders: name=x\n", "model_name: Robo 2\n", "model-name: Robo 2\n"):
+        with pytest.raises(UserError, match="given twice"):
+            recipe(text + twice)
+    with pytest.raises(UserError, match="tag"):
+        recipe(BASE + "save_strategy: !!python/name:os.system epoch\n")
 
 
 def test_files_of_other_tools_are_read(recipe):

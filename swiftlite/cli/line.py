@@ -20,6 +20,7 @@ from swiftlite.config.flags import (
     known_names,
     nearest,
     off_alone,
+    plain_name,
 )
 from swiftlite.config.others.words import idle, instead, is_known
 from swiftlite.errors import UserError, all_in_one
@@ -100,7 +101,7 @@ class _Reader:
 
     def _flag(self, option: str, value: str | None) -> None:
         said = self._next() if value is None else value
-        if phrases := find_phrases(_plain(option), said):
+        if phrases := find_phrases(plain_name(option), said):
             self._at += value is None
             meant = " and ".join(f"{flag.option} {ours}" for flag, ours in phrases)
             self._line.notes.append(f"{option} {said} is read as {meant}")
@@ -139,7 +140,7 @@ class _Reader:
 
     def _other(self, option: str, value: str | None) -> None:
         """A flag that no setting has: a switch of another tool, a flag of one that changes nothing, or a slip."""
-        name = _plain(option)
+        name = plain_name(option)
         negated = name.startswith("no_") and not is_known(name)
         switch = find_switch(name) or (find_switch(name[3:]) if negated else None)
         if switch is not None:
@@ -176,7 +177,7 @@ class _Reader:
         return None
 
     def _unknown_flag(self, option: str) -> UserError:
-        name = _plain(option)
+        name = plain_name(option)
         if told := instead(name, in_recipe=False):
             return UserError(f"unknown flag {option}", where=self._where(), fix=told)
         negated = [f"no_{flag.name}" for flag in all_flags().values() if flag.kind == "bool"]
@@ -247,7 +248,3 @@ def _flagged(word: str) -> str:
     if equals and (flag := find_flag(name)):
         return f"write `{flag.option} {value}`"
     return "put a flag in front of it, or quote a value that holds blanks"
-
-
-def _plain(option: str) -> str:
-    return option.lstrip("-").replace("-", "_")

@@ -132,10 +132,15 @@ def find_phrases(spelled: str, value: str | None) -> list[tuple[Flag, str]]:
     return [] if found and find_flag(spelled) and existing(value) is not None else found
 
 
+def plain_name(option: str) -> str:
+    """`--max-length` -> `max_length`."""
+    return option.lstrip("-").replace("-", "_")
+
+
 def giving_way(names: Iterable[str]) -> dict[str, str]:
     """Which of the names that two values of a setting were given by gives way, and why; none or both where they have
     to agree."""
-    plain = {name: name.lstrip("-").replace("-", "_") for name in names}
+    plain = {name: plain_name(name) for name in names}
     weak = {name: GIVES_WAY[word] for name, word in plain.items() if word in GIVES_WAY}
     told = [name for name, word in plain.items() if any(item.kind != "map" for item, _ in _phrases().get(word, []))]
     return weak or {name: "which decides here" for name in plain if len(told) == 1 and name not in told}

@@ -6,7 +6,7 @@ on the command line. Only a plain `null` (or nothing) is null.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,11 +177,6 @@ def _entries(path: Path, root: Node, wrong: list[UserError], notes: list[str]) -
                 continue
             if find_flag(key) is None and _changes_nothing(key, value_node, where, notes):
                 continue
-            if phrases := find_phrases(key, value_node.value if value_node.id == "scalar" else None):
-                notes.append(f"the recipe's {key} is read as {' and '.join(f'`{i.name}: {v}`' for i, v in phrases)}")
-                for item, value in phrases:
-                    _put_phrase(entries, item, Entry(value, line, key), where, notes)
-                continue
             if switch := find_switch(key):
                 item, value = switch[0], _switched(value_node, where, switch)
                 if value is None:
@@ -222,19 +217,9 @@ def _put(entries: dict[str, Entry], item: Flag, entry: Entry, where: str, notes:
     entries[item.name] = strong
 
 
-def _put_phrase(entries: dict[str, Entry], item: Flag, entry: Entry, where: str, notes: list[str]) -> None:
-    """Take a setting in another tool's words, of which several may be pairs of one mapping."""
-    before = entries.get(item.name)
-    if item.kind != "map":
-        _put(entries, item, entry, where, notes)
-    elif before is None or before.key not in item.phrases:
-        _put(entries, item, Entry([entry.value], entry.line, entry.key), where, notes)
-    else:
-        entries[item.name] = Entry([*before.value, entry.value], before.line, before.key)
-
-
 def _read_block(key: str, node: Node, where: str) -> dict[str, Any] | None:
-    """The settings that a list or block of another tool says; None for any other key. Raises UserError."""
+    """The settings that another tool says by a value, list or block of its own; None for any other key. Raises
+    UserError."""
     if key in axolotl.BLOCKS and node.id == "sequence":
         names, columns = axolotl.read_block(_nested(node, where, []), where)
         return {axolotl.BLOCKS[key]: names} | ({"columns": columns} if columns else {})
@@ -242,14 +227,19 @@ def _read_block(key: str, node: Node, where: str) -> dict[str, Any] | None:
         return fsdp.read_list(_value(node, where, "list"), where)
     if key == fsdp.BLOCK and node.id == "mapping":
         return fsdp.read_block(_nested(node, where, []), where)
-    return None
+    said = find_phrases(key, _value(node, where, "str")) if node.id == "scalar" else []
+    return {item.name: dict([value.split("=", 1)]) if item.kind == "map" else value for item, value in said} or None
 
 
 def _put_block(entries: dict[str, Entry], read: dict[str, Any], block: Entry, where: str, notes: list[str]) -> None:
     """Take the settings of a block, with a note."""
     words = []
     for name, value in read.items():
-        _put(entries, all_flags()[name], Entry(value, block.line, block.key), where, notes)
+        before, phrases = entries.get(name), all_flags()[name].phrases
+        if isinstance(value, dict) and before and before.key in phrases and before.value.keys().isdisjoint(value):
+            entries[name] = replace(before, value=before.value | value)  # another pair of one mapping
+        else:
+            _put(entries, all_flags()[name], Entry(value, block.line, block.key), where, notes)
         pairs = [f"{key}={column}" for key, column in value.items()] if isinstance(value, dict) else []
         plain = " ".join(pairs) or (", ".join(value) if isinstance(value, list) else value)
         words.append(f"`{name}: {plain}`")

@@ -38,8 +38,8 @@ def build_audit(
     rows, or messages follow the last answer to learn; `asked_otherwise`: an answer of so many rows is learnt behind
     other tokens than the model is asked with; `system_added`: so many rows got the message of `--system`,
     `system_left_out`: so many are texts, which take none; `placeholders_filled`: so many held one,
-    `placeholders_left`: so many still do;
-    `unused_columns`: rows by column of which nothing is made, `messages.KEY` for a key of messages.
+    `placeholders_left`: so many still do; `unused_columns`: rows by column of which nothing is made, `messages.KEY` for
+    a key of messages.
     `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read, or
     folders of runs and of models.
     """

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftlite.config.names import HUB_ID
-from swiftlite.errors import RunError, UserError
+from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.hub import stay_offline_without_network
+from swiftlite.untrusted import existing
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -31,7 +32,7 @@ def open_repository(config: RunConfig) -> str:
         return hub.create_repo(owner + named, private=config.hub_private or None, exist_ok=True).repo_id
     except Exception as error:  # the client, its network and its checks of names have no error in common
         raise UserError(
-            f"the repository {named} cannot be written: {_first_line(error)}",
+            f"the repository {named} cannot be written: {first_line(error) or type(error).__name__}",
             where="--push-to-hub",
             fix="log in by `hf auth login`, or set HF_TOKEN, with a token that may write; --hub-model-id OWNER/NAME "
             "names another repository",
@@ -52,7 +53,7 @@ def publish(model: Path, repository: str, config: RunConfig) -> str:
         return f"{hub.endpoint}/{repository}"
     except Exception as error:
         raise RunError(
-            f"the result is saved, but cannot be uploaded: {_first_line(error)}",
+            f"the result is saved, but cannot be uploaded: {first_line(error) or type(error).__name__}",
             where=repository,
             fix=f"`hf upload {repository} {model}` tries again",
         ) from error
@@ -61,15 +62,10 @@ def publish(model: Path, repository: str, config: RunConfig) -> str:
 def model_card(repository: str, config: RunConfig) -> str:
     """The page of a repository: what the hub finds a model by, and how it was made. Names of local files are left
     out."""
-    local = Path(config.model).expanduser().exists() or not HUB_ID.fullmatch(config.model)
+    local = existing(config.model) is not None or not HUB_ID.fullmatch(config.model)
     of = [] if local else [f"base_model: {config.model}"]
     library = "peft" if config.tuner == "lora" else "transformers"
     head = ["---", *of, f"library_name: {library}", "tags:", "- swiftlite", f"- {config.method}", "---"]
     base = "" if local else f" of [{config.model}](https://huggingface.co/{config.model})"
     text = [f"# {repository.split('/')[-1]}", "", f"Made by `swiftlite {config.method}` ({config.tuner} tuning{base})."]
     return "\n".join([*head, "", *text, ""])
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0][:300]

@@ -16,15 +16,15 @@ IDLE = (
     "limit_all_gathers", "sync_module_states", "cpu_ram_efficient_loading", "backward_prefetch", "forward_prefetch",
     "version",
 )  # fmt: skip
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
+STRATEGIES = {name: {"sharding": name} for name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")}
 # key -> {its value: what it says here}
 MEANT: dict[str, dict[str, dict[str, str]]] = {
     "offload_params": {"true": {"offload": "cpu"}, "false": {}},
     "activation_checkpointing": {"true": {"activation_checkpointing": "full"}, "false": {}},
     "reshard_after_forward": {"true": {"sharding": "full"}, "false": {"sharding": "grad_op"}},
-    "sharding_strategy": {name: {"sharding": name} for name in STRATEGIES},
+    "sharding_strategy": STRATEGIES,
 }
-WORDS = {**{name: {"sharding": name} for name in STRATEGIES}, "offload": {"offload": "cpu"}, "auto_wrap": {}}
+WORDS = {**STRATEGIES, "offload": {"offload": "cpu"}, "auto_wrap": {}}
 
 
 def read_list(words: Iterable[str], where: str) -> dict[str, str]:

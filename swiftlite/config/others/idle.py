@@ -31,16 +31,15 @@ _FOUR_BITS = "{quantization: nf4} is NF4, computed in {precision}"
 IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("dataloader_num_workers", "num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers",
-         "dataloader_pin_memory"),
+         "dataloader_pin_memory", "dataloader_in_order", "dataloader_multiprocessing_context"),
         (EVERY, _READ_AHEAD),
     ),
-    **dict.fromkeys(("dataloader_in_order", "dataloader_multiprocessing_context"), (EVERY, _READ_AHEAD)),
     **dict.fromkeys(
         ("per_device_eval_batch_size", "eval_batch_size", "eval_sample_packing", "eval_packing", "batch_eval_metrics",
-         "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "val_dataset_shuffle"),
+         "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "val_dataset_shuffle",
+         "bf16_full_eval", "fp16_full_eval"),
         (EVERY, _EVALUATION),
     ),
-    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), (EVERY, _EVALUATION)),
     **dict.fromkeys(
         ("attn_implementation", "attn_impl", "attn", "flash_attn", "use_flash_attn", "flash_attention",
          "sdp_attention", "xformers_attention", "flex_attention", "flex_attn_compile_kwargs", "attention_backend"),

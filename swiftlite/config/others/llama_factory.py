@@ -6,11 +6,12 @@ ShareGPT's kind, and what their keys are called. All else is told what to write 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from swiftlite.config.names import SPEC, placed
-from swiftlite.config.others.axolotl import ROLES
+from swiftlite.config.others.axolotl import PROPERTIES, ROLES
 from swiftlite.config.types import split_list
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
@@ -32,7 +33,7 @@ CONVERSATIONS = ("messages", "conversations")  # which are known by these names
 TAGS = {
     "user_tag": ROLES["user"], "assistant_tag": ROLES["assistant"], "system_tag": ROLES["system"],
     "observation_tag": ("observation", "tool"), "function_tag": ("function_call", "tool_call"),
-    "role_tag": ("role", "from"), "content_tag": ("content", "value"),
+    **{f"{name}_tag": spellings for name, spellings in PROPERTIES.items()},
 }  # fmt: skip
 
 
@@ -48,9 +49,10 @@ def read_table(given: dict[str, Given], base: Path | None) -> list[str]:
             continue
         names = split_list(said.value) if isinstance(said.value, str) else list(said.value)
         for place, spec in enumerate(names):
-            entry = _entry(spec, table[1], base)
+            found = SPEC.fullmatch(spec)
+            entry = _entry(found["name"] if found else spec, table[1], base)
             if entry is not None:
-                names[place], columns = _read(spec, entry, table[0], said.where)
+                names[place], columns = _read(found, entry, table[0], said.where)
                 mappings.append(columns)
                 notes.append(f"{spec} is {names[place]}, as {table[0]} says")
         given[setting] = Given(names, said.where, said.by)
@@ -80,17 +82,15 @@ def _table(folder: Given | None, base: Path | None) -> tuple[Path, dict[str, Any
     return Path(path), entries
 
 
-def _entry(spec: str, entries: dict[str, Any], base: Path | None) -> dict[str, Any] | None:
-    found = SPEC.fullmatch(spec)
-    name = found["name"] if found else spec
+def _entry(name: str, entries: dict[str, Any], base: Path | None) -> dict[str, Any] | None:
+    """What the table says of a name; None where it says nothing, or there is a path of that name."""
     entry = entries.get(name)
     known = isinstance(entry, dict) and any(key in entry for key in (*HUBS, "file_name", "script_url"))
     return entry if known and placed(name, base) is None else None
 
 
-def _read(spec: str, entry: dict[str, Any], table: Path, where: str) -> tuple[str, dict[str, str]]:
-    """(what to write as `dataset`, `columns`) for a name with what stands behind it."""
-    given = SPEC.fullmatch(spec)
+def _read(given: re.Match[str], entry: dict[str, Any], table: Path, where: str) -> tuple[str, dict[str, str]]:
+    """(what to write as `dataset`, `columns`) for a name with what stands behind it. given: the parts of `SPEC`."""
     hub = next((entry[key] for key in HUBS if entry.get(key)), None)
     name = str(hub or table.parent / str(entry.get("file_name", given["name"])))
     subset = given["subset"] or (f":{entry['subset']}" if entry.get("subset") else "")

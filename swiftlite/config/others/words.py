@@ -25,6 +25,8 @@ _WEIGHTS = "write weights behind the losses' names: {loss: sigmoid:0.8 sft:1.0}"
 _SPLIT = "write @SPLIT behind the data set's name: {dataset: NAME@train}, {eval_dataset: NAME@test}"
 _HOW_OFTEN = "write a number of steps, a part of the run such as 0.1, `epoch`, or `epoch/4` for four times an epoch"
 _FILE = "there is no such file;"
+_IDENTITY = "write {model: NAME} for a model, {placeholders: name=NAME} for rows about itself"
+_NO_SAMPLING = "swiftlite trains without sampling: sft, pretrain, dpo, kto, rm"
 _VISION = _OUT + "swiftlite trains the language model"
 
 # name -> what to do instead. A `key: value` alone is what to write.
@@ -89,7 +91,7 @@ INSTEAD: dict[str, str] = {
     "data_seed": "write {seed}, which decides the order of rows too",
     "group_by_length": _OUT + "{packing: true} leaves hardly any padding",
     "packing_strategy": "write {packing: true}; {overlong: split} keeps what is longer than a pack",
-    "model_name": "write {model: NAME} for a model, {placeholders: name=NAME} for rows about itself",
+    **dict.fromkeys(("model_name", "model_author"), _IDENTITY),
     "loss_scale": "mark messages that are not to be learnt: \"train\": false",
     "mask_history": "mark the earlier answers of a row: \"train\": false",
     "train_on_prompt": "use `swiftlite pretrain` with rows of text",
@@ -120,7 +122,6 @@ INSTEAD: dict[str, str] = {
     "ref_model": _OUT + "the reference is the model as it was before training; {reference: model} keeps a copy",
     "sync_ref_model": _OUT + "the reference stays as it was",
     "loss_weights": _WEIGHTS,
-    "f_divergence_type": _OUT + "losses take the reverse KL",
     **dict.fromkeys(
         ("max_prompt_length", "max_completion_length", "truncation_mode"),
         _OUT + "of a pair too long for {max_length} the prompt is cut first; {overlong: drop} leaves such rows out",
@@ -136,15 +137,12 @@ INSTEAD: dict[str, str] = {
     ),
     "save_adapter_weights_only": _OUT + WHOLE_STATE,
     "load_best_model_at_end": _OUT + "model/ is the last step's, and checkpoints/best the one with the least loss",
-    "metric_for_best_model": _OUT + "the evaluation's loss is what counts",
-    "greater_is_better": _OUT + "the evaluation's loss is what counts",
     **dict.fromkeys(("auto_resume_from_checkpoints", "resume_only_model"), "resume: auto"),
     "finetune": "write {resume: auto}, which goes on with a run",
     "merge_lora": "use `swiftlite export` after training, which merges",
     **dict.fromkeys(("do_predict", "predict_with_generate"), "use `swiftlite infer` after training"),
     "do_eval": _OUT + "name no {eval_dataset} and no {eval_fraction}",
     "do_train": "use `swiftlite eval` or `swiftlite infer`",
-    "hub_strategy": _OUT + "the result is uploaded at the end of the run",
     "hub_token": "log in by `hf auth login`, or set HF_TOKEN: settings are saved where others read them",
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_name", "wandb_watch", "wandb_log_model"), _WANDB),
     **dict.fromkeys(("tensorboard_dir", "logging_dir"), "report_to: tensorboard"),
@@ -189,7 +187,7 @@ TEMPLATES = re.compile(
 BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("galore|badam|apollo|muon", _GALORE),
     ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
-    ("vllm|num_generations|reward_funcs|teacher", "swiftlite trains without sampling: sft, pretrain, dpo, kto, rm"),
+    ("vllm|num_generations|reward_funcs|teacher", _NO_SAMPLING),
     ("vit|aligner", _VISION),
     ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
 )
@@ -199,7 +197,7 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
     "method": (
         ("orpo|simpo|cpo|ipo", "write {method: dpo} and {loss: WORD}, with the {beta} that it takes"),
         ("reward|reward_model", "method: rm"),
-        ("grpo|gspo|ppo|gkd|rloo|opd", "swiftlite trains without sampling: sft, pretrain, dpo, kto, rm"),
+        ("grpo|gspo|ppo|gkd|rloo|opd", _NO_SAMPLING),
     ),
     "sharding": (
         ("zero-?3-offload", "write {sharding: full} and {offload: cpu}"),
