@@ -54,6 +54,30 @@ def test_the_answer_and_its_end_are_trained_and_nothing_else(tokenizer):
     )  # header, and the template's line break
 
 
+def test_the_last_answer_alone_or_all_of_the_text_is_learnt(tokenizer):
+    row = chat_row("One?", "First.", "Two?", "Second.")
+    ids, trained = only(run(tokenizer, row, "messages", train_on="last-answer"))
+    assert tokenizer.decode(ids[trained]) == "Second.<|im_end|>"
+    whole, trained = only(run(tokenizer, row, "messages", train_on="all"))
+    assert whole.tolist() == ids.tolist() and not trained[0]
+    end = tokenizer.decode(whole).index("Second.<|im_end|>") + len("Second.<|im_end|>")
+    assert tokenizer.decode(whole[:1]) + tokenizer.decode(whole[trained]) == tokenizer.decode(whole)[:end]
+    ids, trained = only(run(tokenizer, {"prompt": "a b", "completion": " c"}, "prompt and completion", train_on="all"))
+    assert trained[1:].all()
+
+
+@pytest.mark.parametrize("said", ["messages", json.dumps])
+def test_a_message_that_is_not_to_be_learnt_is_no_part_of_all(tokenizer, said):
+    row = chat_row("One?", "First.", "Two?", "Second.")
+    row["messages"][1]["train"] = False
+    if said is json.dumps:
+        row["messages"] = said(row["messages"])
+    batch = run(tokenizer, row, "messages", train_on="all")
+    assert batch.dropped == {"marked_message": 1} and "messages[1]" in batch.rejected[0]["detail"]
+    ids, trained = only(run(tokenizer, row, "messages", train_on="last-answer"))
+    assert tokenizer.decode(ids[trained]) == "Second.<|im_end|>"
+
+
 def test_pad_equal_to_eos_does_not_lose_the_end_of_turn():
     tokenizer = toy_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token

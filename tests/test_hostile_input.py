@@ -34,7 +34,7 @@ from swiftlite.models.load import check_model_path, hub_errors, load_config
 from swiftlite.models.tokenizer import read_chat_template
 from swiftlite.reporting import trackers
 from swiftlite.serving.source import find_source
-from swiftlite.training.run import saved_progress
+from swiftlite.training.progress import saved_progress
 from swiftlite.untrusted import DEEPEST_JSON
 
 SECRETS = ("https://user:secret@host/set", "hf_abcdefghijklmnopqrstuv", "https://host/set?token=secret")

@@ -592,6 +592,28 @@ def test_an_early_stop_leaves_a_checkpoint_and_is_an_end(base, tmp_path, capsys)
     assert metrics(out) == rows and "nothing is left to train" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_the_result_is_the_best_checkpoint_where_that_is_asked_for(base, tmp_path, capsys, tuner):
+    values = base | {"tuner": tuner, "eval_fraction": 0.2, "max_steps": 2, "eval_steps": 1, "save_steps": 1}
+    train(values, learning_rate=0.9, keep_checkpoints=1, result="best")
+    kept, model = tmp_path / "out" / "checkpoints", tmp_path / "out" / "model"
+    best, last = ((kept / name).resolve() for name in ("best", "latest"))
+    assert best != last and f"model/ is step {int(best.name[5:])}, which has" in capsys.readouterr().out
+    of_the_run = {"manifest.json", "trainer_state.json", "resume"}
+    assert {path.name for path in model.iterdir()} == {path.name for path in best.iterdir()} - of_the_run
+    for path in model.iterdir():
+        assert path.read_bytes() == (best / path.name).read_bytes()
+    weights = next(model.glob("*.safetensors"))
+    assert weights.read_bytes() != (last / weights.name).read_bytes()
+
+
+def test_the_result_is_the_last_weights_where_no_evaluation_was_a_number(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(DirectStep, "evaluate", lambda self, *given: (math.nan, {}))
+    train(base, eval_fraction=0.2, max_steps=2, result="best")
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert "no checkpoint has an eval loss, so model/ has the last weights" in capsys.readouterr().out
+
+
 def test_the_best_checkpoint_is_the_best_of_those_that_were_saved(base, tmp_path):
     values = base | {"eval_fraction": 0.2, "learning_rate": 0.5, "max_steps": 8, "eval_steps": 1, "save_steps": 4}
     train(values, keep_checkpoints=1)

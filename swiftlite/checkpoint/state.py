@@ -9,6 +9,7 @@ that others load: vLLM and SGLang read each `*.safetensors` beside `config.json`
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -20,9 +21,10 @@ from torch import nn
 
 from swiftlite.checkpoint.boxes import Holding, holdings, whole
 from swiftlite.checkpoint.catalog import Entry
+from swiftlite.checkpoint.folder import MANIFEST, check_folder
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 from swiftlite.untrusted import read_json_file
 
 STEM, STATE = "resume/tensors", "trainer_state.json"
@@ -126,6 +128,16 @@ def as_saved(kind: type[T], values: dict[str, Any], folder: Path) -> T:
     except ValidationError as error:
         names = {".".join(map(str, detail["loc"][:1])) for detail in error.errors()}
         raise damaged_state(folder, ", ".join(sorted(names))[:200]) from error
+
+
+def copy_model(checkpoint: Path, folder: Path) -> None:
+    """Write the files of a checkpoint's model, without those that only a resumed run reads. Raises RunError where some
+    have not the sizes they had."""
+    if problems := check_folder(checkpoint):
+        raise RunError(f"the best checkpoint is damaged: {problems[0]}", where=str(checkpoint))
+    for path in checkpoint.iterdir():
+        if path.is_file() and path.name not in (MANIFEST, STATE, OLDER_TENSORS):
+            shutil.copyfile(path, folder / path.name)
 
 
 def damaged_state(folder: Path, what: str) -> UserError:

@@ -102,9 +102,9 @@ class _Reader:
     def _flag(self, option: str, value: str | None) -> None:
         said = self._next() if value is None else value
         if phrases := find_phrases(plain_name(option), said):
-            self._at += value is None
+            self._at += value is None and said is not None
             meant = " and ".join(f"{flag.option} {ours}" for flag, ours in phrases)
-            self._line.notes.append(f"{option} {said} is read as {meant}")
+            self._line.notes.append(f"{' '.join(filter(None, (option, said)))} is read as {meant}")
             for flag, ours in phrases:
                 self._put(flag, option, [ours])
             return

@@ -64,6 +64,12 @@ def _data_rules(config: RunConfig) -> list[Rule]:
             "leave it out: --max-steps says how much is read",
         ),
         (
+            config.train_on != "answers" and config.method != "sft",
+            f"--train-on {config.train_on} is for sft's conversations, but the method is {config.method}",
+            ("train_on",),
+            "leave it out",
+        ),
+        (
             config.overlong == "split" and config.method in PREFERENCE,
             f"--overlong split would tear answers apart that {config.method} compares",
             ("overlong",),
@@ -88,18 +94,13 @@ def _data_rules(config: RunConfig) -> list[Rule]:
 
 
 def _training_rules(config: RunConfig) -> list[Rule]:
-    evaluates = bool(config.eval_dataset) or config.eval_fraction > 0
     return [
+        *_evaluation_rules(config, "early_stopping_patience", "--early-stopping-patience"),
+        *_evaluation_rules(config, "result", "--result best"),
         (
-            config.early_stopping_patience is not None and not evaluates,
-            "--early-stopping-patience needs an evaluation loss",
-            ("early_stopping_patience",),
-            "add --eval-fraction 0.05 or --eval-dataset",
-        ),
-        (
-            config.early_stopping_patience is not None and config.eval_steps == NEVER,
-            "--early-stopping-patience needs an evaluation loss, and --eval-steps is never",
-            ("early_stopping_patience", "eval_steps"),
+            config.result == "best" and config.save_steps == NEVER,
+            "--result best is a checkpoint, and --save-steps is never",
+            ("result", "save_steps"),
             "leave one of them out",
         ),
         (
@@ -132,6 +133,25 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             f"warm-up ({config.warmup_ratio:g}) and decay ({config.decay_ratio:g}) are longer than the run",
             ("warmup_ratio", "decay_ratio"),
             "lower --warmup-ratio or --decay-ratio",
+        ),
+    ]
+
+
+def _evaluation_rules(config: RunConfig, name: str, flag: str) -> list[Rule]:
+    """Of a setting that looks at evaluations. flag: as it is written then."""
+    on = getattr(config, name) not in (None, "last")
+    return [
+        (
+            on and not config.eval_dataset and config.eval_fraction == 0,
+            f"{flag} needs an evaluation loss",
+            (name,),
+            "add --eval-fraction 0.05 or --eval-dataset",
+        ),
+        (
+            on and config.eval_steps == NEVER,
+            f"{flag} needs an evaluation loss, and --eval-steps is never",
+            (name, "eval_steps"),
+            "leave one of them out",
         ),
     ]
 

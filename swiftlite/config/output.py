@@ -29,6 +29,10 @@ class OutputSettings(BaseModel):
         phrases={"save_strategy": types.STRATEGY_OR_NEVER, "saves_per_epoch": types.AN_EPOCH},
     )  # fmt: skip
     keep_checkpoints: Count = flag(2, CHECKPOINTS, "Newest checkpoints to keep.", "save_total_limit")
+    result: Annotated[Literal["last", "best"], Spelling()] = flag(
+        "last", CHECKPOINTS, "What model/ is: the last weights, or the checkpoint with the least evaluation loss.",
+        phrases={"load_best_model_at_end": {types.ON_ALONE: "best", types.OFF: "last"}},
+    )  # fmt: skip
     resume: Annotated[str, Spelling(types.RESUME)] = flag(
         "never",
         CHECKPOINTS,

@@ -227,7 +227,8 @@ def _read_block(key: str, node: Node, where: str) -> dict[str, Any] | None:
         return fsdp.read_list(_value(node, where, "list"), where)
     if key == fsdp.BLOCK and node.id == "mapping":
         return fsdp.read_block(_nested(node, where, []), where)
-    said = find_phrases(key, _value(node, where, "str")) if node.id == "scalar" else []
+    word = _value(node, where, "str") if node.id == "scalar" else None
+    said = [] if word is None else find_phrases(key, word)
     return {item.name: dict([value.split("=", 1)]) if item.kind == "map" else value for item, value in said} or None
 
 

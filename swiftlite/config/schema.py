@@ -151,6 +151,12 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
         {}, DATA, "Texts for words in double braces in the rows: `name=Robo` for {{name}}.", shown="none",
         metavar="KEY=TEXT ...", phrases={"model_name": types.NAME, "model_author": types.AUTHOR},
     )  # fmt: skip
+    train_on: Annotated[Literal["answers", "last-answer", "all"], Spelling()] = flag(
+        "answers", DATA, "What of a conversation `sft` learns: its answers, the last of them, or all of its text.",
+        phrases=dict.fromkeys(("train_on_inputs", "train_on_prompt"), {types.ON_ALONE: "all"})
+        | dict.fromkeys(("assistant_only_loss", "completion_only_loss"), {types.OFF: "all"})
+        | {"mask_history": {types.ON_ALONE: "last-answer"}, "loss_scale": {"all": "all", "last_round": "last-answer"}},
+    )  # fmt: skip
     max_length: Count = flag(
         2048,
         DATA,

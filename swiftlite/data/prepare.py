@@ -223,11 +223,12 @@ def _prepare_one(
     count = source.spec.count
     layout = (options.share_prompt,) if options.method in PAIRED else ()
     opening = () if options.system is None else ("system", options.system)
+    learnt = () if options.train_on == "answers" else ("train_on", options.train_on)
     key = _digest(
         FORMAT_VERSION, version("transformers"), version("tokenizers"), identity, content, options.method,
         options.max_length, options.overlong, sorted(options.columns.items()),
         sorted(options.placeholders.items()), config.sample_by,
-        (count, config.seed) if count else None, *layout, *opening,
+        (count, config.seed) if count else None, *layout, *opening, *learnt,
     )  # fmt: skip
 
     def build(folder: Path) -> dict[str, Any]:
@@ -266,6 +267,7 @@ def token_options(config: RunConfig) -> TokenOptions:
         share_prompt=config.share_prompt,
         system=None if config.method == "pretrain" else config.system,
         placeholders=dict(config.placeholders),
+        train_on=config.train_on,
     )
 
 

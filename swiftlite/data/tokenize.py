@@ -17,6 +17,7 @@ import numpy as np
 from swiftlite.config.methods import PAIRED
 from swiftlite.data.encode import Spans, TextEncoder, Tokens
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row, Text
+from swiftlite.data.learnt import check_no_marks, with_last_answer
 from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools, unwritten_call_keys
 from swiftlite.data.messages import string
 from swiftlite.data.placeholders import Placeholders, is_left
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 class TokenOptions:
     """Everything besides tokenizer and rows that decides the tokens. overlong: truncate, drop, split or error;
     share_prompt: whether the prompt of a pair comes once; system: the message of conversations that have none;
-    placeholders: what is written for {{KEY}} in a row."""
+    placeholders: what is written for {{KEY}} in a row; train_on: answers, last-answer or all of a conversation."""
 
     method: str
     max_length: int
@@ -47,6 +48,7 @@ class TokenOptions:
     share_prompt: bool = True
     system: str | None = None
     placeholders: dict[str, str] = field(default_factory=dict)
+    train_on: str = "answers"
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,9 @@ class RowTokenizer:
         tracked = TrackedRow(rename_columns(given, columns))
         row = read_row(tracked, known)
         batch.unused.update(tracked.unused_of(given, columns, self._options.method))
-        return row
+        if self._options.train_on == "all":
+            check_no_marks(given)
+        return row if self._options.train_on == "answers" else with_last_answer(row)
 
     def _count_left_out(self, row: Row, texts: list[_Text], batch: TokenBatch) -> None:
         """What becomes of no text of a row, and what stands in one that nobody meant to."""
@@ -186,13 +190,17 @@ class RowTokenizer:
                 self._renderer = ChatRenderer(self._tokenizer, self._options.template_date)
             parts = self._renderer.render(row)
             return [
-                _Text(string(part.text, "the conversation"), part.spans, False, part.add_eos, part.asked)
+                _Text(string(part.text, "the conversation"), self._learnt(part.spans), False, part.add_eos, part.asked)
                 for part in parts
             ]
         if isinstance(row, Completion):
             text = row.prompt + row.completion
-            return [_Text(text, [(len(row.prompt), len(text))], plain=True, add_eos=True)]
+            return [_Text(text, self._learnt([(len(row.prompt), len(text))]), plain=True, add_eos=True)]
         return [_Text(row.text, None, plain=True, add_eos=True)]
+
+    def _learnt(self, spans: Spans) -> Spans:
+        """The spans of the answers, or from the text's beginning to the end of the last."""
+        return [(0, spans[-1][1])] if self._options.train_on == "all" else spans
 
     def _answer(self, answer: Chat | Completion) -> list[_Text]:
         texts = self._texts(answer)

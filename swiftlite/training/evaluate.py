@@ -34,7 +34,7 @@ from swiftlite.training.agreement import check_same_rows
 from swiftlite.training.evaluation import Evaluation, evaluate_rows
 from swiftlite.training.failures import memory_errors, other_memory_errors
 from swiftlite.training.methods import Method, preference_of
-from swiftlite.training.run import saved_progress
+from swiftlite.training.progress import saved_progress
 from swiftlite.training.setup import (
     Trainee,
     build_trainee,

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from swiftlite.training.methods import Method, check_start
 from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moments, set_rate
 from swiftlite.training.precision import LossScale, Precision
 from swiftlite.training.profiler import StepProfiler
+from swiftlite.training.progress import Progress
 from swiftlite.training.schedule import rate_at, schedule_notes, warmup_steps
 from swiftlite.training.share import Sharing, StepShare
 from swiftlite.training.step import StepOutcome, StepRunner
@@ -48,24 +49,6 @@ class Listener(Protocol):
 
     def log(self, row: dict[str, Any]) -> None: ...
     def message(self, text: str) -> None: ...
-
-
-@dataclass
-class Progress:
-    """What the loop knows beside tensors; saved with every checkpoint. best_loss: of all evaluations; best_step: of the
-    saved ones with an evaluation the best, whose loss is best_step_loss.
-    """
-
-    step: int = 0
-    epoch: float = 0.0
-    best_loss: float | None = None
-    best_step: int | None = None
-    best_step_loss: float | None = None
-    evaluations_without_gain: int = 0
-    skipped_steps: list[int] = field(default_factory=list)
-    recent_losses: list[float] = field(default_factory=list)
-    loss_scale: dict[str, Any] = field(default_factory=dict)
-    method: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

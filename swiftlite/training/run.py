@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -23,8 +23,7 @@ from swiftlite.checkpoint.saver import Saver
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
 from swiftlite.checkpoint.space import Space, check_space
 from swiftlite.checkpoint.state import (
-    as_saved,
-    damaged_state,
+    copy_model,
     load_resume_state,
     plan_resume_file,
     read_trainer_state,
@@ -48,12 +47,12 @@ from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.agreement import check_same_rows
 from swiftlite.training.failures import StepFailed, other_memory_errors
 from swiftlite.training.interval import Interval
-from swiftlite.training.loop import Loop, Parts, Progress
+from swiftlite.training.loop import Loop, Parts
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder
-from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
+from swiftlite.training.progress import Progress, saved_progress
 from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
@@ -127,20 +126,6 @@ def run_training(
             reporter.message(f"uploaded to {publish(output / 'model', repository, config)}")
         if config.push_to_hub:
             world.meet("upload")  # else the others would end what joins them while this one works
-
-
-def saved_progress(state: dict[str, Any], checkpoint: Path, method: dict[str, Any]) -> Progress:
-    """The counters of `trainer_state.json`. method: the state of a fresh method. Raises UserError for other ones."""
-    progress = as_saved(Progress, state["progress"], checkpoint)
-    if progress.loss_scale:
-        as_saved(LossScale, progress.loss_scale, checkpoint)
-    if progress.step < 0 or _types(progress.method) != _types(method):
-        raise damaged_state(checkpoint, "progress")
-    return progress
-
-
-def _types(values: dict[str, Any]) -> dict[str, type]:
-    return {key: type(value) for key, value in values.items()}
 
 
 class Session:
@@ -365,7 +350,8 @@ class Session:
         model = self._output / "model"
         in_turn(self._saver.together, self._folder.keep if self._leads else nothing)
         if not self._mesh.any(model.exists()):
-            write_together(self._saver.together, model, self._create_model, self._write_model, manifest=False)
+            parts = self._best_model() or (self._create_model, self._write_model)
+            write_together(self._saver.together, model, *parts, manifest=False)
         if self._leads:
             self._folder.write_audit()
             if self._config.streaming and (losses := losses_in_words(self._prepared.audit)):
@@ -374,6 +360,17 @@ class Session:
             self._reporter.message(f"note: {len(skipped)} of the steps were skipped (--on-nonfinite skip)")
         give_back()  # the plots need memory too, and in pieces of other sizes
         self._reporter.finish(model)
+
+    def _best_model(self) -> tuple[Callable[[Path], None], Callable[[Path], None]] | None:
+        """How the best checkpoint becomes the result; None where it is not to, or there is none."""
+        if self._config.result == "last":
+            return None
+        step, loss = self._best
+        if step is None:
+            self._reporter.message("warning: no checkpoint has an eval loss, so model/ has the last weights")
+            return None
+        self._reporter.message(f"model/ is step {step:,}, which has the least eval loss ({loss:.4g})")
+        return (lambda folder: copy_model(step_folder(self._output, step), folder)), lambda folder: None
 
     def _facts(self) -> dict[str, str]:
         config, trainee = self._config, self._trainee

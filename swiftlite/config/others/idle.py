@@ -131,7 +131,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "fp8_backend": (("auto", "torchao"), "{fp8} is torchao's"),
     "torch_compile_backend": (("inductor",), "{compile} takes that one"),
     **dict.fromkeys(  # switches of what is not there, or is asked for in another way
-        ("load_in_8bit", "merge_lora", "load_best_model_at_end", "group_by_length", "do_predict",
+        ("load_in_8bit", "merge_lora", "group_by_length", "do_predict",
          "predict_with_generate", "mask_history", "use_galore", "use_badam", "use_llama_pro", "use_ray",
          "auto_find_batch_size", "sync_ref_model", "enable_activation_offloading", "save_adapter_weights_only",
          "dataset_streaming", "optimizer_cpu_offload", "use_distributed_optimizer",
