@@ -105,10 +105,36 @@ def test_a_value_may_be_of_another_setting(tmp_path, monkeypatch):
     assert values("--adapter QLoRA") == {"tuner": ["lora"], "quantization": ["nf4"]}
     named = values("--model_name Robo --model_author Us --placeholders A=b")
     assert named == {"placeholders": ["name=Robo", "author=Us", "A=b"]}
+    assert values("--rlhf_type simpo") == {"method": ["dpo"], "loss": ["simpo"]}
+    assert values("--rlhf_type dpo") == {"method": ["dpo"]}
     assert values("--adapter some/folder") == {"adapter": ["some/folder"]}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qlora").mkdir()
     assert values("--adapter qlora") == {"adapter": ["qlora"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "meant", "left"),
+    [
+        (
+            "--train_on_inputs --seed 1",
+            {"train_on": ["all"], "seed": ["1"]},
+            "--train_on_inputs is read as --train-on all",
+        ),
+        ("--train_on_prompt true", {"train_on": ["all"]}, "is read as --train-on all"),
+        ("--train_on_inputs false", {}, "has no effect"),
+        ("--assistant_only_loss False", {"train_on": ["all"]}, "is read as --train-on all"),
+        ("--completion_only_loss true", {}, "has no effect"),
+        ("--mask_history True", {"train_on": ["last-answer"]}, "is read as --train-on last-answer"),
+        ("--loss_scale last_round", {"train_on": ["last-answer"]}, "is read as --train-on last-answer"),
+        ("--loss_scale default", {}, "has no effect"),
+        ("--load_best_model_at_end", {"result": ["best"]}, "is read as --result best"),
+        ("--load_best_model_at_end false", {"result": ["last"]}, "is read as --result last"),
+    ],
+)
+def test_switches_of_others_that_may_stand_without_a_value(words, meant, left):
+    line = read_line("sft", words.split())
+    assert line.values == meant and left in line.notes[0]
 
 
 def test_flags_that_change_nothing_are_noted():

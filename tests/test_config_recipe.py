@@ -139,6 +139,14 @@ def test_how_often_in_the_words_of_other_tools(recipe):
     assert (unsaved.save_steps, unsaved.eval_steps) == ("never", 500)
 
 
+def test_a_null_of_another_tools_switch_says_nothing(recipe):
+    text = "train_on_inputs:\nload_best_model_at_end: null\nval_set_size: 0.1\n"
+    assert resolve(None, {}, recipe(BASE + text), env={}).config.train_on == "answers"
+    text = "train_on_inputs: true\nload_best_model_at_end: true\nval_set_size: 0.1\n"
+    config = resolve(None, {}, recipe(BASE + text), env={}).config
+    assert (config.train_on, config.result) == ("all", "best")
+
+
 def test_who_a_model_is_in_the_words_of_ms_swift(recipe):
     text = BASE + "model_name: Robo 1\nmodel_author: Us, Inc\n"
     assert resolve(None, {}, recipe(text), env={}).config.placeholders == {"name": "Robo 1", "author": "Us, Inc"}

@@ -66,6 +66,8 @@ def unsaid(config: RunConfig, given: Mapping[str, Given], lora_rate: float) -> I
         )
     if new and scale != DEFAULT_SCALE and "lora_rank" in given and "lora_alpha" not in given:
         yield f"--lora-alpha is {config.lora_alpha}, so the update of LoRA is multiplied by {scale:.3g}"
+    if config.method == "dpo" and "simpo" in _losses_named(config) and "beta" not in given:
+        yield f"--beta is {config.beta:g}; the authors of simpo and ms-swift take 2 and more"
     if config.packing and "packing" not in given and _is_of_rows(given.get("micro_batch_size")):
         yield (
             f"a batch is of packs of up to {pack_capacity(config):,} tokens, not of rows as {OF_ROWS} is elsewhere; "

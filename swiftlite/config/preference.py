@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel
 
+from swiftlite.config import types
 from swiftlite.config.setting import PREFERENCE, flag
 from swiftlite.config.types import Names, NotNegative, NullWord, Positive, Spelling
 
@@ -21,6 +22,7 @@ class PreferenceSettings(BaseModel):
         "kto: kto, apo_zero_unpaired.",
         "loss_type",
         "pref_loss",
+        phrases=dict.fromkeys(("rlhf_type", "rl"), {types.LOSSES_AS_METHODS: r"\1"}),
         shown="sigmoid; kto",
         metavar="NAME[:WEIGHT] ...",
     )

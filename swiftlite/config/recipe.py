@@ -263,7 +263,7 @@ def _nested(node: Node, where: str, seen: list[Node]) -> Any:
 def _changes_nothing(key: str, node: Node, where: str, notes: list[str]) -> bool:
     """Whether a key of another tool asks for nothing that is not so in any case; there is a note for all but nulls."""
     name, scalar = key.replace("-", "_"), node.id == "scalar"
-    if not (is_known(name) or find_switch(name)):
+    if not (is_known(name) or name in known_names()):
         return False
     value = _value(node, where, "str") if scalar else None
     if scalar and value is None:

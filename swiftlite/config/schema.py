@@ -58,6 +58,7 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
         "stage",
         "rlhf_type",
         "rl",
+        phrases=dict.fromkeys(("rlhf_type", "rl"), {types.LOSSES_AS_METHODS: "dpo"}),
         shown="by the command",
     )
 

@@ -63,6 +63,7 @@ STRATEGY = {"epoch": "epoch"}  # of transformers, and how often a thing is done 
 STRATEGY_OR_NEVER = STRATEGY | {"no": NEVER}
 NAME, AUTHOR = {r"([^/]+)": r"name=\1"}, {r"(.+)": r"author=\1"}  # of ms-swift; what has a slash names a model
 ON_ALONE, OFF = "(?:true|yes|on|1)?", "false|no|off|0"  # of a switch, which may stand without a value
+LOSSES_AS_METHODS = "(orpo|simpo|cpo|ipo)"  # of dpo, which have commands of their own elsewhere
 PART = {r"(0?\.\d+)": r"\1"}  # transformers' number of steps that is below one
 AN_EPOCH = {r"([1-9]\d*)": r"epoch/\1", "0": NEVER}  # axolotl's number of times
 OPTIMIZERS = {
