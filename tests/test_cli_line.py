@@ -106,6 +106,8 @@ def test_a_value_may_be_of_another_setting(tmp_path, monkeypatch):
     named = values("--model_name Robo --model_author Us --placeholders A=b")
     assert named == {"placeholders": ["name=Robo", "author=Us", "A=b"]}
     assert values("--rlhf_type simpo") == {"method": ["dpo"], "loss": ["simpo"]}
+    assert values("""--lr_scheduler_kwargs {"min_lr_rate":0.1}""") == {"min_lr_ratio": ["0.1"]}
+    assert values("""--lr_scheduler_kwargs {"min_lr":1e-6}""") == {"min_lr": ["1e-6"]}
     assert values("--rlhf_type dpo") == {"method": ["dpo"]}
     assert values("--adapter some/folder") == {"adapter": ["some/folder"]}
     monkeypatch.chdir(tmp_path)
@@ -128,6 +130,8 @@ def test_a_value_may_be_of_another_setting(tmp_path, monkeypatch):
         ("--mask_history True", {"train_on": ["last-answer"]}, "is read as --train-on last-answer"),
         ("--loss_scale last_round", {"train_on": ["last-answer"]}, "is read as --train-on last-answer"),
         ("--loss_scale default", {}, "has no effect"),
+        ("--load_in_8bit True --load_in_4bit false", {"quantization": ["int8"]}, "is read as --quantization int8"),
+        ("--activation_offloading", {"activation_checkpointing": ["offload"]}, "is read as --activation-checkpointing"),
         ("--load_best_model_at_end", {"result": ["best"]}, "is read as --result best"),
         ("--load_best_model_at_end false", {"result": ["last"]}, "is read as --result last"),
     ],

@@ -147,6 +147,15 @@ def test_a_null_of_another_tools_switch_says_nothing(recipe):
     assert (config.train_on, config.result) == ("all", "best")
 
 
+def test_the_least_rate_of_a_decay_as_transformers_takes_it(recipe):
+    text = "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  min_lr_rate: 0.1\n"
+    config = resolve(None, {}, recipe(BASE + text), env={}).config
+    assert (config.lr_scheduler, config.min_lr_ratio, config.min_lr) == ("cosine", 0.1, None)
+    with pytest.raises(UserError, match="lr_scheduler_kwargs") as told:
+        recipe(BASE + "lr_scheduler_kwargs: {power: 2}\n")
+    assert "`min_lr: 1e-6`" in told.value.fix
+
+
 def test_who_a_model_is_in_the_words_of_ms_swift(recipe):
     text = BASE + "model_name: Robo 1\nmodel_author: Us, Inc\n"
     assert resolve(None, {}, recipe(text), env={}).config.placeholders == {"name": "Robo 1", "author": "Us, Inc"}
@@ -478,13 +487,13 @@ def test_json_schema_takes_what_recipes_take():
 
 def test_everything_wrong_with_a_recipe_is_told_at_once(recipe):
     with pytest.raises(UserError) as caught:
-        recipe(BASE + "max_lenght: 5\nseed: [1]\nlora_rank: many\nbf16: false\nquantization: int8\n")
+        recipe(BASE + "max_lenght: 5\nseed: [1]\nlora_rank: many\nbf16: false\noptim: adamw_4bit\n")
     told = (
         (4, "max_length"),
         (5, "one value"),
         (6, "whole number"),
         (7, "precision: fp32"),
-        (8, "`quantization: nf4`"),
+        (8, "`optimizer: adamw_8bit`"),
     )
     for line, said in told:
         assert any(f"recipe.yaml:{line}:" in told and said in told for told in caught.value.what.splitlines())

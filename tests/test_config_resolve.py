@@ -182,7 +182,6 @@ def test_what_is_told_of_other_tools_holds():
         ("sharding", "zero3_offload", "`--offload cpu`", "`offload: cpu`"),
         ("sharding", "examples/deepspeed/ds_z2_config.json", "`--sharding grad_op`", "`sharding: grad_op`"),
         ("sharding", "zero3.json", "`--sharding full`", "`sharding: full`"),
-        ("lr_scheduler", "cosine_with_min_lr", "`--min-lr 1e-6`", "`min_lr: 1e-6`"),
         ("eval_fraction", "100", "`--eval-dataset FILE#100`", "`eval_dataset: FILE#100`"),
         ("tuner", "qlora", "`--quantization nf4`", "`quantization: nf4`"),
         ("overlong", "left", "`--overlong truncate`", "`overlong: truncate`"),

@@ -11,7 +11,7 @@ from torch import nn
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
-from swiftlite.models.quantize import Linear4bit, count_quantizable, packing, quantize
+from swiftlite.models.quantize import FORMATS, PackedLinear, bytes_a_number, count_quantizable, packing, quantize
 from swiftlite.serving.export import ExportOptions, run_export
 from swiftlite.verification.cases import LORA, Subject
 
@@ -21,8 +21,8 @@ def linear(inputs: int = 128, outputs: int = 48, **more) -> nn.Linear:
     return nn.Linear(inputs, outputs, **more).requires_grad_(False)
 
 
-def packed(layer: nn.Linear) -> Linear4bit:
-    made = Linear4bit(layer)
+def packed(layer: nn.Linear, kind: str = "nf4") -> PackedLinear:
+    made = PackedLinear(layer, kind)
     made.pack(layer.weight)
     return made
 
@@ -38,37 +38,51 @@ def test_a_layer_of_four_bits_is_that_of_bitsandbytes():
     assert torch.allclose(packed(layer)(x), theirs(x), rtol=1e-5, atol=1e-6)
 
 
+def test_numbers_of_eight_bits_are_the_nearest_multiples_of_their_scale():
+    layer = linear()
+    layer.weight.data[3, 64:] = 0.0
+    made = packed(layer, "int8")
+    matrix = made(torch.eye(128)).T - layer.bias[:, None]
+    blocks, found = (of.view(48, 2, 64) for of in (layer.weight, matrix))
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    assert ((blocks - found).abs() <= step / 2 + 1e-6).all() and (found[3, 1] == 0).all()
+    assert ((found / step.clamp(min=1e-9)).round() - found / step.clamp(min=1e-9)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("kind", "error"), [("nf4", 0.2), ("int8", 0.01)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_forward_and_backward_use_the_same_matrix(dtype):
-    layer = linear(dtype=dtype)
-    made = packed(layer)
-    matrix = made(torch.eye(128, dtype=dtype)).detach() - layer.bias  # a row for each input
+def test_forward_and_backward_use_the_same_matrix(dtype, kind, error):
+    layer = linear(dtype=dtype, bias=False)
+    made = packed(layer, kind)
+    matrix = made(torch.eye(128, dtype=dtype)).detach()  # a row for each input
     x = torch.randn(5, 128, dtype=dtype, requires_grad=True)
     made(x).sum().backward()
     assert torch.allclose(x.grad[0], matrix.sum(1), rtol=3e-2, atol=3e-2)
-    assert (matrix.T - layer.weight).abs().max() < 0.2 * layer.weight.abs().max()
+    assert (matrix.T - layer.weight).abs().max() < error * layer.weight.abs().max()
     size = sum(parameter.nbytes for parameter in (made.weight, made.scales))
-    assert size == layer.weight.numel() * (1 / 2 + dtype.itemsize / 64)
+    assert size == layer.weight.numel() * (FORMATS[kind].bits / 8 + dtype.itemsize / 64)
+    assert size == layer.weight.numel() * bytes_a_number(kind, dtype.itemsize)
 
 
 def test_only_frozen_layers_with_whole_blocks_are_packed():
     model = nn.Sequential(linear(), linear(96), linear().requires_grad_(True), nn.Embedding(8, 64))
     assert count_quantizable([model]) == 128 * 48
-    quantize([model])
-    assert [type(module) for module in model] == [Linear4bit, nn.Linear, nn.Linear, nn.Embedding]
+    quantize([model], "nf4")
+    assert [type(module) for module in model] == [PackedLinear, nn.Linear, nn.Linear, nn.Embedding]
     with pytest.raises(UserError, match="no frozen linear layer"):
         count_quantizable([nn.Sequential(linear(96))])
 
 
-def test_values_are_packed_as_they_come_from_the_files():
+@pytest.mark.parametrize("kind", FORMATS)
+def test_values_are_packed_as_they_come_from_the_files(kind):
     layer = linear()
     model = nn.Sequential(linear())
-    quantize([model])
+    quantize([model], kind)
     for name, tensor in packing(model, list(model.named_parameters())):
         assert name in ("0.weight", "0.bias")
         tensor.data.copy_(getattr(layer, name.removeprefix("0.")))
     x = torch.randn(3, 128)
-    assert torch.equal(model(x), packed(layer)(x))
+    assert torch.equal(model(x), packed(layer, kind)(x))
 
 
 @pytest.fixture
@@ -78,11 +92,11 @@ def base(tmp_path, tiny_model, write_rows, chat_rows):
 
 
 def test_a_run_trains_beside_the_rounded_weights(base, tmp_path):
-    for output, more in (("plain", {}), ("packed", {"quantization": "nf4"})):
-        train_alone(resolve_config("sft", **base | {"output_dir": str(tmp_path / output)} | more))
-    plain, four = metrics(tmp_path / "plain"), metrics(tmp_path / "packed")
-    for row, other in zip(plain, four, strict=True):
-        assert row["loss"] != other["loss"] and row["loss"] == pytest.approx(other["loss"], rel=0.05)
+    for kind in ("none", *FORMATS):
+        train_alone(resolve_config("sft", **base | {"output_dir": str(tmp_path / kind)}, quantization=kind))
+    for row, *others in zip(*(metrics(tmp_path / kind) for kind in ("none", "nf4", "int8")), strict=True):
+        for other, error in zip(others, (0.05, 0.002), strict=True):
+            assert row["loss"] != other["loss"] and row["loss"] == pytest.approx(other["loss"], rel=error)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +113,7 @@ def test_what_does_not_go_with_it_is_refused(base, more, what):
 
 
 def test_layouts_divide_the_same_rounded_weights(tmp_path):
-    exact, half = {"quantization": "nf4"}, {"quantization": "nf4", "precision": "bf16"}
+    exact, half = {"quantization": "nf4"}, {"quantization": "int8", "precision": "bf16"}
     kinds = [Subject("llama", "fp32", LORA | exact), Subject("llama", "bf16", LORA | half)]
     chosen = ("fsdp full 2", "fsdp full 2, offloaded", "pp 2", "cp 2")
     for verdict in in_real_processes(tmp_path, 2, chosen, *kinds):

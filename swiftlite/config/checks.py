@@ -161,16 +161,15 @@ def _memory_rules(config: RunConfig) -> list[Rule]:
     return [
         (
             config.quantization != "none" and config.tuner != "lora",
-            f"--quantization {config.quantization} keeps weights that are not trained in 4 bits, but the tuner is "
-            f"{config.tuner}",
+            f"--quantization {config.quantization} packs weights that are not trained, but the tuner is {config.tuner}",
             ("quantization", "tuner"),
             "use --tuner lora, or leave --quantization out",
         ),
         (
             config.quantization != "none" and config.tensor_parallel_size > 1,
-            "tensor parallelism would cut through numbers that share a scale in 4 bits",
+            "tensor parallelism would cut through numbers that share a scale",
             ("quantization", "tensor_parallel_size"),
-            "leave --tensor-parallel-size out and use --parallel fsdp, which divides 4-bit weights by rows",
+            "leave --tensor-parallel-size out and use --parallel fsdp, which divides such weights by rows",
         ),
         (
             config.quantization != "none" and config.dora,

@@ -6,6 +6,7 @@ on the command line. Only a plain `null` (or nothing) is null.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,7 +228,11 @@ def _read_block(key: str, node: Node, where: str) -> dict[str, Any] | None:
         return fsdp.read_list(_value(node, where, "list"), where)
     if key == fsdp.BLOCK and node.id == "mapping":
         return fsdp.read_block(_nested(node, where, []), where)
-    word = _value(node, where, "str") if node.id == "scalar" else None
+    word = None
+    if node.id == "scalar":
+        word = _value(node, where, "str")
+    elif node.id == "mapping" and find_flag(key) is None and key in known_names():
+        word = json.dumps(_nested(node, where, []))  # as it would be written on the command line
     said = [] if word is None else find_phrases(key, word)
     return {item.name: dict([value.split("=", 1)]) if item.kind == "map" else value for item, value in said} or None
 
@@ -268,7 +273,8 @@ def _changes_nothing(key: str, node: Node, where: str, notes: list[str]) -> bool
     value = _value(node, where, "str") if scalar else None
     if scalar and value is None:
         return True
-    keys = [str(inner.value) for inner, _ in node.value] if node.id == "mapping" else []
+    below = [] if scalar else [item[0] if node.id == "mapping" else item for item in node.value]
+    keys = [str(inner.value) for inner in below]
     if why := idle(name, value, in_recipe=True, keys=keys):
         notes.append(f"the recipe's {key} has no effect: {why}")
         return True

@@ -240,11 +240,12 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
     ] = flag("cosine", OPTIMIZATION, "Shape of the learning rate over the run.", "lr_scheduler_type", "lr_decay_style")
     min_lr_ratio: Fraction = flag(
         0.0, OPTIMIZATION, "Where the decay ends, as a part of the learning rate.",
-        "cosine_min_lr_ratio",
+        "cosine_min_lr_ratio", phrases={"lr_scheduler_kwargs": types.MIN_LR_RATE},
     )  # fmt: skip
     min_lr: OptionalPositive = flag(
-        None, OPTIMIZATION, "Learning rate at the end of the decay; wins over `--min-lr-ratio`.", shown="by ratio"
-    )
+        None, OPTIMIZATION, "Learning rate at the end of the decay; wins over `--min-lr-ratio`.", shown="by ratio",
+        phrases={"lr_scheduler_kwargs": types.MIN_LR},
+    )  # fmt: skip
     decay_ratio: Fraction = flag(0.1, OPTIMIZATION, "`wsd`: the part of the run that decays.")
     warmup_ratio: Fraction = flag(
         0.03, OPTIMIZATION, "Part of the run that warms up.", "lr_warmup_fraction", phrases={"warmup_steps": types.PART}

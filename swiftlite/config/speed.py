@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import MEMORY, flag
-from swiftlite.config.types import FOUR_BITS, FP8, KERNELS, OFFLOAD, SWITCH, Spelling
+from swiftlite.config.types import BITS, FP8, KERNELS, OFFLOAD, ON_ALONE, SWITCH, Spelling
 
 
 class SpeedSettings(BaseModel):
@@ -22,19 +22,22 @@ class SpeedSettings(BaseModel):
         "gradient_checkpointing",
         "recompute_granularity",
         bare="full",
+        phrases=dict.fromkeys(
+            ("activation_offloading", "enable_activation_offloading", "activation_cpu_offload"), {ON_ALONE: "offload"}
+        ),
     )
     offload: Annotated[Literal["none", "cpu"], Spelling(OFFLOAD)] = flag(
         "none", MEMORY, "Keep weights and optimizer state in the host's memory.", "cpu_offload", bare="cpu"
     )
-    quantization: Annotated[Literal["none", "nf4"], Spelling(FOUR_BITS)] = flag(
+    quantization: Annotated[Literal["none", "nf4", "int8"], Spelling(BITS)] = flag(
         "none",
         MEMORY,
-        "QLoRA: keep the frozen matrices of the layers in 4 bits.",
+        "QLoRA: keep the frozen matrices of the layers in 4 or 8 bits.",
         "load_in_4bit",
         "quantization_bit",
         "quant_bits",
         bare="nf4",
-        phrases={"adapter": {"qlora": "nf4"}},
+        phrases={"adapter": {"qlora": "nf4"}, "load_in_8bit": {ON_ALONE: "int8"}},
     )
     pure_bf16: bool = flag(
         False,

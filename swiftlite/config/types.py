@@ -31,7 +31,7 @@ def _switch(on: str) -> dict[str, str]:
 NEVER_WORDS = (NEVER, "no", "off", "false")
 SWITCH, OFFLOAD, KERNELS, FP8 = _switch("full"), _switch("cpu"), _switch("liger"), _switch("rowwise")
 SEQUENCE_PARALLEL = dict.fromkeys(("true", "yes", "on"), "always") | dict.fromkeys(("false", "no", "off"), "never")
-FOUR_BITS = _switch("nf4") | {"4": "nf4", "4bit": "nf4"}
+BITS = _switch("nf4") | {"4": "nf4", "4bit": "nf4", "8": "int8", "8bit": "int8"}  # of quantized weights
 RESUME = {
     "never": "never",
     "auto": "auto",
@@ -58,7 +58,8 @@ SHARDING = {
 }
 PARALLEL = dict.fromkeys(("fsdp2", "full_shard", "full_shard auto_wrap", "true"), "fsdp")  # of transformers' `fsdp`
 OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
-SCHEDULER = {"warmup_stable_decay": "wsd"}
+SCHEDULER = {"warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine"}
+MIN_LR, MIN_LR_RATE = ({rf"\{{\W*{name}\W+([\d.e+-]+)\W*\}}": r"\1"} for name in ("min_lr", "min_lr_rate"))  # JSON
 STRATEGY = {"epoch": "epoch"}  # of transformers, and how often a thing is done by it
 STRATEGY_OR_NEVER = STRATEGY | {"no": NEVER}
 NAME, AUTHOR = {r"([^/]+)": r"name=\1"}, {r"(.+)": r"author=\1"}  # of ms-swift; what has a slash names a model

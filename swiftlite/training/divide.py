@@ -204,7 +204,7 @@ def _row_length(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision:
 
 def _quantize(base: PreTrainedModel, config: RunConfig) -> None:
     if config.quantization != "none":
-        quantize(dissect(base).layers)
+        quantize(dissect(base).layers, config.quantization)
 
 
 def _divide_part(

@@ -11,7 +11,7 @@ import torch
 
 from swiftlite.config.methods import pack_capacity
 from swiftlite.models.anatomy import dissect, has_head_norms, why_alone
-from swiftlite.models.quantize import BLOCK, count_quantizable
+from swiftlite.models.quantize import bytes_a_number, count_quantizable
 from swiftlite.models.tuners import count_parameters
 from swiftlite.objectives.head import CHUNK_BYTES
 from swiftlite.parallel.stages import StagePlan, choose_schedule, plan_stages
@@ -46,8 +46,8 @@ def weights_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
 class Outline:
     """A model before it is divided, on `meta`, tuned as it will be, and what layouts take of it.
 
-    kernels: whose are used, `liger` or another's; trained, frozen: parameters; packed: of them, those that 4 bits hold;
-    evaluates: there is no backward pass.
+    kernels: whose are used, `liger` or another's; trained, frozen: parameters; packed: of them, those of
+    quantized matrices; evaluates: there is no backward pass.
     """
 
     base: PreTrainedModel
@@ -71,7 +71,7 @@ class Outline:
         *,
         evaluates: bool = False,
     ) -> Outline:
-        """base: with its adapters, and with what is frozen marked so. Raises UserError where 4 bits serve nothing."""
+        """base: with its adapters, and with what is frozen marked so. Raises UserError for a useless `--quantization`."""
         trained, total = count_parameters(base)
         packed = 0 if config.quantization == "none" else count_quantizable(dissect(base).layers)
         return Outline(base, model_config, precision, device, kernels, trained, total - trained, packed, evaluates)
@@ -114,7 +114,7 @@ class Outline:
         moments = 0 if self.evaluates else moment_bytes(config.optimizer, self.device.type)
         in_layers = sum(part.count - part.trained for part in (*self.blocks.layers, *self.blocks.experts))
         size = self.precision.dtype.itemsize
-        spared = self.packed * (size - 1 / 2 - size / BLOCK)
+        spared = self.packed * (size - bytes_a_number(config.quantization, size)) if self.packed else 0
         return NumberBytes(masters, gradient, moments, stored - spared / max(1, in_layers), stored, size)
 
     def holds(self, config: RunConfig, layout: Layout, stages: StagePlan | None) -> Footprint:

@@ -38,7 +38,7 @@ from swiftlite.models.compiled import left_out_of
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder, own_attention
-from swiftlite.models.quantize import packing
+from swiftlite.models.quantize import NF4, packing
 from swiftlite.models.rotary import scale_by_document
 from swiftlite.models.tuners import (
     apply_tuner,
@@ -157,8 +157,8 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     """Everything that can be known of the model without its weights. Raises UserError where it cannot be trained."""
     if config.optimizer == "adamw_8bit":
         import_package("bitsandbytes", "--optimizer adamw_8bit", "bitsandbytes")
-    if config.quantization != "none":
-        import_package("bitsandbytes", f"--quantization {config.quantization}", "bitsandbytes")
+    if config.quantization == NF4:
+        import_package("bitsandbytes", "--quantization nf4", "bitsandbytes")
     if config.kernels == "liger":
         import_package(PACKAGE, "--kernels liger", "liger")
     if config.fp8 != "none":

@@ -15,6 +15,8 @@ _CACHE = "tokens are kept in a cache ({cache_dir}), and made anew where rows or 
 WHOLE_STATE = "a checkpoint holds what exact resume needs; {keep_checkpoints: 1} or {save_steps: never} saves disk"
 _SPIKES = "{on_loss_spike: stop} ends a run whose loss jumps far above all recent ones"
 _OWN_TEMPLATE = "the model's own chat template writes tools and calls, and where an answer ends is learnt from it"
+_LEARNT_END = "what the chat template ends a turn with is learnt, and saved as what ends an answer"
+_FUSED = "{kernels: auto} takes Liger's where they are installed, and logits are never kept whole"
 _KERNEL = "it says how something is computed, not what"
 _LOGGED = "it is logged in any case"
 _SAFETENSORS = "weights are read and saved as safetensors"
@@ -56,6 +58,13 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("save_only_model", "no_save_optim", "no_save_rng"), (EVERY, WHOLE_STATE)),
     **dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"), (EVERY, _SPIKES)),
     **dict.fromkeys(("agent_template", "eot_tokens"), (EVERY, _OWN_TEMPLATE)),
+    "eos_token": (EVERY, _LEARNT_END),
+    **dict.fromkeys(
+        ("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation", "liger_cross_entropy",
+         "liger_fused_linear_cross_entropy", "cut_cross_entropy"),
+        (EVERY, _FUSED),
+    ),
+    "resize_token_embeddings_to_32x": (EVERY, "the embedding keeps its rows; {new_tokens} adds some"),
     "tf32": (EVERY, "under {precision: bf16} no large product is in fp32, and under {precision: fp32} each is exact"),
     "strict": (OFF, "rows are checked by {on_bad_row}"),
     **dict.fromkeys(
@@ -131,18 +140,23 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "fp8_backend": (("auto", "torchao"), "{fp8} is torchao's"),
     "torch_compile_backend": (("inductor",), "{compile} takes that one"),
     **dict.fromkeys(  # switches of what is not there, or is asked for in another way
-        ("load_in_8bit", "merge_lora", "group_by_length", "do_predict",
-         "predict_with_generate", "mask_history", "use_galore", "use_badam", "use_llama_pro", "use_ray",
-         "auto_find_batch_size", "sync_ref_model", "enable_activation_offloading", "save_adapter_weights_only",
-         "dataset_streaming", "optimizer_cpu_offload", "use_distributed_optimizer",
-         "pissa_init", "bnb_4bit_use_double_quant", "double_quantization", "use_bnb_nested_quant",
-         "dataset_exact_deduplication", "activation_offloading", "dataloader_drop_last", "eval_on_start", "use_cpu",
-         "ignore_data_skip", "full_determinism", "use_vllm", "save_on_each_node", "load_args", "load_data_args",
-         "data_parallel_random_init", "use_weighting",
+        ("load_in_8bit", "merge_lora", "group_by_length", "do_predict", "predict_with_generate", "mask_history",
+         "use_galore", "use_badam", "use_llama_pro", "use_ray", "auto_find_batch_size", "sync_ref_model",
+         "enable_activation_offloading", "activation_cpu_offload", "save_adapter_weights_only", "dataset_streaming",
+         "optimizer_cpu_offload", "use_distributed_optimizer", "pissa_init", "bnb_4bit_use_double_quant",
+         "double_quantization", "use_bnb_nested_quant", "dataset_exact_deduplication", "activation_offloading",
+         "dataloader_drop_last", "eval_on_start", "use_cpu", "ignore_data_skip", "full_determinism", "use_vllm",
+         "save_on_each_node", "load_args", "load_data_args", "data_parallel_random_init", "use_weighting",
          "curriculum_sampling", "sample_packing_sequentially"),
         (OFF, "it is off in any case"),
     ),
 }  # fmt: skip
 
-# The same for a name with keys below it: (those keys, why).
-IDLE_KEYS = {"special_tokens": (("pad_token",), _NO_PADDING)}
+# The same for a name with keys or a list below it: (those keys, why).
+IDLE_KEYS = {
+    "special_tokens": (("pad_token",), _NO_PADDING),
+    "plugins": (
+        ("axolotl.integrations.liger.LigerPlugin", "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"),
+        _FUSED,
+    ),
+}

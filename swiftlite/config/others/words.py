@@ -19,7 +19,6 @@ _BY_CONFIG = _OUT + "the model's config.json says it"
 _WANDB = "write {report_to: wandb}, with {run_name}; WANDB_PROJECT and WANDB_ENTITY are read from the environment"
 _FSDP = _OUT + "{parallel: fsdp} takes {sharding}, {offload} and {fsdp_min_params}"
 _STAGES = _OUT + "stages are divided so that each has as much to do"
-_LIGER = "write {kernels: liger}"
 _COUNT = "write #1000 behind a data set's name, for 1000 of its rows"
 _WEIGHTS = "write weights behind the losses' names: {loss: sigmoid:0.8 sft:1.0}"
 _SPLIT = "write @SPLIT behind the data set's name: {dataset: NAME@train}, {eval_dataset: NAME@test}"
@@ -33,9 +32,6 @@ _VISION = _OUT + "swiftlite trains the language model"
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(("no_gradient_checkpointing", "no_activation_checkpointing"), "activation_checkpointing: none"),
     "enable_activation_checkpointing": "activation_checkpointing: full",
-    **dict.fromkeys(
-        ("enable_activation_offloading", "activation_offloading"), "activation_checkpointing: offload"
-    ),
     "dataloader_drop_last": _OUT + "the last step of an epoch has what is left of its rows",
     "eval_on_start": "use `swiftlite eval` before training",
     "use_cpu": _OUT + "with CUDA_VISIBLE_DEVICES empty a run is on the CPU",
@@ -93,7 +89,6 @@ INSTEAD: dict[str, str] = {
     "packing_strategy": "write {packing: true}; {overlong: split} keeps what is longer than a pack",
     **dict.fromkeys(("model_name", "model_author"), _IDENTITY),
     "loss_scale": "write {train_on: last-answer} or another; a message that is not to be learnt has \"train\": false",
-    "eos_token": _OUT + "the end of turn of the chat template is learnt; {tokenizer} names another tokenizer",
     "special_tokens": "write {new_tokens: TOKEN} for tokens the tokenizer lacks; the others are the model's",
     "new_special_tokens": "new_tokens: TOKEN",
     "resize_vocab": "write {new_tokens: TOKEN}, which makes room for them",
@@ -141,7 +136,6 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_name", "wandb_watch", "wandb_log_model"), _WANDB),
     **dict.fromkeys(("tensorboard_dir", "logging_dir"), "report_to: tensorboard"),
     "use_tensorboard": "report_to: tensorboard",
-    "load_in_8bit": "quantization: nf4",
     **dict.fromkeys(("quant_method", "quantization_method", "bnb_4bit_quant_type"), "quantization: nf4"),
     "bnb_4bit_compute_dtype": "precision: bf16",
     **dict.fromkeys(
@@ -162,9 +156,6 @@ INSTEAD: dict[str, str] = {
         ("pissa_init", "pissa_iter", "pissa_convert", "init_weights", "init_lora_weights"),
         _OUT + "LoRA starts at zero, as in its paper",
     ),
-    **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"), _LIGER),
-    "liger_fused_linear_cross_entropy": _OUT + "logits are never kept whole",
-    "cut_cross_entropy": _OUT + "logits are never kept whole",
     "plugins": "write {kernels: liger} for Liger's; there are no others here",
     **dict.fromkeys(("freeze_vit", "freeze_aligner", "freeze_llm"), _VISION),
 }  # fmt: skip
@@ -202,10 +193,8 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
         (r".*\.json", f"{_FILE} write {{sharding: full}} for ZeRO-3, {{sharding: grad_op}} for ZeRO-2"),
     ),
     "tuner": (("qlora", "write {tuner: lora} and {quantization: nf4}"),),
-    "lr_scheduler": (("cosine(-warmup)?-with-min-lr", "write {lr_scheduler: cosine} and {min_lr: 1e-6}"),),
     "optimizer": ((".*4bit", "write {optimizer: adamw_8bit}, whose moments have 8 bits"),),
     "precision": (("full", "write {precision: bf16} and {pure_bf16: true}"),),
-    "quantization": (("8|8bit|int8", "write {quantization: nf4}, or leave it out"),),
     "overlong": (("left", "rows keep their beginning, pairs their answers: write {overlong: truncate}, or drop"),),
     "report_to": (("all", "name those that you use"),),
     **dict.fromkeys(("save_steps", "eval_steps", "log_steps"), ((".*", _HOW_OFTEN),)),
