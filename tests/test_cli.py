@@ -121,7 +121,7 @@ def test_every_recipe_resolves(run, name):
         ("sft --no-gradient-checkpointing", "write `--activation-checkpointing none`"),
         ("sft --model m/x --dataset d/x --load_best_model_at_end", "add --eval-fraction 0.05 or --eval-dataset"),
         ("dpo --model m/x --dataset d/x --train-on all", "leave it out"),
-        ("sft --model m/x --dataset d/x --template alpaca --dry-run", "leave it out for the model's own"),
+        ("sft --model m/x --dataset d/x --template vicuna --dry-run", "leave it out for the model's own"),
         ("simpo --model m/x", "did you mean `swiftlite dpo --loss simpo`?"),
         ("train --method simpo --model m/x --dataset d/x", "write `--method dpo` and `--loss simpo`"),
         ("sft --rlhf_type simpo --model m/x --dataset d/x", "use `swiftlite dpo`"),

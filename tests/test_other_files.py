@@ -60,6 +60,13 @@ def test_data_sets_of_axolotl_are_taken_where_they_say_no_more(recipe, text, dat
     assert all(name in note for name in (*dataset, *columns.values()))
 
 
+def test_rows_of_type_alpaca_are_written_as_alpacas(recipe):
+    sets = "  - path: org/a\n    type: alpaca\n"
+    made = resolve(None, {}, recipe("datasets:\n" + sets + "test_datasets:\n" + sets.replace("/a", "/b")), env={})
+    assert (made.config.dataset, made.config.chat_template) == (["org/a"], "alpaca")
+    assert "the recipe's datasets is read as `dataset: org/a` and `chat_template: alpaca`" in made.notes
+
+
 def test_data_sets_to_test_on_are_those_of_an_evaluation(recipe):
     made = resolve(None, {}, recipe("datasets:\n" + CHAT + "test_datasets:\n" + CHAT.replace("/a", "/b")), env={})
     assert (made.config.dataset, made.config.eval_dataset) == (["org/a"], ["org/b"])
@@ -68,7 +75,8 @@ def test_data_sets_to_test_on_are_those_of_an_evaluation(recipe):
 @pytest.mark.parametrize(
     ("text", "what", "fix"),
     [
-        ("  - path: org/a\n    type: alpaca\n", "of type alpaca", "`dataset: org/a`"),
+        ("  - path: org/a\n    type: alpaca_chat.load_qa\n", "of type alpaca_chat.load_qa", "`dataset: org/a`"),
+        (CHAT + "  - path: org/b\n    type: alpaca\n", "some of the data sets are of type alpaca", "`chat_template`"),
         ("  - path: org/a\n    type: completion\n    field: said\n", "of type completion", "`swiftlite pretrain`"),
         ("  - path: org/a\n    split: test\n    type: llama3.ultra\n", "of type llama3.ultra", "`dataset: org/a@test`"),
         ("  - path: org/a\n    type:\n", "of no type", "`dataset: org/a`"),

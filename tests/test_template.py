@@ -370,6 +370,17 @@ def test_plain_headers_end_answers_with_the_models_own_end_of_text(make_tokenize
     assert stop_tokens(GenerationConfig(), tokenizer) == [tokenizer.eos_token_id]
 
 
+def test_alpacas_opening_stands_where_there_is_no_system_message(make_tokenizer):
+    tokenizer = make_tokenizer(read_chat_template("alpaca"))
+    plain = make_tokenizer(read_chat_template("instruction"))
+    assert trained_texts(tokenizer, chat(TWO_TURNS)) == [["I am small.<|im_end|>", "Now I answer.<|im_end|>"]]
+    told = chat([{"role": "system", "content": "Be brief."}, *chat(TWO_TURNS).messages])
+    for messages, opens in ((chat(TWO_TURNS), True), (told, False)):
+        (found,), (without,) = (ChatRenderer(one, "2025-03-09").render(messages) for one in (tokenizer, plain))
+        assert found.text.endswith(without.text) and found.text.startswith("Below is an instruction") == opens
+        assert (found.text == without.text) != opens
+
+
 @pytest.mark.parametrize("template", [None, QWEN3, CHATML_MARKED], ids=["chatml", "qwen3", "marked"])
 def test_an_answer_that_comes_first(make_tokenizer, template):
     tokenizer = make_tokenizer(template or toy_tokenizer().chat_template)

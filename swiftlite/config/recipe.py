@@ -222,8 +222,7 @@ def _read_block(key: str, node: Node, where: str) -> dict[str, Any] | None:
     """The settings that another tool says by a value, list or block of its own; None for any other key. Raises
     UserError."""
     if key in axolotl.BLOCKS and node.id == "sequence":
-        names, columns = axolotl.read_block(_nested(node, where, []), where)
-        return {axolotl.BLOCKS[key]: names} | ({"columns": columns} if columns else {})
+        return axolotl.read_block(key, _nested(node, where, []), where)
     if key == fsdp.LIST and node.id == "sequence":
         return fsdp.read_list(_value(node, where, "list"), where)
     if key == fsdp.BLOCK and node.id == "mapping":

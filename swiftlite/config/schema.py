@@ -86,7 +86,7 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
     chat_template: OptionalText = flag(
         None,
         MODEL,
-        "Built-in chat template (`chatml`; `instruction` for base models, plain headers) or a Jinja file.",
+        "Built-in chat template (`chatml`; for base models `instruction` or `alpaca`, plain headers) or a Jinja file.",
         "template",
         "chat_template_path",
         shown="the tokenizer's",

@@ -26,8 +26,12 @@ INSTRUCTION = (  # for models that have no marks of turns: plain headers, and th
     "### Response:\n{% elif message['role'] == 'assistant' %}{{ message['content'] }}{{ eos_token }}\n\n"
     "{% else %}{{ message['content'] }}\n\n{% endif %}{% endfor %}"
 )
+ALPACA = (  # the same behind the opening of Stanford Alpaca's rows, https://github.com/tatsu-lab/stanford_alpaca
+    "{% if messages[0]['role'] != 'system' %}Below is an instruction that describes a task. Write a response that "
+    "appropriately completes the request.\n\n{% endif %}" + INSTRUCTION
+)
 LARGEST_TEMPLATE = 1 << 20  # bytes
-BUILT_IN_TEMPLATES = {"chatml": CHATML, "instruction": INSTRUCTION}
+BUILT_IN_TEMPLATES = {"chatml": CHATML, "instruction": INSTRUCTION, "alpaca": ALPACA}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -72,7 +76,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer, with the chat template and the new tokens that were asked for.
 
-    chat_template: a built-in name (`chatml`, `instruction`) or a Jinja file; revision: of the model, another tokenizer
+    chat_template: a name of `BUILT_IN_TEMPLATES` or a Jinja file; revision: of the model, another tokenizer
     has its own; vocabulary_of: an adapter with which the vocabulary cannot grow any more;
     tell: is told which new tokens are known. Raises UserError where it cannot be had.
     """

@@ -71,7 +71,7 @@ class Outline:
         *,
         evaluates: bool = False,
     ) -> Outline:
-        """base: with its adapters, and with what is frozen marked so. Raises UserError for a useless `--quantization`."""
+        """base: with its adapters, and with what is frozen marked so. Raises UserError for an idle `--quantization`."""
         trained, total = count_parameters(base)
         packed = 0 if config.quantization == "none" else count_quantizable(dissect(base).layers)
         return Outline(base, model_config, precision, device, kernels, trained, total - trained, packed, evaluates)

@@ -1,7 +1,7 @@
 """axolotl's blocks `datasets` and `test_datasets`: lists of data sets, each with how its rows are read.
 
-Where an entry says no more than `dataset` and `columns` can, conversations by the model's chat template, it is taken as
-they are. All else, such as `type: alpaca`, whose text has no chat template, is told what to write instead.
+Where an entry says no more than `dataset`, `columns` and `chat_template` can, it is taken as they are: conversations by
+the model's chat template, and `type: alpaca`. Of all else is told what to write instead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from swiftlite.errors import UserError
 
 BLOCKS = {"datasets": "dataset", "test_datasets": "eval_dataset"}
 PAIRS = "chat_template.default"  # of `rl: dpo`
+ALPACA = "alpaca"
 ROLES = {"system": ["system"], "user": ["user", "human"], "assistant": ["assistant", "gpt"], "tool": ["tool"]}
 PROPERTIES = {"role": ("role", "from"), "content": ("content", "value")}  # read by either name
 KINDS = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "csv": (".csv",), "arrow": (".arrow",)}
@@ -28,15 +29,15 @@ SAME: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("trust_remote_code", "drop_system_message", "train_on_inputs"), ("false",)),
 }
 INSTEAD = (  # a pattern of types, and what becomes of their rows here; NAME is the data set
-    ("alpaca.*", "write `dataset: NAME`, asked by the model's chat template, or by `chat_template: instruction`"),
+    ("alpaca.*", "write `dataset: NAME`, asked by the model's chat template, or by `chat_template: alpaca`"),
     ("completion|pretrain", "write `dataset: NAME`, with `columns: text=KEY` of another key, for `swiftlite pretrain`"),
     (".*", "write `dataset: NAME`, and `columns` where rows have other keys than docs/data.md tells"),
 )
 
 
-def read_block(block: list[Any], where: str) -> tuple[list[str], dict[str, str]]:
-    """(`dataset`, `columns`) of a block, as nested lists and mappings of strings. Raises UserError for what they cannot
-    say."""
+def read_block(key: str, block: list[Any], where: str) -> dict[str, Any]:
+    """`dataset` (or `eval_dataset`), `columns` and `chat_template` of a block, as nested lists and mappings of strings.
+    Raises UserError for what they cannot say. key: of `BLOCKS`."""
     names, mappings = [], []
     for entry in block:
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
@@ -53,13 +54,19 @@ def read_block(block: list[Any], where: str) -> tuple[list[str], dict[str, str]]
     if any(mapping != mappings[0] for mapping in mappings):
         what = "the data sets have their messages under different keys"
         raise UserError(what, where=where, fix="rename the key in the rows of one, and write `dataset` and `columns`")
-    return names, mappings[0] if mappings else {}
+    written = {entry["type"] == ALPACA for entry in block}
+    if len(written) > 1:
+        what = "some of the data sets are of type alpaca, and others are written by the model's chat template"
+        raise UserError(what, where=where, fix="write `dataset`, and one `chat_template` for all")
+    columns = mappings[0] if mappings else {}
+    by_alpaca = {"chat_template": ALPACA} if True in written else {}
+    return {BLOCKS[key]: names} | ({"columns": columns} if columns else {}) | by_alpaca
 
 
 def _check(given: dict[str, Any], name: str, where: str) -> None:
     """Raises UserError for a key of an entry that is more than a name of rows. name: what the entry stands for."""
     kind = given.get("type")
-    if kind not in ("chat_template", PAIRS):
+    if kind not in ("chat_template", PAIRS, ALPACA):
         said = f"of type {kind}" if isinstance(kind, str) else "of a type of its own" if kind else "of no type"
         pattern = kind if isinstance(kind, str) else ""
         fix = next(fix for types, fix in INSTEAD if re.fullmatch(types, pattern)).replace("NAME", name)
