@@ -27,8 +27,9 @@ class PreferenceSettings(BaseModel):
         metavar="NAME[:WEIGHT] ...",
     )
     beta: Positive = flag(
-        0.1, PREFERENCE, "How strongly the model is held to the reference; lambda of orpo.", "pref_beta", "rl_beta"
-    )
+        0.1, PREFERENCE, "How strongly the model is held to the reference; lambda of orpo.", "pref_beta", "rl_beta",
+        "orpo_alpha",
+    )  # fmt: skip
     label_smoothing: NotNegative = flag(
         0.0, PREFERENCE, "Share of labels taken to be wrong, below 0.5; for sigmoid, robust and exo_pair."
     )

@@ -282,7 +282,7 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
         "mixed_precision",
         "torch_dtype",
         "dtype",
-        switches={"bf16": "bf16", "fp16": "fp16"},
+        switches={"bf16": "bf16", "fp16": "fp16", "bfloat16": "bf16"},
     )
     seed: Whole = flag(42, OPTIMIZATION, "Decides row order, dropout and new weights.", "random_seed")
     on_nonfinite: Annotated[Literal["error", "skip"], Spelling()] = flag(

@@ -133,6 +133,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "recompute_num_layers": (("1",), "layers are recomputed one by one"),
     "freeze_trainable_modules": (("all",), "all of the last layers is trained"),
     "lora_bias": (("none",), "no biases are trained"),
+    "lora_fan_in_fan_out": (EVERY, "a layer's own class says it"),
     **dict.fromkeys(("init_weights", "init_lora_weights"), (ON, "LoRA starts so")),
     **dict.fromkeys(("neftune_noise_alpha", "label_smoothing_factor"), (("0", "0.0"), "there is none")),
     "packing_strategy": (("bfd",), "packs are filled so"),
