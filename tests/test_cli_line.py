@@ -102,6 +102,7 @@ def test_how_often_a_thing_is_done_in_the_words_of_others():
 
 def test_a_value_may_be_of_another_setting(tmp_path, monkeypatch):
     assert values("--warmup_steps 0.1 --warmup-steps=5") == {"warmup_ratio": ["0.1"], "warmup_steps": ["5"]}
+    assert values("--use_muon True") == values("--optim Muon") | {"optimizer": ["muon"]}
     assert values("--adapter QLoRA") == {"tuner": ["lora"], "quantization": ["nf4"]}
     named = values("--model_name Robo --model_author Us --placeholders A=b")
     assert named == {"placeholders": ["name=Robo", "author=Us", "A=b"]}
@@ -167,7 +168,9 @@ def test_flags_that_change_nothing_are_noted():
         (["--save_strategy", "best"], "unknown flag --save_strategy", "`--save-steps 500`"),
         (["--evals_per_epoch", "2.5"], "unknown flag --evals_per_epoch", "`--eval-steps epoch/2`"),
         (["--model_name", "org/robot"], "unknown flag --model_name", "`--model NAME`"),
-        (["--use_muon", "true"], "unknown flag --use_muon", "optimizers are AdamW"),
+        (["--use_galore", "true"], "unknown flag --use_galore", "optimizers are AdamW and Muon"),
+        (["--muon_momentum", "0.9"], "unknown flag --muon_momentum", "a momentum of 0.95"),
+        (["--loraplus_lr_embedding", "1e-6"], "unknown flag", "`--lora-plus-ratio` counts"),
         (["--bf16", "false"], "--bf16 is off", "`--precision fp32`"),
         (["--no-use-peft"], "--use-peft is off", "`--tuner full`"),
         (["a.yaml"], "'a.yaml' belongs to no flag", "`--recipe a.yaml`"),

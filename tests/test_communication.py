@@ -138,9 +138,9 @@ def test_counted_bytes_are_those_of_the_formula(tmp_path, monkeypatch):
     rows = measure_traffic(tmp_path, 2)
     assert {(row.case, row.collective) for row in rows} == {
         (case, collective)
-        for case in ("fsdp full 2", "fsdp grad_op 2, bf16")
+        for case in ("fsdp full 2", "fsdp grad_op 2, bf16", "fsdp full 2, Muon")
         for collective in ("all-gather", "reduce-scatter")
-    }
+    } | {("ddp 2, Muon", "all-reduce"), ("ddp 2, Muon", "all-to-all"), ("fsdp full 2, Muon", "all-to-all")}
     assert [row.measured for row in rows] == pytest.approx([row.formula for row in rows])
 
 

@@ -450,6 +450,21 @@ def fits_the_schema(text, schema):
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "optimizer", "ratio"),
+    [
+        ("use_muon: true\nmuon_momentum: 0.95\n", "muon", 1),
+        ("use_muon: false\n", "adamw", 1),
+        ("use_muon: null\nloraplus_lr_ratio: null\n", "adamw", 1),
+        ("optim: Muon\nlorap_lr_ratio: 16\n", "muon", 16),
+        ("optimizer: muon\nuse_muon: yes\n", "muon", 1),
+    ],
+)
+def test_muon_and_lora_plus_by_other_tools_names(recipe, text, optimizer, ratio):
+    config = resolve(None, {}, recipe(BASE + text), env={}).config
+    assert (config.optimizer, config.lora_plus_ratio) == (optimizer, ratio)
+
+
 def test_json_schema_takes_what_recipes_take():
     schema = json.loads(json.dumps(recipe_schema()))
     saved = dump_config(resolve_config("sft", model="org/model", dataset=["org/rows"]))
@@ -465,7 +480,7 @@ def test_json_schema_takes_what_recipes_take():
         "warmup_steps: none", "overlong: null", "stop_after: 3600", "async_save: on", "bf16: true", "bf16: auto",
         "save_steps: epoch", "save_steps: 0.1", "save_steps: no", "eval_steps: Epoch/4", "eval_steps: null",
         "save_strategy: no", "evals_per_epoch: 4",
-        "use_peft: yes", "adapter: lora",
+        "use_peft: yes", "adapter: lora", "use_muon: true", "loraplus_lr_ratio: 16",
         "warmup_steps: 0.1", "warmup_steps: 5", "deepspeed: zero3", "sequence_parallel: true", "stage: dpo",
     ):  # fmt: skip
         assert fits_the_schema(line, schema), line

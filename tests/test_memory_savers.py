@@ -114,9 +114,10 @@ def weights_of(folder):
     return (folder / "model" / "model.safetensors").read_bytes()
 
 
-def test_updates_in_the_backward_pass_are_the_same_training(start, tmp_path):
-    late = start("late", **ALONE | {"optimizer_in_backward": False})
-    assert start("early", **ALONE) == [pytest.approx(pair, rel=1e-6) for pair in late]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_updates_in_the_backward_pass_are_the_same_training(start, tmp_path, optimizer):
+    late = start("late", **ALONE | {"optimizer_in_backward": False}, optimizer=optimizer)
+    assert start("early", **ALONE, optimizer=optimizer) == [pytest.approx(pair, rel=1e-6) for pair in late]
     assert weights_of(tmp_path / "early") == weights_of(tmp_path / "late")
 
 
@@ -131,7 +132,7 @@ def test_gradients_are_never_all_there_and_no_step_tells_the_norm_of_another():
     assert updates.norm(0.0, 1.0) == 0.0  # of a step without a trained token
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "paged_adamw"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "paged_adamw", "muon"])
 def test_bf16_weights_learn_and_go_on_bit_for_bit(start, tmp_path, monkeypatch, optimizer):
     monkeypatch.setattr(adamw_paged, "SMALLEST", 1)
     exact = start("exact", precision="bf16", optimizer=optimizer)
@@ -166,9 +167,10 @@ def test_weights_that_were_changed_before_a_bad_gradient_are_not_saved(start, tm
 
 def test_layouts_train_the_same(tmp_path):
     early = Subject("llama-tied", "early", FULL | EARLY), Subject("llama-tied", "early, LoRA", LORA | EARLY)
+    muon = Subject("llama-tied", "early, Muon", FULL | EARLY | {"optimizer": "muon"})
     bf16 = Subject("llama-tied", "bf16", FULL | BF16)
     chosen = ("ddp 2", "fsdp full 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "cp 2")
-    for verdict in in_real_processes(tmp_path, 2, chosen, *early, bf16):
+    for verdict in in_real_processes(tmp_path, 2, chosen, *early, muon, bf16):
         if verdict.subject == "bf16":
             assert verdict.difference.loss < BF16_LOSS and verdict.difference.norm < BF16_NORM, verdict
         elif verdict.case == "pp 2":

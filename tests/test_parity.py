@@ -66,17 +66,22 @@ def render_chat(tokenizer, messages):
     return ids, trained
 
 
-def plain_training(folder, steps, learning_rate=1e-3, decay=0.1):
-    """(loss, gradient norm) of each step; steps: lists of documents (ids, trained)."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
+def plain_adamw(parameters, learning_rate, decay):
+    matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
+    return torch.optim.AdamW(
         [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=learning_rate, betas=(0.9, 0.95), eps=1e-8,
     )  # fmt: skip
+
+
+def plain_training(folder, steps, learning_rate=1e-3, decay=0.1, wrap=None, optimizers=None):
+    """(loss, gradient norm) of each step; steps: lists of documents (ids, trained); wrap: puts adapters on the model;
+    optimizers: made of it, AdamW by default."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    model = wrap(model) if wrap else model
+    made = optimizers(model) if optimizers else [plain_adamw([*model.parameters()], learning_rate, decay)]
     curve = []
     for documents in steps:
         count = sum(sum(trained[1:]) for _, trained in documents)
@@ -89,8 +94,9 @@ def plain_training(folder, steps, learning_rate=1e-3, decay=0.1):
         loss.backward()
         norm = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters() if p.grad is not None))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in made:
+            optimizer.step()
+        model.zero_grad()
         curve.append((loss.item(), norm))
     return curve
 

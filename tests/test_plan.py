@@ -17,10 +17,12 @@ from swiftlite.parallel.stages import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, ZER
 from swiftlite.parallel.world import joined
 from swiftlite.planning.communication import Parameters, Traffic
 from swiftlite.planning.devices import Device, find_device
-from swiftlite.planning.footprint import Blocks, NumberBytes, Work, footprint, in_flight
+from swiftlite.planning.footprint import MATRIX_COPIES, Blocks, NumberBytes, Work, footprint, in_flight
 from swiftlite.planning.memory import Kept
 from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
 from swiftlite.planning.search import CP, EP, PP, TP, candidates
+from swiftlite.training.muon import flops
+from swiftlite.training.optimizer import build_optimizer, make_moments
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.verification.run import resolve_in_world
 
@@ -101,11 +103,13 @@ LAYOUTS = {
     "cp 4": ("llama", {CP: 4}),
     "ep 2": ("qwen3-moe", {"parallel": "fsdp", EP: 2}),
     "tp 2 x fsdp 2, experts": ("qwen3-moe", {TP: 2, "parallel": "fsdp"}),
+    "tp 2 x fsdp 2, Muon": ("llama", {TP: 2, "parallel": "fsdp", "optimizer": "muon"}),
+    "ep 2, Muon": ("qwen3-moe", {EP: 2, "parallel": "fsdp", "optimizer": "muon"}),
 }
 
 
 def _count_in_process(_rank: int, folder: Path) -> list[tuple[int, int]]:
-    """Bytes of each layout's weights here, and of those that are trained."""
+    """Bytes of each layout's weights here, and of the moments of those that are trained."""
     from measure.resident import tensor_bytes
     from measure.world import build, shared_flags
 
@@ -113,9 +117,13 @@ def _count_in_process(_rank: int, folder: Path) -> list[tuple[int, int]]:
     with joined() as world:
         for number, (toy, flags) in enumerate(LAYOUTS.values()):
             given = shared_flags(folder / toy, folder / "none") | flags
-            trainee = build(resolve_in_world("sft", given, world.size), world.within(str(number)))
+            resolved = resolve_in_world("sft", given, world.size)
+            trainee = build(resolved, world.within(str(number)))
+            optimizer = build_optimizer(trainee.trained(), resolved.config, trainee.mesh, trainee.matrices)
+            make_moments(optimizer)
+            moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
             parts = [tensor for part in trainee.divided.parts for _, tensor, _ in part.tensors()]
-            counted.append((tensor_bytes(parts), tensor_bytes(p for _, p in trainee.trained())))
+            counted.append((tensor_bytes(parts), tensor_bytes(moments)))
     return counted
 
 
@@ -129,7 +137,7 @@ def test_states_of_real_ranks(tmp_path):
         resolved = resolve_in_world("sft", shared_flags(tmp_path / toy, tmp_path / "none") | flags, 4)
         held = settle(resolved, outline_of(resolved.config, toy_config(toy, 8), "cpu"), FOUR).footprint
         assert held.weights == pytest.approx(max(weights for weights, _ in counted), rel=0.03), name
-        assert held.moments == pytest.approx(2 * max(trained for _, trained in counted), rel=0.03), name
+        assert held.moments == pytest.approx(max(moments for _, moments in counted), rel=0.03), name
 
 
 # --- the terms that no process shows ----------------------------------------------------------------------------------
@@ -211,6 +219,30 @@ def test_four_bits_are_gathered_as_they_are(tmp_path, layout):
     adapters = outline.trained
     assert held.gathered == pytest.approx(ends + packed + 2 * adapters, rel=0.01)
     assert held.weights == pytest.approx((ends + packed + 4 * adapters) / layout.shards, rel=0.01)
+
+
+def test_matrices_that_are_orthogonalised_are_counted(tmp_path):
+    """The momentum of all; of the largest what is there when activations are gone; their arithmetic and messages."""
+    flags = {"tuner": "full", "activation_checkpointing": "full", "max_length": 128, "gradient_accumulation_steps": 1}
+    resolved, outline = outlined(tmp_path, LLAMA, **flags)
+
+    def held(**more):
+        return outline.holds(resolved.config.model_copy(update=more), Layout(dp_shard=8, sharding="full"), None)
+
+    adamw, muon, early = held(), held(optimizer="muon"), held(optimizer="muon", optimizer_in_backward=True)
+    matrices = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    largest = MATRIX_COPIES * 2 * 4096 * 14336
+    assert adamw.moments - muon.moments == 4 * matrices / 8
+    assert adamw.activations + adamw.workspace < muon.activations + muon.workspace == largest
+    assert early.workspace == adamw.workspace + largest
+    plain, orthogonal = (
+        settle(outlined(tmp_path, LLAMA, **flags, optimizer=name, nproc_per_node=4)[0], outline, FOUR).pace
+        for name in ("adamw", "muon")
+    )
+    more = 32 * sum(map(flops, [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3))
+    assert orthogonal.compute - plain.compute == pytest.approx(more / 4 / (REACHED_FLOPS * 989e12), rel=1e-3)
+    messages = {message.traffic.what: message for message in orthogonal.messages}
+    assert messages["matrices"].exposed == messages["matrices"].seconds > 0
 
 
 def test_a_reference_beside_the_model_is_counted(tmp_path):

@@ -179,7 +179,7 @@ def _save_checkpoint(trainee: Trainee, optimizer: torch.optim.Optimizer, final: 
     uncounted = trainee.uncounted()
     counted = [(name, p) for name, p in trainee.trained() if id(p) not in uncounted]
     tensors = resume_tensors(counted, optimizer, masters=masters)
-    plan = plan_resume_file(trainee.trained_shapes, masters=masters, moments=True)
+    plan = plan_resume_file(trainee.trained_shapes, masters=masters, moments=True, single=trainee.matrices)
 
     def create(folder: Path) -> None:
         create_model_files(folder, trainee.files, trainee.model, trainee.base, None)

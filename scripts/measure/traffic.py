@@ -20,6 +20,7 @@ from swiftlite.parallel.stages import choose_schedule
 from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.parallel.world import World, joined
 from swiftlite.planning.communication import ModelShape, Step, step_traffic
+from swiftlite.training.muon import orthogonalized_in
 from swiftlite.training.setup import Trainee
 from swiftlite.verification.run import resolve_in_world
 
@@ -41,12 +42,15 @@ CASES: dict[int, list[Case]] = {
     2: [
         Case("fsdp full 2", {"parallel": "fsdp"}),
         Case("fsdp grad_op 2, bf16", {"parallel": "fsdp", "sharding": "grad_op", "precision": "bf16"}),
+        Case("fsdp full 2, Muon", {"parallel": "fsdp", "optimizer": "muon"}, "qwen3-moe"),
+        Case("ddp 2, Muon", {"parallel": "ddp", "optimizer": "muon"}, "qwen3-moe"),
     ],
     4: [
         Case("ddp 4", {"parallel": "ddp"}),
         Case("fsdp full 4", {"parallel": "fsdp"}),
         Case("fsdp full 4, bf16", {"parallel": "fsdp", "precision": "bf16"}),
         Case("fsdp full 4, LoRA", {"parallel": "fsdp", "tuner": "lora"}),
+        Case("fsdp full 4, Muon", {"parallel": "fsdp", "optimizer": "muon"}),
         Case("fsdp full 4, reduced each micro-batch", {"parallel": "fsdp", "sync_every_microbatch": True}),
         Case("fsdp grad_op 4", {"parallel": "fsdp", "sharding": "grad_op"}),
         Case("hybrid 2x2", {"mesh": "2x2"}),
@@ -130,6 +134,7 @@ def _compare(case: Case, trainee: Trainee, schedule: str, counted: list[Counter]
         compute=trainee.precision.dtype.itemsize,
         stored=trainee.base.get_input_embeddings().weight.element_size(),
         sync_every_microbatch=bool(case.flags.get("sync_every_microbatch")),
+        orthogonalized=orthogonalized_in(trainee.mesh.device).itemsize if trainee.matrices else 0,
         schedule=choose_schedule(schedule, config.num_hidden_layers, layout.pp) if layout.pp > 1 else None,
     )
     groups = _groups(trainee.mesh)

@@ -31,7 +31,7 @@ class Trainer:
 
     def __init__(self, trainee: Trainee, config: RunConfig, tokens: int, count: int) -> None:
         self.trainee, self.config = trainee, config
-        self.optimizer = build_optimizer(trainee.trained(), config)
+        self.optimizer = build_optimizer(trainee.trained(), config, trainee.mesh, trainee.matrices)
         vocabulary = trainee.base.config.get_text_config().vocab_size
         random = torch.Generator().manual_seed(trainee.mesh.data_rank)
         self._batches = [_micro_batch(torch.randint(vocabulary, (tokens,), generator=random)) for _ in range(count)]

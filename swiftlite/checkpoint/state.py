@@ -1,16 +1,17 @@
 """What exact resume needs beside the loadable model: optimizer tensors, fp32 masters and the trainer's counters.
 
-`resume/tensors.safetensors` holds `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step` for each trained parameter NAME, and
-`NAME.master` where the model files hold it in a smaller type: whole tensors, whatever the layout that wrote them.
-`trainer_state.json` holds the rest. No pickle. The tensors lie in a folder of their own because a checkpoint is a model
-that others load: vLLM and SGLang read each `*.safetensors` beside `config.json` where there is no index.
+`resume/tensors.safetensors` holds `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step` for each trained parameter NAME, but
+for hidden matrices under Muon, which have no `NAME.exp_avg_sq`, and `NAME.master` where the model files hold it in a
+smaller type: whole tensors, whatever the layout that wrote them. `trainer_state.json` holds the rest. No pickle. The
+tensors lie in a folder of their own because a checkpoint is a model that others load: vLLM and SGLang read each
+`*.safetensors` beside `config.json` where there is no index.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -31,6 +32,7 @@ STEM, STATE = "resume/tensors", "trainer_state.json"
 TENSORS, OLDER_TENSORS = f"{STEM}.safetensors", "resume.safetensors"  # older checkpoints have them in the latter
 FORMAT = 1
 MOMENTS, COUNTER = ("exp_avg", "exp_avg_sq"), "step"
+MOMENTUM = MOMENTS[0]
 
 T = TypeVar("T")
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -51,18 +53,27 @@ def fresh_moments(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     return {COUNTER: counter} | {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in MOMENTS}
 
 
-def plan_resume_file(shapes: dict[str, tuple[int, ...]], *, masters: bool, moments: bool) -> FilePlan:
+def plan_resume_file(
+    shapes: dict[str, tuple[int, ...]], *, masters: bool, moments: bool, single: Collection[str] = ()
+) -> FilePlan:
     """The layout of `resume/tensors.safetensors`. shapes: of every trained parameter of the whole model, by name.
 
-    masters: also the trained parameters in fp32; moments: False before the first update.
+    masters: also the trained parameters in fp32; moments: False before the first update; single: the parameters that
+    have the first moment alone.
     """
     entries = []
     for name, shape in shapes.items():
-        kinds = ([("master", shape)] if masters else []) + ([(kind, shape) for kind in MOMENTS] if moments else [])
+        kept = kinds_of(name, single) if moments else ()
+        kinds = ([("master", shape)] if masters else []) + [(kind, shape) for kind in kept]
         for kind, extent in [*kinds, *([(COUNTER, ())] if moments else [])]:
             key, box = f"{name}.{kind}", whole(extent)
             entries.append((Entry(key, extent, key, box, tuple(range(len(extent)))), torch.float32))
     return FilePlan(entries, STEM, None)
+
+
+def kinds_of(name: str, single: Collection[str]) -> tuple[str, ...]:
+    """The moments of a parameter. single: the names of those that have the first one alone."""
+    return (MOMENTUM,) if name in single else MOMENTS
 
 
 def resume_tensors(trained: Named, optimizer: torch.optim.Optimizer, *, masters: bool) -> dict[str, torch.Tensor]:
@@ -87,7 +98,7 @@ def begin_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> 
 
 
 def put_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None:
-    """Let an optimizer go on from these, which are of the kinds that `fresh_moments` has."""
+    """Let an optimizer go on from these, which are of the kinds that `begin_moments` makes."""
     if isinstance(optimizer, PacksMoments):
         optimizer.put_moments(parameter, moments)
     else:
@@ -151,29 +162,35 @@ def damaged_state(folder: Path, what: str) -> UserError:
 
 @torch.no_grad()
 def load_resume_state(
-    folder: Path, shapes: dict[str, tuple[int, ...]], trained: Named, optimizer: torch.optim.Optimizer
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    trained: Named,
+    optimizer: torch.optim.Optimizer,
+    single: Collection[str] = (),
 ) -> None:
     """Put masters and optimizer tensors back, each process the parts it holds.
 
-    shapes: of every trained parameter of the whole model. Raises UserError where the checkpoint does not fit it.
+    shapes: of every trained parameter of the whole model; single: those that have the first moment alone. Raises
+    UserError where the checkpoint does not fit it.
     """
     older = folder / OLDER_TENSORS
     file = TensorFolder(older if older.is_file() else folder / TENSORS)
-    _check_names(folder, file, shapes)
+    _check_names(folder, file, shapes, single)
     for name, parameter in trained:
         if f"{name}.master" in file.entries:
             _read(file, f"{name}.master", parameter)
         if f"{name}.{COUNTER}" not in file.entries:
             continue
-        state = fresh_moments(parameter)
-        for kind in MOMENTS:
+        kinds = kinds_of(name, single)
+        state = {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in kinds}
+        for kind in kinds:
             _read(file, f"{name}.{kind}", state[kind])
         # A copy: what is read twice, for both ends of a tied weight, is the same memory and would count twice.
         state[COUNTER] = file.read(f"{name}.{COUNTER}").to(parameter.device, copy=True)
         put_moments(optimizer, parameter, state)
 
 
-def _check_names(folder: Path, file: TensorFolder, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_names(folder: Path, file: TensorFolder, shapes: dict[str, tuple[int, ...]], single: Collection[str]) -> None:
     fix = "resume with the flags of the run that wrote it"
     for key, entry in file.entries.items():
         name, _, kind = key.rpartition(".")
@@ -183,7 +200,7 @@ def _check_names(folder: Path, file: TensorFolder, shapes: dict[str, tuple[int, 
             raise UserError(f"{key} has shape {entry.shape}, the parameter {shapes[name]}", where=str(folder), fix=fix)
 
     for name in {key.removesuffix(f".{COUNTER}") for key in file.entries if key.endswith(f".{COUNTER}")}:
-        lacking = [kind for kind in MOMENTS if f"{name}.{kind}" not in file.entries]
+        lacking = [kind for kind in kinds_of(name, single) if f"{name}.{kind}" not in file.entries]
         if lacking:
             raise UserError(f"the checkpoint lacks {name}.{lacking[0]}", where=str(folder), fix=fix)
 

@@ -115,6 +115,12 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             ("adapter", "tuner"),
             "use --tuner lora, or leave --adapter out",
         ),
+        (
+            config.lora_plus_ratio != 1 and config.tuner != "lora",
+            f"--lora-plus-ratio {config.lora_plus_ratio:g} is of LoRA's B matrices, but the tuner is {config.tuner}",
+            ("lora_plus_ratio", "tuner"),
+            "use --tuner lora, or leave --lora-plus-ratio out",
+        ),
         *_memory_rules(config),
         *_backward_rules(config),
         (

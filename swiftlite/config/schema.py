@@ -258,16 +258,17 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
         "lr_warmup_iters",
         shown="by ratio",
     )
-    weight_decay: NotNegative = flag(0.0, OPTIMIZATION, "AdamW's weight decay.")
+    weight_decay: NotNegative = flag(0.0, OPTIMIZATION, "Decoupled weight decay, of matrices.")
     max_grad_norm: NotNegative = flag(
         1.0, OPTIMIZATION, "Clip the gradient to this norm; 0 does not clip.", "clip_grad", "clip_grad_norm"
     )
-    optimizer: Annotated[Literal["adamw", "adamw_8bit", "paged_adamw"], Spelling(types.OPTIMIZERS)] = flag(
+    optimizer: Annotated[Literal["adamw", "adamw_8bit", "paged_adamw", "muon"], Spelling(types.OPTIMIZERS)] = flag(
         "adamw",
         OPTIMIZATION,
         "AdamW; with moments of 8 bits: 10 instead of 16 bytes a trained parameter; or with moments in the host's"
-        " memory: 8 bytes on the GPU.",
+        " memory: 8 bytes on the GPU; or Muon for the layers' matrices: 12 bytes.",
         "optim",
+        phrases={"use_muon": {types.ON_ALONE: "muon"}},
     )
     adam_beta1: BelowOne = flag(0.9, OPTIMIZATION, "Decay of AdamW's mean.")
     adam_beta2: BelowOne = flag(0.95, OPTIMIZATION, "Decay of AdamW's mean of squares.")

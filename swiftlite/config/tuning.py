@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import TUNER, flag
-from swiftlite.config.types import BelowOne, Count, Integer, Names, NullWord, OptionalText, Spelling, Targets
+from swiftlite.config.types import BelowOne, Count, Integer, Names, NullWord, OptionalText, Ratio, Spelling, Targets
 
 
 class TunerSettings(BaseModel):
@@ -58,6 +58,10 @@ class TunerSettings(BaseModel):
     rslora: bool = flag(
         False, TUNER, "Rank-stabilised LoRA: scale by alpha / sqrt(rank).", "use_rslora", "peft_use_rslora"
     )
+    lora_plus_ratio: Ratio = flag(
+        1.0, TUNER, "LoRA+: the B matrices learn at so many times the learning rate.", "loraplus_lr_ratio",
+        "lorap_lr_ratio", "lora_lr_ratio",
+    )  # fmt: skip
     trainable_layers: Integer = flag(
         2, TUNER, "`--tuner freeze`: train the last N layers; negative: the first N.", "freeze_trainable_layers"
     )

@@ -198,6 +198,11 @@ def _null_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in NULL_WORDS else value
 
 
+def _one_if_null(value: Any) -> Any:
+    """Other tools' "no ratio"."""
+    return 1.0 if _null_word(value) is None else value
+
+
 def _minus_one(value: Any) -> Any:
     """transformers' own "no limit"."""
     return None if str(value).strip() == "-1" else value
@@ -293,6 +298,7 @@ OptionalWhole = Annotated[Whole | None, NullWord]
 Integer = Annotated[int, Number]
 Positive = Annotated[float, Field(gt=0), Number]
 Passes = Annotated[float, Field(gt=0, le=1e6), Number]
+Ratio = Annotated[Positive, BeforeValidator(_one_if_null)]
 OptionalPositive = Annotated[Positive | None, NullWord]
 NotNegative = Annotated[float, Field(ge=0), Number]
 Fraction = Annotated[float, Field(ge=0, le=1), Number]

@@ -22,8 +22,16 @@ NAME = f"swiftlite_{GROUPED}"
 
 def find_experts(base: nn.Module) -> list[tuple[str, nn.Module]]:
     """Fused experts, by name: what transformers' `use_experts_implementation` marks with these attributes."""
-    marks = {"num_experts", "is_transposed", "has_gate"}
-    return [(name, module) for name, module in base.named_modules() if marks <= vars(module).keys()]
+    return [(name, module) for name, module in base.named_modules() if _is_marked(module)]
+
+
+def _is_marked(module: nn.Module) -> bool:
+    return {"num_experts", "is_transposed", "has_gate"} <= vars(module).keys()
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether it has the matrices of several experts in one parameter, marked or by its class's name."""
+    return _is_marked(module) or type(module).__name__.endswith("Experts")
 
 
 def use_autocast_experts(base: PreTrainedModel) -> None:

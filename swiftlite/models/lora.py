@@ -20,6 +20,11 @@ from swiftlite.models.products import FastLinear, are_plain_fp32, linear, no_vie
 LINEAR = (nn.Linear, FastLinear)
 
 
+def is_lora_b(name: str) -> bool:
+    """Whether a parameter of a peft model is the second matrix of a LoRA adapter, on an embedding or elsewhere."""
+    return ".lora_B." in name or ".lora_embedding_B." in name
+
+
 def fuse_adapters(model: nn.Module) -> None:
     """Give every plain adapter of a peft model that forward pass, in place. Others (DoRA, with dropout) stay.
 

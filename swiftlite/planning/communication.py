@@ -8,6 +8,7 @@ counts of tokens, a mixture's router loss) is left out, and so is what recompute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from torch import nn
 
 from swiftlite.models.anatomy import attention_heads, dissect, head_sizes
 from swiftlite.models.experts import find_experts
+from swiftlite.models.matrices import is_matrix
 from swiftlite.parallel.context import divide_heads
 from swiftlite.parallel.stages import Schedule
 
@@ -44,23 +46,28 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many there are, all and trained. whole: those of norms, which tensor parallelism does not divide."""
+    """How many there are, all and trained. whole: those of norms, which tensor parallelism does not divide; matrices:
+    shapes of the trained ones that are matrices where the modules are of decoder layers."""
 
     count: int
     trained: int
     whole: int
     whole_trained: int
+    matrices: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def of(modules: list[nn.Module], without: set[int] = frozenset()) -> Parameters:
         """Those below some modules, each once, but for the ids in `without`."""
-        found = {id(p): (p, "Norm" in type(m).__name__) for top in modules for m in top.modules() for p in _own(m)}
-        kept = [(p.numel(), p.requires_grad, norm) for key, (p, norm) in found.items() if key not in without]
+        places = ((m, name, p) for top in modules for m in top.modules() for name, p in _own(m))
+        found = {id(p): (p, "Norm" in type(m).__name__, is_matrix(m, name)) for m, name, p in places}
+        kept = [(p.numel(), p.requires_grad, norm) for key, (p, norm, _) in found.items() if key not in without]
+        matrices = (p for key, (p, _, matrix) in found.items() if matrix and p.requires_grad and key not in without)
         return Parameters(
             count=sum(number for number, _, _ in kept),
             trained=sum(number for number, trained, _ in kept if trained),
             whole=sum(number for number, _, norm in kept if norm),
             whole_trained=sum(number for number, trained, norm in kept if trained and norm),
+            matrices=tuple(tuple(p.shape) for p in matrices),
         )
 
     def on_each(self, ranks: int) -> tuple[float, float]:
@@ -69,8 +76,8 @@ class Parameters:
         return divided[0] + self.whole, divided[1] + self.whole_trained
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))
+def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(recurse=False))
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,8 @@ class Step:
     compute: bytes of a number in products of matrices; stored: those of weights as they are kept and of hidden states
     between layers (4 in full tuning; 2 where LoRA's base is bf16); schedule: None without a pipeline; frozen: bytes of
     a layer's frozen number as it is gathered, where those are fewer than in products; masters: of a trained number;
-    offload: weights and gradients wait in the host's memory; paged: bytes of moments of a trained number that do.
+    offload: weights and gradients wait in the host's memory; paged: bytes of moments of a trained number that do;
+    orthogonalized: bytes of a number of the matrices that Muon orthogonalises, 0 where it does not.
     """
 
     tokens: int
@@ -139,6 +147,7 @@ class Step:
     masters: float = 4
     offload: bool = False
     paged: float = 0
+    orthogonalized: int = 0
 
 
 def step_traffic(layout: Layout, model: ModelShape, step: Step) -> list[Traffic]:
@@ -148,7 +157,7 @@ def step_traffic(layout: Layout, model: ModelShape, step: Step) -> list[Traffic]
     """
     plan = _Plan(layout, model, step)
     parts = (plan.weights(), plan.expert_weights(), plan.tensor(), plan.pipeline(), plan.context(), plan.experts())
-    parts += (plan.host(),)  # at last: what runs beside arithmetic first hides no copies as well
+    parts += (plan.matrices(), plan.host())  # at last: what runs beside arithmetic first hides no copies as well
     return [entry for part in parts for entry in part if entry.size > 0]
 
 
@@ -224,6 +233,17 @@ class _Plan:
         yield Traffic(dimension, "all-gather", "weights", _ring(shards) * gathered / p)
         yield Traffic(dimension, "reduce-scatter", "gradients", _ring(shards) * reduced)
         yield Traffic("dp_replicate", "all-reduce", "gradients", 2 * _ring(replicas) * reduced / shards)
+
+    def matrices(self) -> Iterator[Traffic]:
+        """Each to the process that orthogonalises it, and back to all who hold parts of it. Experts' travel between
+        replicas alone: each is whole somewhere, but where expert parallelism leaves fewer of them than ranks."""
+        layout, replicas = self.layout, self.layout.dp_replicate
+        ranks = layout.dp_shard * layout.cp * layout.tp
+        dimension = "dp_replicate" if replicas > 1 else "tp" if layout.tp == ranks else "fsdp"
+        for parameters, parts in ((self.model.layers, ranks), (self.model.experts, 1)):
+            numbers = sum(math.prod(shape) for shape in parameters.matrices) / layout.pp / ranks
+            sent = numbers / replicas * (1 - 1 / parts + replicas - 1 / parts)
+            yield Traffic(dimension, "all-to-all", "matrices", sent * self.step.orthogonalized)
 
     # --- the host's memory --------------------------------------------------------------------------------------------
 

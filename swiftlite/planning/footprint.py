@@ -7,6 +7,7 @@ section 2.2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
@@ -29,14 +30,23 @@ STATE_BYTES = {"weights": 4, "gradients": 4, "moments": 8}
 TRAINED_BYTES = sum(STATE_BYTES.values())
 PACKED_MOMENTS = 2 * (1 + 4 / 256)  # of adamw_8bit: a byte, and a scale for 256
 REDUCED = 4  # bytes of a gradient that is not in shards yet: always fp32
+MATRIX_COPIES = (
+    6  # of one that is orthogonalised: parts, whole, normalised and next, and two products of at most its size
+)
 LIVE_UNITS = 2  # of FSDP: the one that computes and the one that is gathered meanwhile
 
 
 def moment_bytes(optimizer: str, device_type: str) -> float:
-    """What both moments of a trained parameter take on the device. optimizer: as `--optimizer` has it."""
+    """What both moments of a trained number take on the device. optimizer: as `--optimizer` has it, under Muon of what
+    is no hidden matrix."""
     if optimizer == "paged_adamw" and device_type != "cpu":
         return 0
     return PACKED_MOMENTS if optimizer == "adamw_8bit" else STATE_BYTES["moments"]
+
+
+def matrix_moment_bytes(optimizer: str, device_type: str) -> float:
+    """The same of a hidden matrix, of which Muon keeps the momentum alone."""
+    return STATE_BYTES["moments"] / 2 if optimizer == "muon" else moment_bytes(optimizer, device_type)
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,8 @@ def _ids(part: nn.Module) -> set[int]:
 @dataclass(frozen=True)
 class NumberBytes:
     """Bytes of a number of the model. weight, gradient, moments: of a trained one; frozen: of another one in a layer,
-    on average; stored: of one that is in no layer; compute: in products of matrices."""
+    on average; stored: of one that is in no layer; compute: in products of matrices. matrix_moments: of a hidden
+    matrix; orthogonalized: of one that Muon orthogonalises meanwhile, 0 where it does not."""
 
     weight: float
     gradient: float
@@ -82,6 +93,8 @@ class NumberBytes:
     frozen: float
     stored: int
     compute: int
+    matrix_moments: float = STATE_BYTES["moments"]
+    orthogonalized: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,10 +188,10 @@ class _Device:
     ) -> None:
         self.blocks, self.layout, self.of, self.work, self.flights = blocks, layout, of, work, flights
         self.has_head = ends[1]
-        self.shards = layout.dp_shard * layout.cp
+        self.layers, self.shards = list(layers), layout.dp_shard * layout.cp
         self.by_fsdp = self.shards * layout.dp_replicate > 1 or work.offload
-        self.units = [self._layer(layer, layout.expert_parallel) for layer in layers]
-        self.stored = [self._layer(layer, 1) for layer in layers]  # experts' shards are fewer by as much
+        self.units = [self._layer(layer, layout.expert_parallel) for layer in self.layers]
+        self.stored = [self._layer(layer, 1) for layer in self.layers]  # experts' shards are fewer by as much
         parts = [blocks.embedding] if ends[0] or blocks.tied else []
         parts += [blocks.head, blocks.rest] if ends[1] else []
         self.ends = _sum(part.on_each(layout.tp) for part in parts)
@@ -192,14 +205,35 @@ class _Device:
     def holds(self) -> Footprint:
         weights, _, moments = (0.0, 0.0, 0.0) if self.work.offload else self._states()
         weights *= self.work.models
-        return Footprint(weights, self._gradients(), moments, self._gathered(), *self._of_tokens())
+        activations, workspace = self._of_tokens()
+        workspace = self._beside_matrices(activations, workspace)
+        return Footprint(weights, self._gradients(), moments, self._gathered(), activations, workspace)
 
     def _states(self) -> tuple[float, float, float]:
         in_layers, trained_there = _sum(self.stored)
         trained = trained_there + self.ends[1]
         weights = trained * self.of.weight
         weights += (in_layers - trained_there) * self.of.frozen + (self.ends[0] - self.ends[1]) * self.of.stored
-        return weights / self.shards, trained * self.of.gradient / self.shards, trained * self.of.moments / self.shards
+        matrices = sum(math.prod(shape) for layer in self.layers for shape in self._matrices(layer)) / self.layout.tp
+        moments = (trained - matrices) * self.of.moments + matrices * self.of.matrix_moments
+        return weights / self.shards, trained * self.of.gradient / self.shards, moments / self.shards
+
+    def _matrices(self, layer: int) -> tuple[tuple[int, ...], ...]:
+        return self.blocks.layers[layer].matrices + self.blocks.experts[layer].matrices
+
+    def _beside_matrices(self, activations: float, workspace: float) -> float:
+        """The workspace where matrices are orthogonalised: when activations are gone, or during the backward pass."""
+        largest = max((self._together(shape) for layer in self.layers for shape in self._matrices(layer)), default=0)
+        needed = MATRIX_COPIES * largest * self.of.orthogonalized
+        return max(workspace, needed - activations) if self.of.gradient else workspace + needed
+
+    def _together(self, shape: tuple[int, ...]) -> float:
+        """Numbers of a matrix, or of those in a batch that a rank has at a time: experts are dealt out where there are
+        enough of them."""
+        *batch, rows, columns = shape
+        ranks = self.layout.tp * self.shards
+        of_batch = [count / (ranks if count >= ranks else self.layout.expert_parallel) for count in batch]
+        return rows * columns * math.prod(of_batch)
 
     def _gradients(self) -> float:
         """Whole until the last micro-batch where they add up, and of two units and the ends where not."""

@@ -113,8 +113,9 @@ def _span(layout: Layout, dimension: str) -> int:
 def _beside(entry: Traffic, layout: Layout) -> str | None:
     """The arithmetic that messages run beside: weights are gathered beside all of it, or beside a forward pass where
     they travel once; gradients beside a backward pass; what a pipeline hands on beside other micro-batches. What
-    tensor, context and expert parallelism exchange is waited for, and so are moments that are paged."""
-    if entry.dimension in ("tp", "cp", "ep") or entry.what == "moments":
+    tensor, context and expert parallelism exchange is waited for, and so are moments that are paged and matrices on
+    their way to be orthogonalised."""
+    if entry.dimension in ("tp", "cp", "ep") or entry.what in ("moments", "matrices"):
         return None
     if entry.dimension == "pp":
         return "other micro-batches"

@@ -17,10 +17,20 @@ from swiftlite.objectives.head import CHUNK_BYTES
 from swiftlite.parallel.stages import StagePlan, choose_schedule, plan_stages
 from swiftlite.planning.choose import USABLE, Choice, Try, data_layouts, explained, first_that_fits, tries
 from swiftlite.planning.communication import ModelShape
-from swiftlite.planning.footprint import STATE_BYTES, Blocks, Footprint, NumberBytes, Work, footprint, moment_bytes
+from swiftlite.planning.footprint import (
+    STATE_BYTES,
+    Blocks,
+    Footprint,
+    NumberBytes,
+    Work,
+    footprint,
+    matrix_moment_bytes,
+    moment_bytes,
+)
 from swiftlite.planning.memory import Kept, Written, activation_bytes_per_token, layer_keeps
 from swiftlite.training.divide import spares_cheap_results
 from swiftlite.training.flops import FlopCounter
+from swiftlite.training.muon import orthogonalized_in
 from swiftlite.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -112,10 +122,13 @@ class Outline:
         share = masters / STATE_BYTES["weights"]
         gradient = 0 if config.optimizer_in_backward or self.evaluates else STATE_BYTES["gradients"] * share
         moments = 0 if self.evaluates else moment_bytes(config.optimizer, self.device.type)
+        of_matrix = 0 if self.evaluates else matrix_moment_bytes(config.optimizer, self.device.type)
+        exact = orthogonalized_in(self.device).itemsize if config.optimizer == "muon" and not self.evaluates else 0
         in_layers = sum(part.count - part.trained for part in (*self.blocks.layers, *self.blocks.experts))
         size = self.precision.dtype.itemsize
         spared = self.packed * (size - bytes_a_number(config.quantization, size)) if self.packed else 0
-        return NumberBytes(masters, gradient, moments, stored - spared / max(1, in_layers), stored, size)
+        frozen = stored - spared / max(1, in_layers)
+        return NumberBytes(masters, gradient, moments, frozen, stored, size, of_matrix, exact)
 
     def holds(self, config: RunConfig, layout: Layout, stages: StagePlan | None) -> Footprint:
         """What the fullest device does. config: with every setting of memory settled."""

@@ -13,34 +13,52 @@ from torch import nn
 
 from swiftlite.checkpoint.state import begin_moments
 from swiftlite.dtensors import is_dtensor, local
+from swiftlite.models.lora import is_lora_b
 from swiftlite.parallel.mesh import STORED, Mesh
 from swiftlite.training.adamw_8bit import AdamW8bit
 from swiftlite.training.adamw_bf16 import AdamWBf16
 from swiftlite.training.adamw_paged import PagedAdamW
+from swiftlite.training.muon import Muon
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
+RATIO = "ratio"  # of a group's learning rate to that of the run
 
-def build_optimizer(trained: list[tuple[str, nn.Parameter]], config: RunConfig) -> torch.optim.Optimizer:
+
+def build_optimizer(
+    trained: list[tuple[str, nn.Parameter]], config: RunConfig, mesh: Mesh, matrices: Collection[str] = ()
+) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101): fused, with moments of 8 bits or in the host's memory, or for weights without fp32
-    masters. Vectors (norms, biases) are not decayed."""
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}  # one fused update takes parameters of one mesh
-    for _, parameter in trained:
-        mesh = parameter.device_mesh if is_dtensor(parameter) else None
-        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    masters; or Muon. Vectors (norms, biases) are not decayed. LoRA's B matrices learn faster where the settings say so.
+
+    matrices: names of the hidden ones, which Muon takes. Every process of the run calls it together.
+    """
+    # one fused update takes parameters of one mesh
+    groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
+    for name, parameter in trained:
+        own = parameter.device_mesh if is_dtensor(parameter) else None
+        ratio = config.lora_plus_ratio if is_lora_b(name) else 1.0
+        groups.setdefault((parameter.ndim >= 2, ratio, own), []).append(parameter)
     make = torch.optim.AdamW
     if config.optimizer != "adamw" or config.pure_bf16:
-        kind = {"adamw": AdamWBf16, "adamw_8bit": AdamW8bit, "paged_adamw": PagedAdamW}[config.optimizer]
-        make = functools.partial(kind, seed=config.seed, names={id(parameter): name for name, parameter in trained})
-    return make(
-        [{"params": group, "weight_decay": config.weight_decay * decay} for (decay, _), group in groups.items()]
-        or [{"params": []}],  # a stage of a pipeline may be frozen as a whole
+        kind = {"adamw": AdamWBf16, "adamw_8bit": AdamW8bit, "paged_adamw": PagedAdamW, "muon": Muon}[config.optimizer]
+        more = {"matrices": matrices, "mesh": mesh} if kind is Muon else {}
+        names = {id(parameter): name for name, parameter in trained}
+        make = functools.partial(kind, seed=config.seed, names=names, **more)
+    optimizer = make(
+        [
+            {"params": group, "weight_decay": config.weight_decay * decay, RATIO: ratio}
+            for (decay, ratio, _), group in groups.items()
+        ]
+        or [{"params": [], RATIO: 1.0}],  # a stage of a pipeline may be frozen as a whole
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         fused=True,
     )
+    set_rate(optimizer, config.learning_rate)
+    return optimizer
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -52,8 +70,9 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """rate: the learning rate, of which LoRA's B matrices have a multiple under LoRA+ (arXiv 2402.12354)."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group[RATIO]
 
 
 @torch.no_grad()

@@ -126,10 +126,10 @@ def _compare_settings(config: RunConfig, checkpoint: Path, say: Callable[[str], 
     """Tell what has changed. Raises UserError where the checkpoint has it from its run."""
     settings = run_settings(checkpoint)
     changed = changed_settings(settings, config)
-    fixed = [words for name, words in changed.items() if name in FIXED]
+    fixed = [words for name, words in changed.items() if name in FIXED or (name == "optimizer" and "muon" in words)]
     if fixed:
         raise UserError(
-            f"a run cannot go on with other settings of what is trained: {', '.join(fixed)}",
+            f"a run cannot go on with other settings of what is trained, and how: {', '.join(fixed)}",
             where=str(checkpoint),
             fix=f"resume with those of {settings}, or start a new run",
         )

@@ -145,7 +145,7 @@ class Session:
         self._trainee, self._method = trainee, method
         self._load_tokenizer, self._reporter = load_tokenizer, reporter
         self._mesh = trainee.mesh
-        self._optimizer = build_optimizer(trainee.trained(), config)
+        self._optimizer = build_optimizer(trainee.trained(), config, trainee.mesh, trainee.matrices)
         self._progress = Progress()
         self._best: tuple[int | None, float | None] = None, None  # step and loss of the best checkpoint that is there
         self._saved: Path | None = None  # the checkpoint that holds the present weights, or the last one written
@@ -172,7 +172,8 @@ class Session:
                 fix="resume with the same data and data flags, or start a new run from its model with --model",
             )
         trainee = self._trainee
-        load_resume_state(checkpoint, trainee.trained_shapes, trainee.trained(), self._optimizer)
+        shapes, matrices = trainee.trained_shapes, trainee.matrices
+        load_resume_state(checkpoint, shapes, trainee.trained(), self._optimizer, matrices)
         self._progress = saved_progress(state, checkpoint, self._method.state)
         self._prepared.train.recount(self._progress.step)
         self._saved = checkpoint
@@ -267,7 +268,8 @@ class Session:
 
     def _resume_plan(self, *, moments: bool) -> FilePlan:
         trainee = self._trainee
-        return plan_resume_file(trainee.trained_shapes, masters=trainee.files.rounded, moments=moments)
+        shapes, masters = trainee.trained_shapes, trainee.files.rounded
+        return plan_resume_file(shapes, masters=masters, moments=moments, single=trainee.matrices)
 
     def save_checkpoint(self, *, last: bool) -> None:
         """Write a complete checkpoint, then drop the ones beyond `--keep-checkpoints` (never the best one).

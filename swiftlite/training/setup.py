@@ -38,6 +38,8 @@ from swiftlite.models.compiled import left_out_of
 from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder, own_attention
+from swiftlite.models.lora import is_lora_b
+from swiftlite.models.matrices import hidden_matrices
 from swiftlite.models.quantize import NF4, packing
 from swiftlite.models.rotary import scale_by_document
 from swiftlite.models.tuners import (
@@ -85,9 +87,10 @@ class Trainee:
 
     model: the base or a peft model around it, base: the causal language model inside; both whole, of which a pipeline
     trains copies. divided: what this process trains; files: how the result is laid out; trained_shapes: of every
-    trained parameter of the whole model; parameters: (trained, all); has_new_head: no file held the score head.
-    kernels: `liger` or `none`; free: bytes of a device before weights loaded; alone: why documents have rows of their
-    own, if they have. notes: what the user should know of how the model is trained.
+    trained parameter of the whole model; matrices: the names of those that Muon takes; parameters: (trained, all);
+    has_new_head: no file held the score head. kernels: `liger` or `none`; free: bytes of a device before weights
+    loaded; alone: why documents have rows of their own, if they have. notes: what the user should know of how the
+    model is trained.
     """
 
     model: nn.Module
@@ -98,6 +101,7 @@ class Trainee:
     divided: Divided
     files: ModelFiles
     trained_shapes: dict[str, tuple[int, ...]]
+    matrices: frozenset[str]
     parameters: tuple[int, int]
     has_new_head: bool = False
     kernels: str = "none"
@@ -238,7 +242,7 @@ def build_trainee(
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     notes += [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
     model = apply_tuner(base, config, adapter, notes.append)
-    _settle_trained(model, config, evaluates=evaluates)
+    _settle_trained(model, base, config, notes.append, evaluates=evaluates)
     sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
     sources += read_on_top(model, base, weights, adapter, None if source == str(resume) else resume)
     check_same_weights(world, given, [folder for folder, _ in sources])
@@ -262,12 +266,23 @@ def build_trainee(
     return trainee
 
 
-def _settle_trained(model: nn.Module, config: RunConfig, *, evaluates: bool) -> None:
-    """Of an evaluation nothing; adapters are small, and stay in fp32 as they were trained."""
-    if evaluates and config.tuner != "lora":
-        model.requires_grad_(False)
-    elif not any(parameter.requires_grad for parameter in model.parameters()):
+def _settle_trained(
+    model: nn.Module, base: PreTrainedModel, config: RunConfig, tell: Callable[[str], None], *, evaluates: bool
+) -> None:
+    """Of an evaluation nothing; adapters are small, and stay in fp32 as they were trained. Raises UserError where what
+    is trained is nothing, or not what a setting is of."""
+    if evaluates:
+        if config.tuner != "lora":
+            model.requires_grad_(False)
+        return
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
         raise UserError("no parameter is trained", where="--tuner", fix="choose other layers or modules to train")
+    if config.lora_plus_ratio != 1 and not any(is_lora_b(name) for name, _ in trained):
+        what = f"--lora-plus-ratio {config.lora_plus_ratio:g} is of LoRA's B matrices, and the adapter has none"
+        raise UserError(what, where="--adapter", fix="leave --lora-plus-ratio out")
+    if config.optimizer == "muon" and hidden_matrices(base).isdisjoint(id(parameter) for _, parameter in trained):
+        tell("no matrix of a layer is trained, so --optimizer muon is AdamW here")
 
 
 def precision_of(config: RunConfig, name: str, model_config: PretrainedConfig, device: torch.device) -> Precision:
@@ -338,9 +353,11 @@ def _on_meta(
     """What is known of the whole model, and then its parts. of_files: their type."""
     base, precision = outline.base, outline.precision
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else of_files
+    hidden = hidden_matrices(base) if config.optimizer == "muon" else ()
     known = {
         "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
+        "matrices": frozenset(name for name, p in model.named_parameters() if p.requires_grad and id(p) in hidden),
         "parameters": (outline.trained, outline.trained + outline.frozen),
     }
     options = DataParallel(

@@ -101,6 +101,9 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "enable_jit_checkpoint": (ON, "a run that is asked to stop saves a checkpoint first"),
     "logging_nan_inf_filter": (EVERY, "{on_nonfinite} says what becomes of such a step"),
     "expert_tensor_parallel_size": (("1",), "experts are divided by {expert_parallel_size}"),
+    "muon_momentum": (("0.95",), "Muon's momentum is that"),
+    "muon_num_ns_steps": (("5",), "Muon takes so many steps"),
+    "muon_use_nesterov": (ON, "Muon's momentum is Nesterov's"),
     "weight_decay_incr_style": (("constant",), "weight decay is constant"),
     **dict.fromkeys(
         ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
@@ -142,7 +145,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "torch_compile_backend": (("inductor",), "{compile} takes that one"),
     **dict.fromkeys(  # switches of what is not there, or is asked for in another way
         ("load_in_8bit", "merge_lora", "group_by_length", "do_predict", "predict_with_generate", "mask_history",
-         "use_galore", "use_badam", "use_llama_pro", "use_ray", "auto_find_batch_size", "sync_ref_model",
+         "use_galore", "use_badam", "use_muon", "use_llama_pro", "use_ray", "auto_find_batch_size", "sync_ref_model",
          "enable_activation_offloading", "activation_cpu_offload", "save_adapter_weights_only", "dataset_streaming",
          "optimizer_cpu_offload", "use_distributed_optimizer", "pissa_init", "bnb_4bit_use_double_quant",
          "double_quantization", "use_bnb_nested_quant", "dataset_exact_deduplication", "activation_offloading",

@@ -14,7 +14,8 @@ from swiftlite.config.others.idle import EVERY, IDLE, IDLE_KEYS, WHOLE_STATE
 SETTING = re.compile(r"\{(\w+)(?:: ([^}]*))?\}")
 
 _OUT = "leave it out: "
-_GALORE = _OUT + "optimizers are AdamW, {optimizer: adamw_8bit} saves memory"
+_GALORE = _OUT + "optimizers are AdamW and Muon; {optimizer: adamw_8bit} and {optimizer: muon} save memory"
+_MUON = _OUT + "{optimizer: muon} has a momentum of 0.95 (Nesterov's), five steps, and the scale of AdamW's updates"
 _BY_CONFIG = _OUT + "the model's config.json says it"
 _WANDB = "write {report_to: wandb}, with {run_name}; WANDB_PROJECT and WANDB_ENTITY are read from the environment"
 _FSDP = _OUT + "{parallel: fsdp} takes {sharding}, {offload} and {fsdp_min_params}"
@@ -81,7 +82,11 @@ INSTEAD: dict[str, str] = {
     "lr_scheduler_kwargs": "write {min_lr: 1e-6} for a least rate, {decay_ratio: 0.1} for wsd's decay",
     "lr_decay_iters": _OUT + "the rate decays over the whole run, as {max_steps} or {epochs} says",
     "cosine_constant_lr_ratio": _OUT + "{lr_scheduler: wsd} has a constant part",
-    "loraplus_lr_ratio": _OUT + "both matrices of LoRA have one learning rate",
+    **dict.fromkeys(("muon_momentum", "muon_num_ns_steps", "muon_use_nesterov"), _MUON),
+    **dict.fromkeys(
+        ("loraplus_lr_embedding", "lorap_emb_lr"),
+        _OUT + "{lora_plus_ratio} counts for the adapter of an embedding too",
+    ),
     "label_smoothing_factor": _OUT + "there is no smoothing of tokens; {label_smoothing} is of preferences",
     "neftune_noise_alpha": _OUT + "embeddings get no noise here",
     "data_seed": "write {seed}, which decides the order of rows too",
@@ -142,7 +147,7 @@ INSTEAD: dict[str, str] = {
         ("bnb_4bit_use_double_quant", "double_quantization", "use_bnb_nested_quant"),
         _OUT + "the scales of {quantization: nf4} are not rounded again",
     ),
-    **dict.fromkeys(("use_galore", "use_badam", "use_apollo", "use_muon", "use_adam_mini"), _GALORE),
+    **dict.fromkeys(("use_galore", "use_badam", "use_apollo", "use_adam_mini"), _GALORE),
     **dict.fromkeys(
         ("enable_dft_loss", "use_dft_loss", "use_asft_loss", "use_eaft_loss"),
         _OUT + "the loss of a token is its cross-entropy, each counts alike",
@@ -170,7 +175,8 @@ TEMPLATES = re.compile(
 
 # The same for names that begin alike.
 BEGINNINGS: tuple[tuple[str, str], ...] = (
-    ("galore|badam|apollo|muon", _GALORE),
+    ("galore|badam|apollo", _GALORE),
+    ("muon", _MUON),
     ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
     ("vllm|num_generations|reward_funcs|teacher", _NO_SAMPLING),
     ("vit|aligner", _VISION),
@@ -193,7 +199,10 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
         (r".*\.json", f"{_FILE} write {{sharding: full}} for ZeRO-3, {{sharding: grad_op}} for ZeRO-2"),
     ),
     "tuner": (("qlora", "write {tuner: lora} and {quantization: nf4}"),),
-    "optimizer": ((".*4bit", "write {optimizer: adamw_8bit}, whose moments have 8 bits"),),
+    "optimizer": (
+        (".*4bit", "write {optimizer: adamw_8bit}, whose moments have 8 bits"),
+        ("muon.+|.+muon", "write {optimizer: muon}, which is the plain one"),
+    ),
     "precision": (("full", "write {precision: bf16} and {pure_bf16: true}"),),
     "overlong": (("left", "rows keep their beginning, pairs their answers: write {overlong: truncate}, or drop"),),
     "report_to": (("all", "name those that you use"),),
