@@ -308,6 +308,7 @@ def lay_out(documents, untrained=2):
         max_document=max(lengths),
         context=None,
         key_index=None,
+        noise=None,
     )
 
 

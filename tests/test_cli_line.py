@@ -49,6 +49,13 @@ def values(words):
         ("--no-bf16 --torch_dtype float32", {"precision": ["float32"]}),
         ("--use-peft --lora_r 4", {"tuner": ["lora"], "lora_rank": ["4"]}),
         ("--lora_target_linear true", {"target_modules": ["all-linear"]}),
+        ("--enable_dft_loss true", {"loss": ["dft"]}),
+        ("--use-dft-loss", {"loss": ["dft"]}),
+        ("--loss_type dft --enable_dft_loss false", {"loss": ["dft"]}),
+        ("--no_enable_dft_loss", {}),
+        ("--neftune_alpha 5", {"neftune_noise_alpha": ["5"]}),
+        ("--moe_aux_loss_coeff 1e-3", {"router_aux_loss_coef": ["1e-3"]}),
+        ("--moe-aux-loss-coef 0", {"router_aux_loss_coef": ["0"]}),
         ("--deepspeed zero3", {"sharding": ["zero3"]}),
     ],
 )

@@ -189,6 +189,17 @@ def test_files_of_other_tools_are_read(recipe):
     assert "the recipe's adapter is read as `tuner: lora` and `quantization: nf4`" in made.notes
 
 
+@pytest.mark.parametrize(
+    ("line", "loss"),
+    [
+        ("loss_type: dft", ["dft"]), ("use_dft_loss: true", ["dft"]), ("enable_dft_loss: true", ["dft"]),
+        ("use_dft_loss: false", []), ("loss_type: nll", ["nll"]), ("enable_dft_loss:", []),
+    ],
+)  # fmt: skip
+def test_dynamic_fine_tuning_in_the_words_of_others(recipe, line, loss):
+    assert resolve("sft", {}, recipe(f"model: a/b\ndataset: c/d\n{line}\n"), env={}).config.loss == loss
+
+
 def test_a_value_given_by_two_names_is_told_where_they_differ(recipe):
     assert recipe(BASE + "torch_dtype: bfloat16\nbf16: true\n").entries["precision"].value == "bf16"
     assert recipe(BASE + "fsdp:\nparallel: fsdp\n").entries["parallel"].value == "fsdp"

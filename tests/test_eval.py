@@ -36,6 +36,7 @@ RUNS = {
     "sft-new-tokens": ("sft", {"tuner": "full", "new_tokens": ["<fox>", "<hen>"]}),
     "sft-lora": ("sft", {"tuner": "lora", "modules_to_save": ["lm_head"], "new_tokens": ["<fox>"]}),
     "sft-freeze": ("sft", {"tuner": "freeze", "trainable_layers": 1}),
+    "sft-noise": ("sft", {"tuner": "full", "neftune_noise_alpha": 5.0, "loss": ["dft"]}),
     "sft-micro-batches": ("sft", {"tuner": "full", "micro_batch_size": 2}),
     "sft-pure-bf16": ("sft", {"tuner": "full", "pure_bf16": True, "precision": "bf16"}),
     "sft-template": ("sft", {"tuner": "full", "chat_template": "chatml", "precision": "bf16"}),
@@ -320,6 +321,8 @@ def test_flags_of_training_ask_for_nothing_and_are_told(tmp_path, tiny_model, wr
     told = capsys.readouterr().out
     for flag in TRAINING:
         assert f"note: {flag} has no effect: nothing is trained" in told
+    assert _ended([*words[:-1], "--loss", "dft"]) == 0
+    assert "--loss has no effect: tokens are evaluated by their cross-entropy" in capsys.readouterr().out
     assert _ended([*words, "--max-steps", "many"]) == 2
     assert "max_steps is 'many', not a whole number" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from swiftlite.objectives import logprobs
 from swiftlite.objectives.head import FusedHead, chunk_tokens
 from swiftlite.objectives.logprobs import token_logprobs
 from swiftlite.objectives.scorer import _tolerance
-from swiftlite.objectives.supervised import supervised_loss
+from swiftlite.objectives.supervised import dynamic_loss, supervised_loss
 
 
 def plain(hidden, weight, bias, targets, scale=1.0, softcap=None):
@@ -73,6 +73,18 @@ def test_a_loss_that_is_no_sum_is_not_taken_for_one():
     ours = token_logprobs(hidden, weight, bias, targets, summed=True)
     with pytest.raises(RuntimeError, match="no multiple of the sum"):
         ours.square().sum().backward()
+
+
+@pytest.mark.usefixtures("kinds")
+def test_a_token_weighs_as_much_as_it_is_probable():
+    """Whose gradient is that of -p alone, since d p = p d log p."""
+    hidden, weight, bias, targets = inputs()
+    loss = dynamic_loss(token_logprobs(hidden, weight, bias, targets, chunk=5), 7)
+    expected = plain(hidden, weight, bias, targets)
+    assert loss.item() == pytest.approx(-(expected.exp() * expected).sum().item() / 7, rel=1e-5)
+    got = torch.autograd.grad(loss, (hidden, weight, bias))
+    for left, right in zip(got, torch.autograd.grad(-expected.exp().sum() / 7, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-7)
 
 
 def test_frozen_head_gets_no_gradient():

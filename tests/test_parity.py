@@ -66,6 +66,18 @@ def render_chat(tokenizer, messages):
     return ids, trained
 
 
+def cross_entropies(logits, targets):
+    """Summed over the targets that are not -100."""
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
+
+
+def weighted_cross_entropies(logits, targets):
+    """The same, each times the probability of its target."""
+    places = (targets >= 0).nonzero().flatten()
+    p = logits.softmax(-1)[places, targets[places]]
+    return -(p.detach() * p.log()).sum()
+
+
 def plain_adamw(parameters, learning_rate, decay):
     matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
     return torch.optim.AdamW(
@@ -74,22 +86,26 @@ def plain_adamw(parameters, learning_rate, decay):
     )  # fmt: skip
 
 
-def plain_training(folder, steps, learning_rate=1e-3, decay=0.1, wrap=None, optimizers=None):
+def plain_training(
+    folder, steps, learning_rate=1e-3, decay=0.1, wrap=None, optimizers=None, summed=cross_entropies, embed=None
+):
     """(loss, gradient norm) of each step; steps: lists of documents (ids, trained); wrap: puts adapters on the model;
-    optimizers: made of it, AdamW by default."""
+    optimizers: made of it, AdamW by default; summed: the loss of a document; embed: gives embeddings `[1, T, width]`
+    for (model, ids, step, place in the step), by default the model's own."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
     model = wrap(model) if wrap else model
     made = optimizers(model) if optimizers else [plain_adamw([*model.parameters()], learning_rate, decay)]
     curve = []
-    for documents in steps:
+    for step, documents in enumerate(steps, 1):
         count = sum(sum(trained[1:]) for _, trained in documents)
         total = torch.zeros(())
-        for ids, trained in documents:
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+        for place, (ids, trained) in enumerate(documents):
+            given = {"inputs_embeds": embed(model, ids, step, place)} if embed else {"input_ids": torch.tensor([ids])}
+            logits = model(**given, use_cache=False).logits[0, :-1].float()
             targets = torch.tensor([i if t else -100 for i, t in zip(ids[1:], trained[1:], strict=True)])
-            total = total + torch.nn.functional.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
+            total = total + summed(logits, targets)
         loss = total / count
         loss.backward()
         norm = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters() if p.grad is not None))
@@ -118,6 +134,27 @@ def test_sft_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows, f
     tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [[render_chat(tokenizer, chat_rows[row]["messages"]) for row in rows] for rows in planned_rows(config)]
     check(metrics(tmp_path / "out"), plain_training(model, steps), steps)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gemma2"])
+def test_dynamic_fine_tuning_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows, family):
+    model, data = tiny_model(family), write_rows("rows.jsonl", chat_rows)
+    config = resolve_config("sft", **settings(tmp_path, model, data), loss=["dft"])
+    train_alone(config)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    steps = [[render_chat(tokenizer, chat_rows[row]["messages"]) for row in rows] for rows in planned_rows(config)]
+    check(metrics(tmp_path / "out"), plain_training(model, steps, summed=weighted_cross_entropies), steps)
+
+
+def test_dynamic_fine_tuning_is_evaluated_by_cross_entropy(tmp_path, tiny_model, write_rows, chat_rows):
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), eval_fraction=0.25)
+    values |= {"max_steps": 1, "learning_rate": 1e-12}
+    rows = {}
+    for loss in ("cross_entropy", "dft"):
+        train_alone(resolve_config("sft", **values | {"loss": [loss], "output_dir": str(tmp_path / loss)}))
+        (rows[loss],) = metrics(tmp_path / loss)
+    assert rows["dft"]["eval_loss"] == pytest.approx(rows["cross_entropy"]["eval_loss"], rel=1e-6)
+    assert rows["dft"]["loss"] < 0.1 * rows["cross_entropy"]["loss"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe"])

@@ -142,9 +142,10 @@ def test_8_bit_products_that_a_model_cannot_have(capsys, shape):
     words = ["--model", shape, "--device", "h100", "--tuner", "full", "--fp8", "rowwise"]
     real_config("Qwen/Qwen3-30B-A3B").save_pretrained(shape)
     config = json.loads((shape / "config.json").read_text())
-    (shape / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
-    code, _, err = plan(capsys, *words)
-    assert code == 2 and "a router that is balanced" in err
+    for said, flags in (({}, ["--router-aux-loss-coef", "0.1"]), ({"output_router_logits": True}, [])):
+        (shape / "config.json").write_text(json.dumps(config | said))
+        code, _, err = plan(capsys, *words, *flags)
+        assert code == 2 and "a router that is balanced" in err
     odd = {"hidden_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 18}
     config = real_config(LLAMA).to_dict() | odd | {"intermediate_size": 100, "num_hidden_layers": 2}
     (shape / "config.json").write_text(json.dumps(config))

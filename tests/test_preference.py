@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftlite.config.losses import PAIR_LOSSES, REFERENCE_FREE, parse_losses
+from swiftlite.config.losses import PAIR_LOSSES, REFERENCE_FREE, losses_of, parse_losses
 from swiftlite.errors import UserError
 from swiftlite.objectives.completions import completion_sums
 from swiftlite.objectives.preference import LOSSES, PairScores, Preference, RunningReward
@@ -358,3 +358,29 @@ def test_losses_that_cannot_be_parsed_say_what_is_wrong(words, text):
         parse_losses(words)
     assert text in str(error.value)
     assert "where: --loss" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "loss"),
+    [([], "cross_entropy"), (["DFT"], "dft"), (["nll"], "cross_entropy"), (["cross-Entropy"], "cross_entropy")],
+)
+def test_sft_takes_one_of_two_losses(words, loss):
+    assert losses_of("sft", words) == [(loss, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "text"),
+    [
+        ("sft", ["dtf"], "did you mean `dft`? the losses are cross_entropy, dft"),
+        ("sft", ["sigmoid"], "`swiftlite dpo` has it; the losses are cross_entropy, dft"),
+        ("dpo", ["dft"], "`swiftlite sft` has it; the losses are sigmoid"),
+        ("kto", ["nll"], "unknown loss `nll`"),
+        ("sft", ["dft:0.5"], "sft takes one loss without a weight"),
+        ("sft", ["cross_entropy", "dft"], "fix: use --loss dft"),
+        ("kto", ["kto:2"], "fix: use --loss kto"),
+    ],
+)
+def test_losses_of_other_methods_are_told(method, words, text):
+    with pytest.raises(UserError) as error:
+        losses_of(method, words)
+    assert text in str(error.value)

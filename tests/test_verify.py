@@ -96,6 +96,23 @@ def test_four_processes_in_products(tmp_path):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
+NOISY = {"loss": ["dft"], "neftune_noise_alpha": 5.0}
+
+
+def test_noise_weights_of_tokens_and_routers_are_the_same_in_every_layout(tmp_path):
+    subject = Subject("qwen3-moe", "qwen3-moe", FULL | NOISY | {"router_aux_loss_coef": 0.3})
+    chosen = ("ddp 2", "fsdp full 2, recomputing", "tp 2", "pp 2", *ZERO_BUBBLE, "cp 2", "ep 2")
+    for verdict in in_real_processes(tmp_path, 2, chosen, subject):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
+def test_noise_and_weights_of_tokens_in_products_of_layouts(tmp_path):
+    flags = NOISY | {"micro_batch_size": 1, "sequence_parallel": "always"}
+    both = Subject("llama-tied", "full", FULL | flags), Subject("llama-tied", "LoRA", LORA | flags)
+    for verdict in in_real_processes(tmp_path, 4, ("hybrid 2x2", "tp 2 x pp 2", "tp 2 x cp 2"), *both):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
 def test_answers_of_a_step_with_fewer_micro_batches_than_stages(tmp_path):
     few = FULL | {"packing": False, "max_steps": 2, "micro_batch_size": 1}  # of eight rows, and of one
     rows = {"dpo": "pairs.jsonl#9", "kto": "judged.jsonl#9", "rm": "pairs.jsonl#9"}

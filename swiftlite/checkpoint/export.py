@@ -25,12 +25,15 @@ ADAPTER_STEM, MODEL_STEM = "adapter_model", "model"
 @dataclass(frozen=True)
 class ModelFiles:
     """What the result consists of. plan: its tensors; dtype: of config.json; adapter: it is one; rounded: they hold a
-    rounded copy of the weights that are trained, which are kept beside them then."""
+    rounded copy of the weights that are trained, which are kept beside them then; gives_router_logits: what config.json
+    says of it, None for what the config in training does.
+    """
 
     plan: FilePlan
     dtype: torch.dtype
     adapter: bool
     rounded: bool
+    gives_router_logits: bool | None = None
 
 
 def plan_files(model: nn.Module, base: PreTrainedModel, *, dtype: torch.dtype, max_shard_size: str) -> ModelFiles:
@@ -66,7 +69,7 @@ def create_model_files(
         if files.adapter:
             _save_adapter_config(folder, model)
         else:
-            _save_config(folder, base, files.dtype)
+            _save_config(folder, base, files)
         if base.can_generate():
             _save_generation(folder, base, stops, needed=not files.adapter)
         if tokenizer is not None:
@@ -83,9 +86,13 @@ def _save_adapter_config(folder: Path, model: nn.Module) -> None:
     written.save_pretrained(folder)
 
 
-def _save_config(folder: Path, base: PreTrainedModel, dtype: torch.dtype) -> None:
+def _save_config(folder: Path, base: PreTrainedModel, files: ModelFiles) -> None:
+    """A training's switch for the loss of routers is none of the result's: whoever loads that would compute the loss in
+    each forward pass. transformers says of router logits that they should not be returned in inference."""
     written = copy.deepcopy(base.config)  # the model may be training meanwhile
-    written.dtype = dtype
+    written.dtype = files.dtype
+    if files.gives_router_logits is not None:
+        written.get_text_config().output_router_logits = files.gives_router_logits
     written.architectures = [type(base).__name__]
     written.save_pretrained(folder)
 

@@ -43,7 +43,7 @@ def evaluate(resolved: Resolved, json: str | None) -> None:
     check_output(json)
     config = choose_rows(resolved)
     if os.environ.get("RANK", "0") == "0":
-        for note in [*resolved.notes, *_of_the_weights(resolved)]:
+        for note in [*resolved.notes, *_of_the_loss(resolved), *_of_the_weights(resolved)]:
             print(f"note: {note}", file=sys.stderr if json == TO_STDOUT else sys.stdout, flush=True)
     from swiftlite.training.launch import launch
 
@@ -98,6 +98,12 @@ def choose_rows(resolved: Resolved) -> RunConfig:
     if twice := next((name for name in rows if rows.count(name) > 1), None):
         raise UserError("the data set is named twice", where=twice, fix="name it once")
     return config.model_copy(update={"dataset": rows, "eval_dataset": []})
+
+
+def _of_the_loss(resolved: Resolved) -> list[str]:
+    if resolved.config.method == "sft" and resolved.given.get("loss") == "flag":
+        return ["--loss has no effect: tokens are evaluated by their cross-entropy, whatever was trained"]
+    return []
 
 
 def _of_the_weights(resolved: Resolved) -> list[str]:

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from swiftlite.config.losses import losses_of
+from swiftlite.config.losses import LOSSES, losses_of
 from swiftlite.config.methods import PREFERENCE
 from swiftlite.config.types import NEVER
 from swiftlite.errors import UserError, all_in_one
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 Rule = tuple[bool, str, tuple[str, ...], str]  # broken, what is wrong, the settings, what to do
-LOSSES = ("dpo", "kto")  # the methods that --loss has names for
+REFERRING = ("dpo", "kto")  # the methods that may compare with a reference
 
 
 def check_together(config: RunConfig, where: Mapping[str, str]) -> None:
@@ -62,12 +62,6 @@ def _data_rules(config: RunConfig) -> list[Rule]:
             "--max-samples cannot choose rows of a stream, which has not been read",
             ("streaming", "max_samples"),
             "leave it out: --max-steps says how much is read",
-        ),
-        (
-            config.train_on != "answers" and config.method != "sft",
-            f"--train-on {config.train_on} is for sft's conversations, but the method is {config.method}",
-            ("train_on",),
-            "leave it out",
         ),
         (
             config.overlong == "split" and config.method in PREFERENCE,
@@ -121,6 +115,7 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             ("lora_plus_ratio", "tuner"),
             "use --tuner lora, or leave --lora-plus-ratio out",
         ),
+        *_method_rules(config),
         *_memory_rules(config),
         *_backward_rules(config),
         (
@@ -158,6 +153,32 @@ def _evaluation_rules(config: RunConfig, name: str, flag: str) -> list[Rule]:
             f"{flag} needs an evaluation loss, and --eval-steps is never",
             (name, "eval_steps"),
             "leave one of them out",
+        ),
+    ]
+
+
+def _method_rules(config: RunConfig) -> list[Rule]:
+    """What only some of the methods can do."""
+    return [
+        (
+            config.train_on != "answers" and config.method != "sft",
+            f"--train-on {config.train_on} is for sft's conversations, but the method is {config.method}",
+            ("train_on",),
+            "leave it out",
+        ),
+        (
+            config.neftune_noise_alpha > 0 and config.method in PREFERENCE,
+            f"--neftune-noise-alpha is scaled by the length of a text, and {config.method} compares answers of several "
+            "lengths to one prompt, whose noise would be part of what is compared",
+            ("neftune_noise_alpha",),
+            "leave it out, or train by sft or pretrain first",
+        ),
+        (
+            bool(config.router_aux_loss_coef) and config.method == "rm",
+            "--router-aux-loss-coef weighs a loss that transformers has for language models alone, and rm trains a "
+            "model that gives scores",
+            ("router_aux_loss_coef",),
+            "leave it out",
         ),
     ]
 

@@ -1,13 +1,17 @@
-"""The names of the preference losses, and `--loss sigmoid:0.8 sft:1.0` as names with weights."""
+"""The names of the losses of each method, and `--loss sigmoid:0.8 sft:1.0` as names with weights."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from swiftlite.config.flags import nearest
 from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
 
 PAIR_LOSSES = (
     "sigmoid",
@@ -27,9 +31,12 @@ PAIR_LOSSES = (
     "sft",
 )
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired")
+CROSS_ENTROPY, DYNAMIC = SUPERVISED_LOSSES = ("cross_entropy", "dft")
+LOSSES = {"sft": SUPERVISED_LOSSES, "dpo": PAIR_LOSSES, "kto": UNPAIRED_LOSSES}  # of the methods that have several
 
 REFERENCE_FREE = ("simpo", "cpo", "orpo", "sft")
 
+OTHERS = {"nll": CROSS_ENTROPY, "chunked_nll": CROSS_ENTROPY}  # what TRL calls those of sft
 METHODS = {"dpo": "sigmoid", "cdpo": "sigmoid", "slic": "hinge"}  # papers' names that no spelling leads from
 
 
@@ -57,26 +64,31 @@ def parse_losses(
 
 
 def losses_of(method: str, words: Sequence[str], where: str = "--loss") -> list[tuple[str, float]]:
-    """(name, weight) of the losses of dpo or kto; its own where no word is given. Raises UserError as `parse_losses`,
-    and for several or weighted losses of kto.
+    """(name, weight) of the losses of sft, dpo or kto; the method's first where no word is given. Raises UserError as
+    `parse_losses`, and for several or weighted losses of sft or kto.
     """
-    if method == "dpo":
-        return parse_losses(words or ["sigmoid"], where=where)
-    losses = parse_losses(words or ["kto"], UNPAIRED_LOSSES, where)
-    if len(losses) > 1 or losses[0][1] != 1.0:
-        raise UserError("kto takes one loss without a weight", where=where, fix="use --loss kto")
+    known = LOSSES[method]
+    losses = parse_losses(words or known[:1], known, where)
+    if method != "dpo" and (len(losses) > 1 or losses[0][1] != 1.0):
+        raise UserError(f"{method} takes one loss without a weight", where=where, fix=f"use --loss {losses[-1][0]}")
     return losses
+
+
+def weighs_by_probability(config: RunConfig) -> bool:
+    """Whether each token's cross-entropy is weighted by the token's own probability."""
+    return config.method == "sft" and losses_of("sft", config.loss)[0][0] == DYNAMIC
 
 
 def _known(spelled: str, known: Sequence[str], where: str) -> str:
     name = spelled.lower().replace("-", "_")
+    name = OTHERS.get(name, name) if CROSS_ENTROPY in known else name
     if name in known:
         return name
     meant = METHODS.get(name, name)
     longer = [other for other in known if other.startswith(meant)] if meant else []
     near = longer[0] if longer else nearest(meant, known)
     hint = f"did you mean `{near}`? " if near else ""
-    for method, names in (("dpo", PAIR_LOSSES), ("kto", UNPAIRED_LOSSES)):
+    for method, names in LOSSES.items():
         if name in names:  # and not in those of this method
             hint = f"`swiftlite {method}` has it; "
     fix = f"{hint}the losses are {', '.join(known)}"

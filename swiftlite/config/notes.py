@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swiftlite.config.checks import LOSSES
+from swiftlite.config.checks import REFERRING
 from swiftlite.config.flags import all_flags
-from swiftlite.config.losses import REFERENCE_FREE, losses_of
+from swiftlite.config.losses import LOSSES, REFERENCE_FREE, losses_of
 from swiftlite.config.methods import pack_capacity
 from swiftlite.config.names import has_count, may_hold_texts
 from swiftlite.config.types import NEVER
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from swiftlite.config.validate import Given
 
 PREFERENCE_SETTINGS = {  # what acts in which methods
-    "loss": LOSSES,
-    "beta": LOSSES,
+    "loss": tuple(LOSSES),
+    "beta": REFERRING,
     "label_smoothing": ("dpo",),
     "rpo_alpha": ("dpo",),
     "simpo_gamma": ("dpo",),
-    "reference": LOSSES,
+    "reference": REFERRING,
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "center_rewards": ("rm",),

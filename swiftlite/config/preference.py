@@ -1,4 +1,4 @@
-"""The settings of methods that learn from preferences: dpo, kto and rm."""
+"""The settings of methods that learn from preferences, dpo, kto and rm, and the name of a loss."""
 
 from typing import Annotated, Literal
 
@@ -6,9 +6,7 @@ from pydantic import BaseModel
 
 from swiftlite.config import types
 from swiftlite.config.setting import PREFERENCE, flag
-from swiftlite.config.types import Names, NotNegative, NullWord, Positive, Spelling
-
-OptionalNotNegative = Annotated[NotNegative | None, NullWord]
+from swiftlite.config.types import Names, NotNegative, NullWord, OptionalNotNegative, Positive, Spelling
 
 
 class PreferenceSettings(BaseModel):
@@ -19,11 +17,12 @@ class PreferenceSettings(BaseModel):
         PREFERENCE,
         "What is made of log-probabilities; several are added up: `sigmoid:0.8 sft:1.0`. dpo: sigmoid, hinge, ipo, "
         "robust, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, simpo, cpo, orpo, sft; "
-        "kto: kto, apo_zero_unpaired.",
+        "kto: kto, apo_zero_unpaired; sft: cross_entropy, dft (weighted by each token's own probability).",
         "loss_type",
         "pref_loss",
         phrases=dict.fromkeys(("rlhf_type", "rl"), {types.LOSSES_AS_METHODS: r"\1"}),
-        shown="sigmoid; kto",
+        shown="sigmoid; kto; cross_entropy",
+        switches={"enable_dft_loss": "dft", "use_dft_loss": "dft"},
         metavar="NAME[:WEIGHT] ...",
     )
     beta: Positive = flag(

@@ -33,6 +33,7 @@ from swiftlite.config.types import (
     NotNegative,
     NullWord,
     OptionalCount,
+    OptionalNotNegative,
     OptionalPort,
     OptionalPositive,
     OptionalText,
@@ -41,6 +42,7 @@ from swiftlite.config.types import (
     Positive,
     Spelling,
     Whole,
+    ZeroForNone,
 )
 
 
@@ -289,6 +291,14 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
     on_nonfinite: Annotated[Literal["error", "skip"], Spelling()] = flag(
         "error", OPTIMIZATION, "A loss or gradient that is not finite: stop, or skip and count the step."
     )
+    neftune_noise_alpha: ZeroForNone = flag(
+        0.0, OPTIMIZATION, "sft, pretrain: noise on embeddings while training, times alpha / sqrt(tokens x width).",
+        "neftune_alpha", "noisy_embedding_alpha",
+    )  # fmt: skip
+    router_aux_loss_coef: OptionalNotNegative = flag(
+        None, OPTIMIZATION, "Mixtures of experts: weight of the loss that balances their routers; 0 is none.",
+        "moe_aux_loss_coeff", "moe_aux_loss_coef", shown="as the model's config.json says",
+    )  # fmt: skip
     early_stopping_patience: OptionalCount = flag(
         None, OPTIMIZATION, "Stop after so many evaluations without a better loss.", "early_stop_interval", shown="off"
     )

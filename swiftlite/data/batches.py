@@ -59,6 +59,8 @@ class MicroBatch:
     their borders; both None where each document's keys are its own tokens. max_document counts the prompt in.
     completions: the answers that are compared, None for methods without; owner: int64 `[trained tokens]`, the answer
     of each label in the order of the labels.
+    noise: int64 `[3, T]`, of each token the key of its document's noise, its position there and the document's tokens;
+    None where embeddings get no noise.
     """
 
     input_ids: torch.Tensor
@@ -76,6 +78,7 @@ class MicroBatch:
     key_cu_seqlens: torch.Tensor | None = None
     owner: torch.Tensor | None = None
     completions: Completions | None = None
+    noise: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on a device."""
@@ -100,6 +103,7 @@ class MicroBatch:
             labels=F.pad(self.labels, (0, more), value=IGNORED),
             cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1] + steps]),
             max_document=max(self.max_document, *lengths),
+            noise=None if self.noise is None else F.pad(self.noise, (0, more), value=1),
             **keys,
         )
 
@@ -159,6 +163,10 @@ def collate(packs: Sequence[Pack]) -> MicroBatch:
     )
     if before.any():
         batch = replace(batch, **_key_side(segments))
+    if documents[0].noise is not None:
+        keys = np.asarray([document.noise for document in documents], dtype=np.int64)
+        noise = np.stack([np.repeat(keys, lengths), positions, np.repeat(lengths, lengths)])
+        batch = replace(batch, noise=torch.from_numpy(noise))
     if documents[0].preference is not None:
         batch = replace(batch, **_answers(documents, [segment for segment in segments if segment.answer], trained))
     return batch

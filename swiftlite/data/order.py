@@ -27,7 +27,8 @@ class Sequence:
     `file:line`.
 
     preference: of the methods that compare answers; identity: the data set's number in the plan and the sequence's
-    number in the data set, None of sequences that are made while training.
+    number in the data set, None of sequences that are made while training; noise: the key of what is added to its
+    embeddings, None for nothing.
     """
 
     input_ids: np.ndarray
@@ -35,6 +36,7 @@ class Sequence:
     where: str
     preference: Preference | None = None
     identity: tuple[int, int] | None = None
+    noise: int | None = None
 
 
 Pack = list[Sequence]

@@ -5,6 +5,7 @@ Everything that differs between architectures and that swiftlite has to know sta
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "jitter_noise", 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
+ROUTER_WEIGHT = "router_aux_loss_coef"  # what configs call that of the loss that balances routers
 QUERY_NORM = re.compile(r"\bq(uery)?_(layer)?norm$")  # what architectures call that of queries
 SCORE_HEAD = "score"  # what transformers calls the head of a sequence classifier
 
@@ -188,6 +190,27 @@ def tokens_in_view(length: int, window: int | None) -> float:
 def balances_router(config: PretrainedConfig) -> bool:
     """Whether a mixture model's own load-balancing loss is trained beside the tokens."""
     return bool(config.get_text_config().to_dict().get("output_router_logits"))
+
+
+def with_router_loss(config: PretrainedConfig, coefficient: float | None) -> PretrainedConfig:
+    """A copy in which a mixture's load-balancing loss has this weight and is trained, or is not where that is 0; None
+    for what the config itself says. Raises UserError where the model has no such loss.
+
+    Source of the two settings: https://huggingface.co/docs/transformers/model_doc/mixtral (MixtralConfig)
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if coefficient is None or (coefficient == 0 and ROUTER_WEIGHT not in text.to_dict()):
+        return config
+    if ROUTER_WEIGHT not in text.to_dict():
+        why = "is no mixture of experts" if expert_share(config) == 1 else "has no such loss in transformers"
+        raise UserError(
+            f"there is no loss that balances routers to be weighed: {text.model_type} {why}",
+            where=f"--router-aux-loss-coef {coefficient:g}",
+            fix="leave it out",
+        )
+    text.router_aux_loss_coef, text.output_router_logits = coefficient, coefficient > 0
+    return config
 
 
 def check_trainable_architecture(config: PretrainedConfig) -> None:

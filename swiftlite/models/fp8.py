@@ -37,7 +37,7 @@ def check_fp8(config: PretrainedConfig, capability: tuple[int, int] | None) -> N
         raise UserError(
             "8-bit products need rows of a round length, and a router that is balanced would count the padding",
             where="--fp8",
-            fix="leave --fp8 out",
+            fix="leave --fp8 out, or use --router-aux-loss-coef 0",
         )
     if capability is None or capability < OLDEST:
         raise UserError(

@@ -16,6 +16,7 @@ from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.attention import Windows, lengths_between, noted_windows
 from swiftlite.models.half_products import half_weight
 from swiftlite.models.last_layer import PLACES
+from swiftlite.models.noise import EmbeddingNoise
 from swiftlite.objectives.completions import answer_scores
 from swiftlite.objectives.logprobs import token_logprobs
 
@@ -68,17 +69,23 @@ class TokenScorer(nn.Module):
         self.model = model
         self._base = [base]  # in a list, so that its parameters are not registered a second time
         self._anatomy = dissect(base)
+        self._noise = EmbeddingNoise(0.0)
         self._routed = balances_router(base.config) and not self._anatomy.gives_scores
         if self._routed and not hasattr(base, "router_aux_loss_coef"):
             raise UserError(
                 f"{type(base).__name__} has no load-balancing loss in transformers, but its config asks for one",
                 where="config.json",
-                fix='set "output_router_logits" to false',
+                fix='set "output_router_logits" to false, and leave --router-aux-loss-coef out',
             )
 
     @property
     def base(self) -> PreTrainedModel:
         return self._base[0]
+
+    def add_noise(self, alpha: float) -> None:
+        """From now on the embeddings of micro-batches that say so get noise, once the model is divided."""
+        self._noise = EmbeddingNoise(alpha)
+        self._noise.attach(self._anatomy.embedding)
 
     def forward(self, batch: MicroBatch, upstream: torch.Tensor | None = None) -> Scores:
         """Score one micro-batch. upstream: see `token_logprobs`. Raises UserError where the model ignores the document
@@ -94,7 +101,8 @@ class TokenScorer(nn.Module):
             return self._decode_side_by_side(batch, options)
         if not self._anatomy.gives_scores:
             options[PLACES] = batch.learnt
-        return self._anatomy.decoder(**self._inputs(batch, hidden), **options)
+        with self._noise.of(None if batch.noise is None else batch.noise[:, None]):
+            return self._anatomy.decoder(**self._inputs(batch, hidden), **options)
 
     def _decode_side_by_side(self, batch: MicroBatch | _Probe, options: dict[str, object]) -> _Decoded:
         """Each document in a row of its own, answers behind the prompt that they share. Rows are filled up behind their
@@ -102,7 +110,8 @@ class TokenScorer(nn.Module):
         documents = documents_of(batch)
         runs = [document.input_ids[0] for document in documents if document.is_run]
         rows = pad_sequence(runs, batch_first=True)
-        decoded = self._anatomy.decoder(input_ids=rows, use_cache=False, **options)
+        with self._noise.of(None if batch.noise is None else _side_by_side(batch.noise, runs)):
+            decoded = self._anatomy.decoder(input_ids=rows, use_cache=False, **options)
         states = iter(decoded.last_hidden_state)
         unread = decoded.last_hidden_state.new_zeros(1, decoded.last_hidden_state.shape[-1])
         own = [
@@ -312,6 +321,12 @@ class _Document(NamedTuple):
     is_run: bool
 
 
+def _side_by_side(noise: torch.Tensor, runs: list[torch.Tensor]) -> torch.Tensor:
+    """`MicroBatch.noise` of rows of their own, `[3, rows, longest]`."""
+    pieces = noise.T.split([len(run) for run in runs])
+    return pad_sequence(list(pieces), batch_first=True, padding_value=1).permute(2, 0, 1)
+
+
 def documents_of(batch: MicroBatch | _Probe) -> list[_Document]:
     """The documents of a row, one by one."""
     lengths = lengths_between(batch.cu_seqlens)
@@ -335,6 +350,7 @@ class _Probe:
     max_document: int = 5
     context: None = None
     key_index: None = None
+    noise: None = None
 
     def second(self) -> _Probe:
         """The second document alone."""

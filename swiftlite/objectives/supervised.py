@@ -1,4 +1,4 @@
-"""The loss of SFT and pretraining as a pure function of token log-probabilities."""
+"""The losses of SFT and pretraining as pure functions of token log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,3 +13,12 @@ def supervised_loss(logprobs: torch.Tensor, step_tokens: int) -> torch.Tensor:
     micro-batches nor the layout changes it. An empty micro-batch gives an exact zero that still has a gradient.
     """
     return -logprobs.sum() / step_tokens
+
+
+def dynamic_loss(logprobs: torch.Tensor, step_tokens: int) -> torch.Tensor:
+    """The same sum with each token's `-log p` multiplied by its own p, which gets no gradient.
+
+    Dynamic Fine-Tuning, arXiv 2508.05629. logprobs, step_tokens: as in `supervised_loss`; N stays the
+    number of tokens, whatever they weigh.
+    """
+    return -(logprobs.detach().exp() * logprobs).sum() / step_tokens

@@ -189,9 +189,9 @@ def slice_for_context(
 
     slice_tokens: of each rank, where that is settled; else as many as keep documents whole, or an even part.
     The row is padded by documents of their own without labels. `input_ids`, `position_ids` and `labels` become
-    `[1, slice]`, `learnt` and `owner` those of the slice's labels, and the counts of tokens those of the slice, without
-    padding: summed over the group they are the row's. Borders, keys, `max_document` and `completions` go on describing
-    the whole row.
+    `[1, slice]`, `noise` `[3, slice]`, `learnt` and `owner` those of the slice's labels, and the counts of tokens those
+    of the slice, without padding: summed over the group they are the row's. Borders, keys, `max_document` and
+    `completions` go on describing the whole row.
     """
     if group is None:
         return batch
@@ -213,6 +213,7 @@ def slice_for_context(
         labels=row.labels[:, division.places],
         learnt=learnt,
         owner=owner,
+        noise=None if row.noise is None else row.noise[:, division.places],
         tokens=int((division.places < batch.tokens).sum()),
         trained_tokens=len(learnt),
         context=Context(group, tokens, division),

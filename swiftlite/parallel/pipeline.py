@@ -257,7 +257,7 @@ class Routing:
             raise UserError(
                 f"{type(base).__name__} has a load-balancing loss that cannot be divided over pipeline stages",
                 where="--pipeline-parallel-size",
-                fix="use --pipeline-parallel-size 1, or a model without output_router_logits",
+                fix="use --pipeline-parallel-size 1, or --router-aux-loss-coef 0",
             )
 
     def start(self, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from swiftlite.checkpoint.catalog import stored_tensors
+from swiftlite.config.losses import weighs_by_probability
 from swiftlite.config.methods import PAIRED, PREFERENCE, pack_capacity
 from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
@@ -146,6 +147,8 @@ def divide(
     expert_mesh = build_expert_mesh(layout, mesh.device) if layout.expert_parallel > 1 else None
     for part in parts:
         _divide_part(part, mesh, expert_mesh, options, checkpointing, config)
+        if config.neftune_noise_alpha and (part.stage is None or part.stage.is_first):
+            part.scorer.add_noise(config.neftune_noise_alpha)
     return Divided(parts, runner, share)
 
 
@@ -181,8 +184,8 @@ def _cut_to_stages(
 
 
 def _is_summed(config: RunConfig) -> bool:
-    """Whether the loss is a plain sum over tokens."""
-    return config.method not in PREFERENCE
+    """Whether the loss is a plain sum over tokens, all of one weight."""
+    return config.method not in PREFERENCE and not weighs_by_probability(config)
 
 
 def _side_by_side(config: RunConfig, mesh: Mesh, base: PreTrainedModel) -> int:

@@ -61,7 +61,7 @@ def evaluate_rows(
         for done, batch in enumerate(plan.steps()):
             if not going_on(done):
                 return None
-            mine, make_loss = method.prepare(batch, share(batch.packs), kind)
+            mine, make_loss = method.prepare_evaluation(batch, share(batch.packs), kind)
             with memory_errors("the evaluation", mine.micro_batches):
                 loss, sums = runner.evaluate(mine.micro_batches, make_loss(1))
             found += Evaluation(loss, method.count(mine), Counter(sums))

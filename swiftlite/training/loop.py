@@ -20,6 +20,7 @@ from swiftlite.training.flops import peak_flops
 from swiftlite.training.interval import Interval
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.methods import Method, check_start
+from swiftlite.training.noise import with_noise
 from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moments, set_rate
 from swiftlite.training.precision import LossScale, Precision
 from swiftlite.training.profiler import StepProfiler
@@ -193,7 +194,9 @@ class Loop:
                 batch = next(steps, None)
             if batch is None:
                 return
-            share = self._parts.share(batch.packs)
+            noisy = self._parts.config.neftune_noise_alpha > 0
+            packs = with_noise(batch.packs, self._parts.config.seed, batch.step) if noisy else batch.packs
+            share = self._parts.share(packs)
             yield batch, share, time.perf_counter() - started
 
     def _profile(self) -> None:

@@ -16,7 +16,7 @@ from swiftlite.data.batches import MicroBatch
 from swiftlite.objectives.completions import completion_sums
 from swiftlite.objectives.preference import PairScores, Preference
 from swiftlite.objectives.reward import RewardModel, reward_metrics
-from swiftlite.objectives.supervised import supervised_loss
+from swiftlite.objectives.supervised import dynamic_loss, supervised_loss
 from swiftlite.objectives.unpaired import RowScores, Unpaired
 
 Contribution = tuple[torch.Tensor, Sequence[torch.Tensor]]
@@ -35,13 +35,16 @@ class StepLoss(Protocol):
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """SFT and pretraining. tokens: N, the trained tokens of the whole step."""
+    """SFT and pretraining. tokens: N, the trained tokens of the whole step; dynamic: each is weighted by its own
+    probability."""
 
     tokens: int
     names: tuple[str, ...] = ()
+    dynamic: bool = False
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
-        return supervised_loss(logprobs, max(1, self.tokens)), ()
+        loss = dynamic_loss if self.dynamic else supervised_loss
+        return loss(logprobs, max(1, self.tokens)), ()
 
 
 PAIR_SUMS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,10 @@ class Method(ABC):
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         """What a step needs before its first micro-batch. kind: train or eval."""
 
+    def prepare_evaluation(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        """The same for rows of which nothing is learnt."""
+        return self.prepare(batch, share, kind)
+
     def count(self, share: StepShare) -> int:
         """What the loss of a step is the mean over: pairs, or single answers."""
         return share.documents
@@ -57,10 +62,19 @@ class Method(ABC):
 class Supervised(Method):
     """SFT and pretraining."""
 
+    def __init__(self, *, dynamic: bool = False) -> None:
+        """dynamic: as in `TokenLoss`."""
+        self._dynamic = dynamic
+
     def count(self, share: StepShare) -> int:
         return share.trained_tokens
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        return share, partial(TokenLoss, dynamic=self._dynamic)
+
+    def prepare_evaluation(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        """The cross-entropy in any case: -p log p is least both where p is 1 and where it is 0, so it tells no better
+        model from a worse one."""
         return share, TokenLoss
 
 

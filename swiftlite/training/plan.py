@@ -23,7 +23,7 @@ from swiftlite.config.methods import pack_capacity
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import dissect, experts_of_token
+from swiftlite.models.anatomy import dissect, experts_of_token, with_router_loss
 from swiftlite.models.experts import find_experts
 from swiftlite.models.fp8 import check_fp8, check_served
 from swiftlite.models.load import import_architecture
@@ -105,6 +105,7 @@ def outline_of(
     """kind: of the device, `cuda` or `cpu`; capability: its own. Raises UserError where model, flags or device do not
     fit."""
     check_config(config, model_config)
+    model_config = with_router_loss(model_config, config.router_aux_loss_coef)
     if config.fp8 != "none":
         check_fp8(model_config, capability)
     import_architecture(model_config, classifier=config.method == "rm")

@@ -32,6 +32,7 @@ from swiftlite.checkpoint.state import (
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.changes import OF_THE_LOSS, OF_THE_ROWS, changed_settings
+from swiftlite.config.methods import PREFERENCE
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import PreparedData, prepare_data
@@ -186,7 +187,10 @@ class Session:
         self._best = progress.best_step, progress.best_step_loss
 
     def _forget_other_losses(self, checkpoint: Path) -> None:
-        """Evaluations of a loss that is made otherwise now say nothing about those to come."""
+        """Evaluations of a loss that is made otherwise now say nothing about those to come. Of sft and pretraining they
+        are always of the same."""
+        if self._config.method not in PREFERENCE:
+            return
         settings = changed_settings(run_settings(checkpoint), self._config)
         progress, changed = self._progress, [words for name, words in settings.items() if name in OF_THE_LOSS]
         if changed and progress.best_loss is not None:

@@ -6,10 +6,9 @@ its part of the weights.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +27,13 @@ from swiftlite.errors import UserError
 from swiftlite.imports import import_package
 from swiftlite.models import attention, fp8
 from swiftlite.models.anatomy import (
+    balances_router,
     check_plain_weights,
     check_trainable_architecture,
     decoder_of,
     expert_share,
     why_alone,
+    with_router_loss,
 )
 from swiftlite.models.compiled import left_out_of
 from swiftlite.models.dtypes import DTYPES, source_dtype
@@ -169,8 +170,9 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
         import_package(fp8.PACKAGE, "--fp8", "fp8")
     model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     check_config(config, model_config)
+    described = with_router_loss(model_config, config.router_aux_loss_coef)
     if config.fp8 != "none":
-        fp8.check_fp8(model_config, fp8.capability_of(device))
+        fp8.check_fp8(described, fp8.capability_of(device))
     source, _ = find_weights(config, resume)
     if Path(source).expanduser().is_dir():
         inspect_model_folder(Path(source).expanduser())
@@ -220,8 +222,7 @@ def build_trainee(
     Raises UserError where the model, the adapter or a flag does not fit.
     """
     given = model_config
-    model_config = copy.deepcopy(given)  # it is changed below, and a reference is built from the one given as well
-    of_files = source_dtype(model_config)  # which transformers changes when it builds the model
+    model_config = with_router_loss(given, config.router_aux_loss_coef)  # a copy: a reference is built from it as well
     precision = precision_of(config, config.precision, model_config, world.device)
     source, adapter = find_weights(config, resume)
     if config.method == "rm":
@@ -254,7 +255,7 @@ def build_trainee(
     free = world.least("free memory", free_bytes(world.device))  # or ranks would decide differently
     choice = choice or choose(config, outline, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
-    trainee = _on_meta(config, model, outline, choice, mesh, of_files)
+    trainee = _on_meta(config, model, outline, choice, mesh, given)
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
     trainee.kernels, trainee.alone, trainee.notes, trainee.free = kernels, alone, notes, free
     for part in trainee.divided.parts:
@@ -348,14 +349,16 @@ def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokeni
 
 
 def _on_meta(
-    config: RunConfig, model: nn.Module, outline: Outline, choice: Choice, mesh: Mesh, of_files: torch.dtype
+    config: RunConfig, model: nn.Module, outline: Outline, choice: Choice, mesh: Mesh, given: PretrainedConfig
 ) -> Trainee:
-    """What is known of the whole model, and then its parts. of_files: their type."""
+    """What is known of the whole model, and then its parts. given: the config of its files."""
     base, precision = outline.base, outline.precision
-    saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else of_files
+    saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(given)
+    files = plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size)
+    trains = balances_router(base.config)
     hidden = hidden_matrices(base) if config.optimizer == "muon" else ()
     known = {
-        "files": plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size),
+        "files": files if trains == balances_router(given) else replace(files, gives_router_logits=not trains),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "matrices": frozenset(name for name, p in model.named_parameters() if p.requires_grad and id(p) in hidden),
         "parameters": (outline.trained, outline.trained + outline.frozen),

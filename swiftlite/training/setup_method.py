@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
+from swiftlite.config.losses import weighs_by_probability
 from swiftlite.data.batches import MicroBatch
 from swiftlite.data.prepare import PreparedData, cache_root
 from swiftlite.models.load import model_folder
@@ -69,7 +70,7 @@ def build_method(parts: MethodParts) -> Method:
     """The method of the config, with the reference that it needs."""
     config, trainee, loss = parts.config, parts.trainee, parts.loss
     if loss is None:
-        return Supervised()
+        return Supervised(dynamic=weighs_by_probability(config))
     if isinstance(loss, RewardModel):
         return Rewarded(loss, starts_at_zero=trainee.has_new_head)
     if isinstance(loss, Preference):

@@ -138,7 +138,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "lora_bias": (("none",), "no biases are trained"),
     "lora_fan_in_fan_out": (EVERY, "a layer's own class says it"),
     **dict.fromkeys(("init_weights", "init_lora_weights"), (ON, "LoRA starts so")),
-    **dict.fromkeys(("neftune_noise_alpha", "label_smoothing_factor"), (("0", "0.0"), "there is none")),
+    "label_smoothing_factor": (("0", "0.0"), "there is none"),
     "packing_strategy": (("bfd",), "packs are filled so"),
     "f_divergence_type": (("reverse_kl",), "losses take the reverse KL"),
     "fp8_backend": (("auto", "torchao"), "{fp8} is torchao's"),
@@ -151,7 +151,8 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
          "double_quantization", "use_bnb_nested_quant", "dataset_exact_deduplication", "activation_offloading",
          "dataloader_drop_last", "eval_on_start", "use_cpu", "ignore_data_skip", "full_determinism", "use_vllm",
          "save_on_each_node", "load_args", "load_data_args", "data_parallel_random_init", "use_weighting",
-         "curriculum_sampling", "sample_packing_sequentially"),
+         "curriculum_sampling", "sample_packing_sequentially", "enable_dft_loss", "use_dft_loss", "use_asft_loss",
+         "use_eaft_loss"),
         (OFF, "it is off in any case"),
     ),
 }  # fmt: skip

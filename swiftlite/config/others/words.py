@@ -88,7 +88,6 @@ INSTEAD: dict[str, str] = {
         _OUT + "{lora_plus_ratio} counts for the adapter of an embedding too",
     ),
     "label_smoothing_factor": _OUT + "there is no smoothing of tokens; {label_smoothing} is of preferences",
-    "neftune_noise_alpha": _OUT + "embeddings get no noise here",
     "data_seed": "write {seed}, which decides the order of rows too",
     "group_by_length": _OUT + "{packing: true} leaves hardly any padding",
     "packing_strategy": "write {packing: true}; {overlong: split} keeps what is longer than a pack",
@@ -123,10 +122,7 @@ INSTEAD: dict[str, str] = {
     ),
     "max_model_len": _OUT + "the model's config.json says what it can, {max_length} what is trained",
     "rope_scaling": "write it into the model's config.json",
-    **dict.fromkeys(
-        ("moe_aux_loss_coeff", "router_aux_loss_coef"),
-        'write "router_aux_loss_coef" and "output_router_logits": true into the model\'s config.json',
-    ),
+    "output_router_logits": "write {router_aux_loss_coef: 0.001} to balance routers, 0 not to",
     **dict.fromkeys(
         ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "ffn_hidden_size"), _BY_CONFIG
     ),
@@ -149,8 +145,8 @@ INSTEAD: dict[str, str] = {
     ),
     **dict.fromkeys(("use_galore", "use_badam", "use_apollo", "use_adam_mini"), _GALORE),
     **dict.fromkeys(
-        ("enable_dft_loss", "use_dft_loss", "use_asft_loss", "use_eaft_loss"),
-        _OUT + "the loss of a token is its cross-entropy, each counts alike",
+        ("use_asft_loss", "use_eaft_loss"),
+        _OUT + "{loss: dft} weighs the cross-entropy of a token by its probability, else each counts alike",
     ),
     "mixture_of_depths": "write {tuner: lora}, or full",
     **dict.fromkeys(

@@ -1,0 +1,95 @@
+"""`--router-aux-loss-coef`: against plain PyTorch and a model whose config.json says the same, saved, and refused."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import transformers as hf
+from test_parity import metrics, planned_rows, render_chat, settings, train_alone
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swiftlite.config.resolve import resolve_config
+from swiftlite.errors import UserError
+from swiftlite.models.anatomy import balances_router, with_router_loss
+from swiftlite.models.toys import toy_config
+from swiftlite.training import setup
+
+WEIGHT = 0.3
+
+
+@pytest.fixture
+def base(tmp_path, tiny_model, write_rows, chat_rows):
+    data = write_rows("rows.jsonl", chat_rows)
+    return settings(tmp_path, tiny_model("qwen3-moe"), data, packing=False, max_steps=2)
+
+
+def train(base, out, **more):
+    """(metrics, the saved config.json)."""
+    train_alone(resolve_config("sft", **base | {"output_dir": str(out)} | more))
+    return metrics(out), json.loads((out / "model" / "config.json").read_text())
+
+
+def routed_model(base, tmp_path, **said):
+    """The same model, of which config.json says more."""
+    folder = tmp_path / "routed"
+    shutil.copytree(base["model"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | said))
+    return str(folder)
+
+
+def test_the_loss_of_routers_equals_plain_pytorch(base, tmp_path, chat_rows):
+    (row, *_), _ = train(base, tmp_path / "out", router_aux_loss_coef=WEIGHT)
+    model = AutoModelForCausalLM.from_pretrained(base["model"], dtype=torch.float32, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(base["model"])
+    rows = next(planned_rows(resolve_config("sft", **base)))
+    documents = [render_chat(tokenizer, chat_rows[row]["messages"]) for row in rows]
+    count, total, routers = sum(sum(trained[1:]) for _, trained in documents), torch.zeros(()), torch.zeros(())
+    for ids, trained in documents:
+        found = model(input_ids=torch.tensor([ids]), output_router_logits=True, use_cache=False)
+        logprobs = found.logits[0, :-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+        total = total - (logprobs * torch.tensor(trained[1:])).sum() / count
+        routers = routers + WEIGHT * found.aux_loss / len(documents)
+    (total + routers).backward()
+    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None))
+    assert row["loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert row["router_loss"] == pytest.approx(routers.item(), rel=1e-5)
+    assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_the_flag_says_what_a_config_may_say(base, tmp_path):
+    said = {"output_router_logits": True, "router_aux_loss_coef": WEIGHT}
+    routed = base | {"model": routed_model(base, tmp_path, **said)}
+    plain, _ = train(base, tmp_path / "plain")
+    by_config, saved = train(routed, tmp_path / "config")
+    assert said.items() <= saved.items()
+    by_flag, saved = train(base, tmp_path / "flag", router_aux_loss_coef=WEIGHT)
+    assert (saved["output_router_logits"], saved["router_aux_loss_coef"]) == (False, WEIGHT)
+    off, saved = train(routed, tmp_path / "off", router_aux_loss_coef=0.0)
+    assert (saved["output_router_logits"], saved["router_aux_loss_coef"]) == (True, 0.0)
+    for mine, theirs in ((by_flag, by_config), (off, plain)):
+        for name in ("loss", "grad_norm", "router_loss"):
+            assert [row.get(name) for row in mine] == [row.get(name) for row in theirs]
+    assert by_flag[0]["grad_norm"] != plain[0]["grad_norm"] and "router_loss" not in plain[0]
+
+
+def test_models_without_such_a_loss_are_refused_before_weights_load(base, tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setattr(setup, "build_base", lambda *_: pytest.fail("went on"))
+    with pytest.raises(UserError, match="llama is no mixture of experts") as error:
+        train(base | {"model": str(tiny_model("llama"))}, tmp_path / "out", router_aux_loss_coef=WEIGHT)
+    assert error.value.where == "--router-aux-loss-coef 0.3"
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="deepseek_v3 has no such loss in transformers"):
+        with_router_loss(hf.DeepseekV3Config(), WEIGHT)
+    with pytest.raises(UserError, match="rm trains a model that gives scores"):
+        resolve_config("rm", model="a/b", dataset=["c/d"], router_aux_loss_coef=WEIGHT)
+
+
+def test_what_is_given_stays_as_it_is():
+    dense, mixture = toy_config("llama"), toy_config("qwen3-moe")
+    for weight in (None, 0.0):
+        assert with_router_loss(dense, weight).to_dict() == dense.to_dict()
+    before = mixture.to_dict()
+    assert balances_router(with_router_loss(mixture, WEIGHT)) and mixture.to_dict() == before
