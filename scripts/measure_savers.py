@@ -27,6 +27,7 @@ ACTIVATIONS = (  # what matters where documents are long
     ("LoRA", LORA),
     ("LoRA, activations recomputed", (*LORA, *RECOMPUTED)),
     ("LoRA, some activations recomputed", (*LORA, *SOME)),
+    ("QLoRA in 8 bits", (*LORA, "--quantization", "int8")),
     ("QLoRA", (*LORA, "--quantization", "nf4")),
     ("QLoRA, activations recomputed", (*LORA, "--quantization", "nf4", *RECOMPUTED)),
 )
@@ -36,6 +37,7 @@ STATES = (  # what matters where the model is large
     ("full", FULL),
     ("updates in the backward pass", (*FULL, *BACKWARD)),
     ("AdamW of 8 bits", (*FULL, *EIGHT_BITS)),
+    ("Muon", (*FULL, "--optimizer", "muon")),
     ("both", (*FULL, *BACKWARD, *EIGHT_BITS)),
     ("bf16 without masters", (*FULL, *HALF)),
     ("all three", (*FULL, *BACKWARD, *EIGHT_BITS, *HALF)),
