@@ -29,14 +29,14 @@ class SwiftliteError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; nothing where it says nothing."""
-    return next(iter(str(error).splitlines()), "")
+    """What an error says, in one line; its kind where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def kind_and_words(error: BaseException) -> str:
     """`RuntimeError: what it says`, in one line; its kind alone where it says nothing."""
-    text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    kind, words = type(error).__name__, first_line(error)
+    return kind if words == kind else f"{kind}: {words}"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

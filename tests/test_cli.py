@@ -1,6 +1,7 @@
 """The program as a user meets it: help, dry runs, one-block errors with their exit codes, a run from start to end."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from test_parity import settings
 
 from swiftlite.cli.app import main
+from swiftlite.cli.console import print_notes, wide_console
 from swiftlite.config.recipe import load_recipe, shipped_recipes
 
 HEAVY = ("torch", "transformers", "datasets", "peft", "numpy", "pyarrow")
@@ -56,6 +58,40 @@ def test_help_lists_commands_and_panels(run):
     assert code == 0
     for panel in ("Model", "Data", "Tuner", "Optimization", "Parallelism", "Memory", "Checkpoints", "Logging"):
         assert f"─ {panel}" in out
+
+
+@pytest.mark.parametrize("command", ["infer", "export", "serve", "verify"])
+def test_options_say_what_they_take_and_not_in_names_of_python(run, command):
+    lines = [line for line in run(command, "--help")[1].splitlines() if not {"--help", "--"} & {*line.split()}]
+    assert len(lines) > 10 and not any(re.search(r"<(str|int|bool|float|path|list)", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "hidden"),
+    [
+        ("sft", ["--warm-check"], ["--method"]),
+        ("eval", ["--json", "FILE", "[default: the recipe's, else sft;"], ["--warm-check", "--lora-rank"]),
+        ("plan", ["--device-memory", "SIZE", "--json"], []),
+        ("train", ["--method", "[default: the recipe's;"], []),
+    ],
+)
+def test_help_shows_what_a_command_uses_and_its_own_flags(run, command, shown, hidden):
+    out = " ".join(run(command, "--help")[1].replace("│", " ").split())
+    assert all(f" {word} " in out for word in shown) and not any(f" {word} " in out for word in hidden)
+
+
+def test_notes_are_printed_as_they_are(capsys):
+    print_notes(wide_console(), ["a:smile:b [red]c", "d" * 300 + " " + "e" * 300])
+    assert capsys.readouterr().out == f"note: a:smile:b [red]c\nnote: {'d' * 300} {'e' * 300}\n"
+
+
+def test_recipes_are_listed_in_whole_words(run, monkeypatch):
+    monkeypatch.setattr("swiftlite.cli.console.WIDTH", 80)
+    lines = run("recipes", "list")[1].splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) > len(shipped_recipes())
+    words = {word for line in lines for word in line.split()}
+    described = (path.read_text().splitlines()[0].removeprefix("#").split() for path in shipped_recipes().values())
+    assert words == {*shipped_recipes(), *(word for line in described for word in line)}
 
 
 @pytest.mark.parametrize("command", ["infer", "export", "serve"])
@@ -246,6 +282,17 @@ def test_rows_that_are_wrong_name_file_and_line(run, tmp_path, tiny_model):
     code, _, err = run("sft", *flags(values))
     assert code == 2 and "rows.jsonl:2" in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["sft", "eval"])
+def test_processes_show_tracebacks_where_a_recipe_asks_for_them(run, tmp_path, monkeypatch, command):
+    reports = []
+    monkeypatch.setattr("swiftlite.training.launch.launch", lambda config, layout, report, *_: reports.append(report))
+    recipe = tmp_path / "r.yaml"
+    for debug in ("true", "false"):
+        recipe.write_text(f"model: m/x\ndataset: d/x\ndebug: {debug}\n")
+        assert run(command, "--recipe", recipe)[0] == 0
+    assert [report.keywords["debug"] for report in reports] == [True, False]
 
 
 def test_recipes_are_copied_but_never_over_a_file(run, tmp_path, monkeypatch):

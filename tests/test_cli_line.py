@@ -116,6 +116,10 @@ def test_a_value_may_be_of_another_setting(tmp_path, monkeypatch):
     assert values("--rlhf_type simpo") == {"method": ["dpo"], "loss": ["simpo"]}
     assert values("""--lr_scheduler_kwargs {"min_lr_rate":0.1}""") == {"min_lr_ratio": ["0.1"]}
     assert values("""--lr_scheduler_kwargs {"min_lr":1e-6}""") == {"min_lr": ["1e-6"]}
+    text = read_line("sft", ["--fsdp", "shard_grad_op auto_wrap offload"]).values
+    assert text == {"parallel": ["fsdp"], "sharding": ["shard_grad_op"], "offload": ["cpu"]}
+    assert values("--fsdp full_shard") == {"parallel": ["fsdp"], "sharding": ["full_shard"]}
+    assert values("--fsdp true") == {"parallel": ["true"]}
     assert values("--rlhf_type dpo") == {"method": ["dpo"]}
     assert values("--adapter some/folder") == {"adapter": ["some/folder"]}
     monkeypatch.chdir(tmp_path)
@@ -189,6 +193,9 @@ def test_flags_that_change_nothing_are_noted():
         (["--model", ""], "is empty", "shell"),
         (["word"], "'word' belongs to no flag", "flag"),
         (["--seed", "1", "2"], "'2' belongs to no flag", "flag"),
+        (["--packing", "maybe"], "'maybe' belongs to no flag", "write --packing alone"),
+        (["--packing", __file__], "belongs to no flag", "write --packing alone"),
+        ([__file__], "belongs to no flag", f"`--dataset {__file__}`"),
         (["--packing=maybe"], "not true or false", "--packing"),
         (["--no-packing=1"], "takes no value", "--no-packing"),
     ],

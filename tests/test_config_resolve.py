@@ -126,7 +126,6 @@ def test_names_of_other_tools(alias, name):
         ("activation_checkpointing", "False", "none"),
         ("sharding", "zero3", "full"),
         ("sharding", "zero2", "grad_op"),
-        ("parallel", "full_shard auto_wrap", "fsdp"),
         ("sequence_parallel", "true", "always"),
         ("sequence_parallel", "False", "never"),
         ("target_modules", "ALL", ["all-linear"]),
@@ -258,6 +257,23 @@ def test_contradictions_name_the_fix(values, said):
     assert said in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"max_shard_size": "big"}, "max_shard_size is 'big': not a size such as 5GB or 500MB"),
+        ({"stop_after": "soon"}, "stop_after is 'soon': not a time such as 3h55m, 90m or 1d"),
+        ({"columns": "{a"}, "columns is '{a': not JSON: "),
+        ({"placeholders": ["a=1", "a=2"]}, "a is given twice"),
+        ({"tuner": "x"}, "tuner cannot be 'x'"),
+        ({"lora_rank": "0"}, "lora_rank is '0', out of range"),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_reason(values, said):
+    with pytest.raises(UserError) as caught:
+        made(**values)
+    assert said in caught.value.what
+
+
 def test_all_wrong_values_are_told_at_once():
     with pytest.raises(UserError) as caught:
         made(tuner="ful", lora_rank="x", packing="maybe")
@@ -301,12 +317,21 @@ def test_a_batch_of_rows_elsewhere_is_of_packs_here():
     assert resolve("sft", named | own, env={}).notes == resolve("sft", named | spelled | unpacked, env={}).notes == []
 
 
-@pytest.mark.parametrize(("more", "told"), [({}, True), ({"global_batch_size": "6"}, False)])
-def test_a_batch_that_grows_with_the_ranks_is_told(more, told):
-    values = {"model": "a/b", "dataset": ["c/d"], "nproc_per_node": "3"} | more
+@pytest.mark.parametrize(
+    ("more", "size", "why"),
+    [
+        ({"nproc_per_node": "3"}, 9, "no multiple of 3 data ranks x 1 a forward pass"),
+        ({"micro_batch_size": "3"}, 9, "no multiple of 1 data rank x 3 a forward pass"),
+        ({"pipeline_parallel_size": "16"}, 16, "too small for a micro-batch in each of 16 stages"),
+        ({"nproc_per_node": "3", "global_batch_size": "6"}, 6, None),
+    ],
+)
+def test_a_batch_that_grows_with_the_layout_is_told(more, size, why):
+    values = {"model": "a/b", "dataset": ["c/d"]} | more
     resolved = resolve("sft", {name: Given(value, name, "flag") for name, value in values.items()}, env={})
-    assert resolved.config.global_batch_size == (9 if told else 6)
-    assert any("--global-batch-size is 9, not 8" in note for note in resolved.notes) is told
+    assert resolved.config.global_batch_size == size
+    told = [note for note in resolved.notes if note.startswith("--global-batch-size")]
+    assert told == ([f"--global-batch-size is {size}, not 8, which is {why}"] if why else [])
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,11 @@ def sequence(tokenizer):
     return Sequence(np.asarray(ids, dtype=np.int32), trained, "a.jsonl:3")
 
 
-def shown(tokenizer, sequence, *, terminal):
-    colours = "standard" if terminal else None
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, soft_wrap=True, color_system=colours)
+def shown(tokenizer, sequence, *, terminal, no_color=False, system="standard"):
+    console = Console(
+        file=io.StringIO(), force_terminal=terminal, width=100, no_color=no_color,
+        color_system=system if terminal else None,
+    )  # fmt: skip
     show_rows(console, tokenizer, [sequence])
     return console.file.getvalue()
 
@@ -51,6 +53,12 @@ def test_trained_tokens_are_coloured_in_a_terminal(tokenizer, sequence):
     green = "".join(text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style))
     assert green == "Hällo ☃<|im_end|>"
     assert "\x1b[1;32m" in shown(tokenizer, sequence, terminal=True)
+
+
+@pytest.mark.parametrize("without", [{"no_color": True}, {"system": None}], ids=["NO_COLOR", "TERM=dumb"])
+def test_trained_tokens_are_bracketed_in_a_terminal_without_colours(tokenizer, sequence, without):
+    page = shown(tokenizer, sequence, terminal=True, **without)
+    assert "⟦Hällo ☃<|im_end|>⟧" in page and "⟦trained⟧" in page
 
 
 @pytest.fixture
@@ -110,11 +118,23 @@ def test_the_audit_table_shows_every_reason():
     assert r"unused column: [red]\x1b[2J" in page  # a name that somebody else chose
 
 
+def test_names_of_many_data_sets_are_whole_in_a_narrow_terminal():
+    section = {"rows": {"read": 9, "used": 5}, "tokens": 1234, "trained_tokens": 567, "packs": 8, "fill": 0.9876}
+    names = [f"rows_of_kind_{number}.jsonl" for number in range(5)]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(audit_table(section | {"datasets": dict.fromkeys(names, section)}))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    heading = [line.split("┃")[1:-1] for line in lines if line.startswith("┃")]
+    assert ["".join(parts).replace(" ", "") for parts in zip(*heading, strict=True)][2:] == names
+
+
 def test_histogram_bars_add_up():
     lines = histogram("tokens", np.asarray([1] * 5 + [10] * 3 + [100])).splitlines()
     assert lines[0] == "tokens: 1 to 100, half of them up to 1"
     assert sum(int(line.rsplit(" ", 1)[1]) for line in lines[1:]) == 9
     assert histogram("tokens", np.asarray([7, 7])).splitlines()[1].split()[:3] == ["7", "to", "7"]
+    assert histogram("tokens", np.asarray([7, 7]), "#").isascii()  # for streams that know nothing else
 
 
 def test_the_command(tmp_path, tokenizer, write_rows, chat_rows, capsys):
@@ -132,7 +152,7 @@ def test_the_command(tmp_path, tokenizer, write_rows, chat_rows, capsys):
     assert f"{path}:3:" not in page
     for expected in ("⟦It is 1.<|im_end|>⟧", "⟦I am a small model.<|im_end|>⟧", "⟦It is 3. Really.<|im_end|>⟧"):
         assert expected in page
-    for expected in ("no_assistant_turn", "tokens of a row", "packs:", "% full", "steps in all"):
+    for expected in ("no_assistant_turn", "tokens of a row", "packs:", "% full", "steps: ", " in all"):
         assert expected in page
 
 

@@ -16,7 +16,7 @@ from test_parity import metrics, render_chat, settings, train_alone
 from worlds import run_swiftlite
 
 from swiftlite.checkpoint.folder import list_checkpoints
-from swiftlite.cli import dry_run
+from swiftlite.cli import console
 from swiftlite.cli.app import main
 from swiftlite.cli.eval import _of_the_weights, _tell, choose_rows
 from swiftlite.config.layout import Layout
@@ -353,7 +353,7 @@ def test_flags_win_over_what_a_run_says_and_another_base_is_told(tmp_path, train
 def test_numbers_stand_in_one_line_in_a_narrow_terminal(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(
-        dry_run, "wide_console", lambda **_: Console(file=shown, width=40, soft_wrap=True, highlight=False)
+        console, "wide_console", lambda **_: Console(file=shown, width=40, soft_wrap=True, highlight=False)
     )
     sets = [Evaluated(f"{name}.jsonl", {"rows": 1234567}, 12.5, {}) for name in "abc"]
     _tell(None, sets[:1])

@@ -22,7 +22,7 @@ from swiftlite.serving.generate import Answer, Answerer, Sampling
 from swiftlite.serving.infer import InferOptions, run_infer
 from swiftlite.serving.load import answer_dtype, load_for_answers
 from swiftlite.serving.prompts import read_questions
-from swiftlite.serving.source import find_source
+from swiftlite.serving.source import check_base_folder, find_source
 
 
 @pytest.fixture(scope="module")
@@ -379,7 +379,7 @@ def test_a_failure_half_way_leaves_no_output(tmp_path):
         ({"input": Path("a"), "output": Path(__file__).parent}, "is a folder"),
         ({"input": Path("a"), "output": Path("/proc/x.jsonl")}, "cannot be written"),
         ({"input": Path("a"), "output": Path("no/such/folder/x")}, "folder of the output"),
-        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens is 0"),
         ({"temperature": -1.0}, "--temperature"),
         ({"temperature": float("nan")}, "--temperature"),
         ({"top_p": 0.0}, "--top-p"),
@@ -425,6 +425,19 @@ def test_an_adapter_finds_its_base_and_is_applied(adapter, tiny_model, loaded):
         merged = model.merge_and_unload()(ids).logits
         difference = (merged - loaded[0](ids).logits).abs().max()
     assert difference > 1e-3
+
+
+def test_a_base_that_is_recorded_below_home_is_found(adapter, tiny_model, tmp_path, monkeypatch):
+    base = tiny_model("llama")
+    monkeypatch.setenv("HOME", str(base.parent))
+    moved = shutil.copytree(adapter, tmp_path / "adapter")
+    settings = json.loads((moved / "adapter_config.json").read_text())
+    (moved / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": f"~/{base.name}"}))
+    source = find_source(str(moved), None)
+    assert source.base == str(base) and source.base_folder == base
+    check_base_folder(source, None)
+    with pytest.raises(UserError, match="no revisions"):
+        check_base_folder(source, "v2")
 
 
 def test_a_run_folder_stands_for_its_model_and_a_checkpoint_for_itself(tiny_model, tmp_path):

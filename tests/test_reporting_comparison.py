@@ -46,6 +46,12 @@ def test_figures_settings_and_curves_of_two_runs_lie_side_by_side(run, tmp_path)
     assert not (first / "report.html").exists()
 
 
+def test_a_table_in_a_file_holds_names_and_paths_whole(run, tmp_path):
+    settings = {"gradient_accumulation_steps": 8, "dataset": [f"{tmp_path}/{'rows' * 20}.jsonl"]}
+    done = command(run("a", {"model": "m"}), run("b", settings), run("c", settings), "--output", tmp_path / "p.html")
+    assert settings["dataset"][0] in done.output and "gradient_accumulation_steps" in done.output
+
+
 def test_values_of_older_versions_and_missing_files_are_blank(run):
     runs = run("a", {"x": 1}), run("b", {}), run("c", {"x": True})
     (runs[1] / "config.yaml").unlink()

@@ -61,19 +61,21 @@ def _run(words: list[str], session: Session) -> int:
             _check_filled(words)
         code = build_app(chosen)(words, prog_name="swiftlite", standalone_mode=False, obj=session)
         if code == 128 + signal.SIGINT:  # Typer's answer to a KeyboardInterrupt
-            print("interrupted", file=sys.stderr)
+            return _interrupted()
         return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _interrupted()
     except BaseException as error:  # some libraries' errors are no Exception; all of them end in one block
         if seen := seen_signal():  # a library caught what the signal raised, and failed of it
-            if seen == signal.SIGINT:  # the other one is told at once
-                print("interrupted", file=sys.stderr)
-            return 128 + seen
+            return _interrupted() if seen == signal.SIGINT else 128 + seen  # the other one is told at once
         return _report(_usage_error(error, words) if isinstance(error, TyperException) else error, session)
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def _check_working_folder() -> None:
@@ -169,9 +171,9 @@ def _show_version(wanted: bool) -> None:
 
 def _top(
     version: bool = typer.Option(
-        False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True, metavar=""
     ),
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks.", metavar=""),
 ) -> None:
     """`--debug` is read before anything can fail, in `main`."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swiftlite.config.flags import all_flags
+from swiftlite.cli.console import print_notes, wide_console
+from swiftlite.config.batch import ranks_in_words
+from swiftlite.config.flags import all_flags, shown_value
 from swiftlite.config.methods import PREFERENCE, pack_capacity
 from swiftlite.untrusted import printable
 
@@ -21,42 +22,34 @@ if TYPE_CHECKING:
 
 SHOWN_GROUPS = 4
 SHOWN_RANKS = 8
-WIDTH = 500  # where no terminal sets one: a path that is cut in two lines cannot be found or copied
 
 
 def show_plan(resolved: Resolved) -> None:
-    """Print to stdout; settings that somebody gave are marked with who did.
-
-    Raises UserError for options of a preference loss that would not act, data set names that mean nothing, and a chat
-    template that is not there.
-    """
-    from swiftlite.data.sources import parse_spec
-
-    for name in resolved.config.dataset:
-        parse_spec(name)
-    for name in resolved.config.eval_dataset:
-        parse_spec(name, "--eval-dataset")
-    if resolved.config.chat_template is not None:
-        from swiftlite.models.tokenizer import read_chat_template
-
-        read_chat_template(resolved.config.chat_template)
-    if resolved.config.method in PREFERENCE:
-        from swiftlite.training.methods import preference_of  # seconds, for torch
-
-        preference_of(resolved.config)
+    """Print to stdout; settings that somebody gave are marked with who did. Raises UserError as `_check` does."""
+    _check(resolved.config)
     console = wide_console()
     console.print(_configuration(resolved))
     console.print(_plan(resolved))
-    for note in resolved.notes:
-        console.print(f"note: {note}", markup=False)
+    print_notes(console, resolved.notes)
 
 
-def wide_console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal, or wide enough for anything where there is none."""
-    console = Console(highlight=False, soft_wrap=True, stderr=stderr)
-    if not console.is_terminal:
-        console.width = WIDTH
-    return console
+def _check(config: RunConfig) -> None:
+    """Raises UserError for options of a preference loss that would not act, data set names that mean nothing, and a
+    chat template that is not there."""
+    from swiftlite.data.sources import parse_spec
+
+    for name in config.dataset:
+        parse_spec(name)
+    for name in config.eval_dataset:
+        parse_spec(name, "--eval-dataset")
+    if config.chat_template is not None:
+        from swiftlite.models.tokenizer import read_chat_template
+
+        read_chat_template(config.chat_template)
+    if config.method in PREFERENCE:
+        from swiftlite.training.methods import preference_of  # seconds, for torch
+
+        preference_of(config)
 
 
 def _configuration(resolved: Resolved) -> Table:
@@ -71,18 +64,8 @@ def _configuration(resolved: Resolved) -> Table:
             table.add_row(f"[bold blue]{panel}[/]", "", "")
         source = resolved.given.get(name)
         style = "bold" if source else "dim"
-        table.add_row(f"[{style}]{name}[/]", Text(printable(_words(values[name]))), source or "")
+        table.add_row(f"[{style}]{name}[/]", Text(printable(shown_value(values[name]))), source or "")
     return table
-
-
-def _words(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, dict):
-        return " ".join(f"{key}={item}" for key, item in value.items()) or "none"
-    return str(value)
 
 
 def _idle(config: RunConfig) -> str:
@@ -130,8 +113,8 @@ def _plan(resolved: Resolved) -> Table:
     capacity = pack_capacity(config)
     table.add_row(
         "a step",
-        f"{config.global_batch_size} {packs} of up to {capacity} tokens = {config.micro_batch_size} a forward "
-        f"pass x {config.gradient_accumulation_steps} accumulated x {layout.data_ranks} data ranks",
+        f"{config.global_batch_size} {packs} of up to {capacity:,} tokens = {config.micro_batch_size} a forward "
+        f"pass x {config.gradient_accumulation_steps} accumulated x {ranks_in_words(layout.data_ranks)}",
     )
     table.add_row("at most", f"{config.global_batch_size * capacity:,} tokens a step")
     return table

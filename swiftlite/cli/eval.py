@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
-from swiftlite.cli.options import RunCommand, own_flag
+from swiftlite.cli.options import RunCommand, json_flag
 from swiftlite.config.flags import Flag
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE
 from swiftlite.ending import seen_signal
@@ -48,7 +48,7 @@ def evaluate(resolved: Resolved, json: str | None) -> None:
     from swiftlite.training.launch import launch
 
     try:
-        launch(config, resolved.layout, partial(show_error, debug="--debug" in sys.argv), partial(_evaluation, json))
+        launch(config, resolved.layout, partial(show_error, debug=resolved.config.debug), partial(_evaluation, json))
     except SystemExit as stop:
         if stop.code in ENDED and seen_signal() is None:  # it was passed on to the processes, and nobody has told it
             print(ENDED[stop.code], file=sys.stderr)
@@ -76,7 +76,7 @@ EVAL = RunCommand(
     "eval",
     evaluate,
     "Evaluate a model, a run or a checkpoint: loss, perplexity, rewards.",
-    own=(own_flag("json", "str", None, "Write the numbers into this file; `-`: to stdout, and all else to stderr."),),
+    own=(json_flag("the numbers"),),
     fallback="sft",
     needs_rows=False,
     settle=_settle,
@@ -120,7 +120,7 @@ def _of_the_weights(resolved: Resolved) -> list[str]:
 
 def _tell(json: str | None, found: list[Evaluated]) -> None:
     """Print what was found, and write it."""
-    from swiftlite.cli.dry_run import wide_console
+    from swiftlite.cli.console import wide_console
 
     rows = [_row(one) for one in found]
     finite = [{name: value if _is_finite(value) else None for name, value in row.items()} for row in rows]
@@ -166,10 +166,10 @@ def _fits(table: Table, console: Console) -> bool:
 
 
 def _in_words(value: str | float | None) -> str:
-    from swiftlite.reporting.words import printable, short
+    from swiftlite.reporting.words import in_one_line, short
 
     if value is None:
         return "no rows"
     if isinstance(value, str):
-        return printable(value)
+        return in_one_line(value)
     return f"{value:,}" if isinstance(value, int) else short(value if _is_finite(value) else None)

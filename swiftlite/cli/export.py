@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DTYPE = "Number type of the result: auto (that of the base), bf16, fp16 or fp32."
 FOLDER = "A folder that is not there yet."
+TEMPLATE = "Chat template to save: a built-in name, or a Jinja file. \\[default: the model's]"
 PROMPT = "Check the result with this; may be given again. \\[default: four of our own]"
 
 
@@ -25,21 +26,19 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help=FOLDER, callback=given_path)],
+    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help=FOLDER, callback=given_path, metavar="PATH")],
     model: Model = None,
     adapter: Annotated[str | None, model_option(help="LoRA adapter to merge into the model.", metavar="PATH")] = None,
-    dtype: Annotated[str, typer.Option(help=DTYPE)] = "auto",
+    dtype: Annotated[str, typer.Option(help=DTYPE, metavar="TYPE")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file, such as 5GB.", metavar="SIZE")] = "5GB",
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help=PROMPT)] = None,
-    chat_template: Annotated[
-        str | None, model_option(help="Built-in name or Jinja file to save. \\[default: the model's]")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help=PROMPT, metavar="TEXT")] = None,
+    chat_template: Annotated[str | None, model_option(help=TEMPLATE, metavar="NAME|FILE")] = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Hands the flags over to `swiftlite.serving.export`."""
     with quick_imports():
-        from swiftlite.serving.export import ExportOptions, run_export
+        from swiftlite.serving.export import ExportOptions, run_export, type_name
 
     done = run_export(
         ExportOptions(
@@ -54,11 +53,10 @@ def export(
             trust_remote_code=trust_remote_code,
         )
     )
-    _tell(done)
+    _tell(done, type_name(done.dtype))
 
 
-def _tell(done: Exported) -> None:
-    kind = str(done.dtype).removeprefix("torch.")
+def _tell(done: Exported, kind: str) -> None:
     print(f"wrote {done.folder}: {in_words(done.size)}, {kind}; every tensor was read back as it should be")
     if done.merge is not None:
         print(f"merged in fp32: logits differ from those of base and adapter by {done.merge:.1e}")

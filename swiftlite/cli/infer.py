@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,19 +12,12 @@ from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, given_
 
 PRECISION = "auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs."
 TEMPLATE = "`chatml`, `instruction`, a Jinja file, or `none` for plain text. \\[default: the model's]"
+TEMPERATURE = "0 takes the likeliest token, more is livelier."
 ROWS = "jsonl rows, also compressed: messages, prompt, Alpaca, ..."
 
-
-def _answer(*names: str, **details: Any) -> Any:
-    return typer.Option(*names, rich_help_panel="Answers", **details)
-
-
-def _file(*names: str, **details: Any) -> Any:
-    return typer.Option(*names, rich_help_panel="Files", **details)
-
-
-def _path(**details: Any) -> Any:
-    return _file(metavar="FILE", callback=given_path, **details)
+answer_option = partial(typer.Option, rich_help_panel="Answers")
+file_option = partial(typer.Option, rich_help_panel="Files")
+path_option = partial(file_option, metavar="FILE", callback=given_path)
 
 
 def register(app: typer.Typer) -> None:
@@ -35,19 +29,26 @@ def infer(
     model: Model = None,
     adapter: Annotated[str | None, model_option(help="LoRA adapter to put on the model.", metavar="PATH")] = None,
     prompt: Annotated[
-        list[str] | None, _answer("--prompt", "-p", help="Answer this and leave; may be given again.")
+        list[str] | None,
+        answer_option("--prompt", "-p", help="Answer this and leave; may be given again.", metavar="TEXT"),
     ] = None,
-    system: Annotated[str | None, _answer(help="System message: the text, or a .txt file.")] = None,
-    input: Annotated[Path | None, _path(help=ROWS)] = None,
-    output: Annotated[Path | None, _path(help="jsonl: the rows with their `response`.")] = None,
-    batch_size: Annotated[int, _file(help="Rows of the file at once.")] = 8,
-    max_new_tokens: Annotated[int, _answer(help="Longest answer in tokens.")] = 256,
-    temperature: Annotated[float, _answer(help="0 takes the likeliest token, more is livelier.")] = 0.0,
-    top_p: Annotated[float, _answer(help="Sample from the likeliest tokens of this mass.")] = 1.0,
-    top_k: Annotated[int, _answer(help="Sample from the K likeliest; 0: all.")] = 0,
-    stream: Annotated[bool, _answer("--stream/--no-stream", help="Print answers as they grow.")] = True,
-    seed: Annotated[int, _answer(help="Decides what is sampled.")] = 42,
-    precision: Annotated[str, model_option(help=PRECISION)] = "auto",
+    system: Annotated[
+        str | None, answer_option(help="System message: the text, or a .txt file.", metavar="TEXT|FILE")
+    ] = None,
+    input: Annotated[Path | None, path_option(help=ROWS)] = None,
+    output: Annotated[Path | None, path_option(help="jsonl: the rows with their `response`.")] = None,
+    batch_size: Annotated[int, file_option(help="Rows of the file at once.", metavar="N")] = 8,
+    max_new_tokens: Annotated[int, answer_option(help="Longest answer in tokens.", metavar="N")] = 256,
+    temperature: Annotated[float, answer_option(help=TEMPERATURE, metavar="FLOAT")] = 0.0,
+    top_p: Annotated[
+        float, answer_option(help="Sample from the likeliest tokens of this probability in all.", metavar="FLOAT")
+    ] = 1.0,
+    top_k: Annotated[int, answer_option(help="Sample from the K likeliest tokens; 0: from all.", metavar="K")] = 0,
+    stream: Annotated[
+        bool, answer_option("--stream/--no-stream", help="Print answers as they grow.", metavar="")
+    ] = True,
+    seed: Annotated[int, answer_option(help="Decides what is sampled.", metavar="N")] = 42,
+    precision: Annotated[str, model_option(help=PRECISION, metavar="TYPE")] = "auto",
     chat_template: Annotated[str | None, model_option(help=TEMPLATE, metavar="NAME|FILE")] = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,

@@ -30,22 +30,21 @@ VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\
 VISIBLE |= {code: printable(chr(code)) for code in OBEYED}
 REFUSED = ("bold red", "bold bright_red")
 BINS = 10
-BAR = 40
+BAR, LONGEST_BAR = "█", 40
+RULE = 80  # characters of a line across, where no terminal has a width
 
 
 def inspect(resolved: Resolved, rows: int) -> None:
     """Show `rows` rows of each data set, and the numbers of all. Raises UserError where the data are bad."""
-    from rich.console import Console
-
+    from swiftlite.cli.console import print_notes, wide_console
     from swiftlite.data.audit import imbalance_warning
     from swiftlite.data.prepare import prepare_data
     from swiftlite.models.tokenizer import tokenizer_loader
 
     if rows < 0:
         raise UserError("--rows is below 0", where="--rows", fix="give the number of rows to show")
-    console = Console(highlight=False, soft_wrap=True)
-    for note in resolved.notes:
-        console.print(f"note: {note}", markup=False)
+    console = wide_console()
+    print_notes(console, resolved.notes)
     load = tokenizer_loader(resolved.config)
     with console.status("reading the data"):
         prepared = prepare_data(resolved.config, load)
@@ -58,7 +57,8 @@ def inspect(resolved: Resolved, rows: int) -> None:
     if resolved.config.streaming:
         console.print("a stream: the numbers are those of its first window")
         return
-    console.print(histogram("tokens of a row", prepared.train.lengths()))
+    bar = "#" if console.options.ascii_only else BAR
+    console.print(histogram("tokens of a row", prepared.train.lengths(), bar))
     console.print(packs_line(prepared, pack_capacity(resolved.config)))
 
 
@@ -73,26 +73,29 @@ INSPECT = RunCommand(
 
 def show_rows(console: Console, tokenizer: PreTrainedTokenizerBase, rows: list[Sequence]) -> None:
     """Print rows token by token, with a legend. Of a pair the prompt is shown once, then both answers."""
+    from rich.rule import Rule
     from rich.text import Text
 
     compared = any(sequence.preference for sequence in rows)
-    if console.is_terminal:
+    in_colour = console.color_system is not None and not console.no_color
+    if in_colour:
         wanted = ("chosen or desirable", TRAINED[0]) if compared else ("trained", TRAINED[0])
         refused = ("  ", ("rejected or undesirable", REFUSED[0])) if compared else ()
         legend = Text.assemble(wanted, *refused, "  ", ("context only", CONTEXT[0]), "  shades alternate by token")
     else:
         legend = Text(f"{OPEN}trained{CLOSE}, the rest is context only")
     console.print(legend)
+    width = console.width if console.is_terminal else RULE
     for sequence in rows:
         trained = int(sequence.trained.sum())
         heading = f"{sequence.where}: {len(sequence.input_ids):,} tokens, {trained:,} trained"
-        console.rule(Text(heading), align="left")
+        console.print(Rule(Text(heading), align="left"), width=width)
         for title, part, shades in parts_of(sequence):
             if title:
                 console.print(f"{title}:")
-            show = coloured(tokenizer, part, shades) if console.is_terminal else bracketed(tokenizer, part)
-            console.print(show)
-    console.rule()
+            text = coloured(tokenizer, part, shades) if in_colour else bracketed(tokenizer, part)
+            console.print(text, soft_wrap=True)  # character by character
+    console.print(Rule(characters="-" if console.options.ascii_only else "─"), width=width)
 
 
 def parts_of(sequence: Sequence) -> list[tuple[str, Sequence, tuple[str, str]]]:
@@ -167,7 +170,7 @@ def audit_table(audit: dict[str, Any]) -> Table:
     names = (escape(name.rsplit("/", 1)[-1]) for name in sections)
     table = Table("", *names, title="audit", title_justify="left")
     for column in table.columns[1:]:
-        column.justify = "right"
+        column.justify, column.overflow = "right", "fold"
     plain = dict.fromkeys(
         key
         for section in sections.values()
@@ -191,16 +194,16 @@ def audit_table(audit: dict[str, Any]) -> Table:
     return table
 
 
-def histogram(title: str, values: np.ndarray) -> str:
-    """Bars of how many values fall into each of ten equal ranges."""
+def histogram(title: str, values: np.ndarray, bar: str = BAR) -> str:
+    """Bars of how many values fall into each of ten equal ranges. bar: the letter that they are made of."""
     import numpy as np
 
     low, high = int(values.min()), int(values.max()) + 1
     counts, edges = np.histogram(values, bins=min(BINS, high - low), range=(low, high))
     lines = [f"{title}: {low:,} to {high - 1:,}, half of them up to {int(np.median(values)):,}"]
     for count, start, end in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
-        bar = "█" * max(round(BAR * count / counts.max()), int(count > 0))
-        lines.append(f"{int(np.ceil(start)):>8,} to {int(np.ceil(end)) - 1:>7,}  {bar} {count:,}")
+        length = max(round(LONGEST_BAR * count / counts.max()), int(count > 0))
+        lines.append(f"{int(np.ceil(start)):>8,} to {int(np.ceil(end)) - 1:>7,}  {bar * length} {count:,}")
     return "\n".join(lines)
 
 
@@ -208,6 +211,6 @@ def packs_line(prepared: PreparedData, max_length: int) -> str:
     """How full the packs are, and what that makes of the steps."""
     data, plan = prepared.train.describe(), prepared.train
     return (
-        f"packs: {data['packs']:,} of up to {max_length:,} tokens, {data['fill']:.1%} full; {data['rows']:,} rows, "
-        f"{plan.steps_per_epoch:,} steps an epoch, {plan.total_steps:,} steps in all"
+        f"packs: {data['packs']:,} of up to {max_length:,} tokens, {data['fill']:.1%} full; rows: {data['rows']:,}; "
+        f"steps: {plan.steps_per_epoch:,} an epoch, {plan.total_steps:,} in all"
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from swiftlite.config.flags import (
     Flag,
     all_flags,
+    as_option,
     find_flag,
     find_phrases,
     find_switch,
@@ -24,8 +25,9 @@ from swiftlite.config.flags import (
 )
 from swiftlite.config.others.words import idle, instead, is_known
 from swiftlite.errors import UserError, all_in_one
+from swiftlite.untrusted import existing
 
-TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
+TRUTH = dict.fromkeys(("true", "yes", "on", "1"), "true") | dict.fromkeys(("false", "no", "off", "0"), "false")
 RECIPE = ("--recipe", "--config", "-r")
 MAY_BE_EMPTY = "--system"  # some templates write a message of their own where there is none
 NEGATIVE_NUMBER = re.compile(r"-\.?\d")
@@ -46,7 +48,7 @@ class Line:
         words = ["--help"] if self.help else []
         words += [f"--recipe={self.recipe}"] if self.recipe is not None else []
         for name, values in self.values.items():
-            words += [f"--{name.replace('_', '-')}={value}" for value in values]
+            words += [f"{as_option(name)}={value}" for value in values]
         return words
 
 
@@ -81,7 +83,7 @@ class _Reader:
             elif word.startswith("-") and not NEGATIVE_NUMBER.match(word) and word != "-":
                 self._flag(option, value if equals else None)
             else:
-                raise UserError(f"{word!r} belongs to no flag", where=self._where(), fix=_flagged(word))
+                raise UserError(f"{word!r} belongs to no flag", where=self._where(), fix=self._with_flag(word))
         if self._unknown:
             raise all_in_one(self._unknown, "flags are unknown")
         for option, flag in self._off.items():
@@ -170,7 +172,7 @@ class _Reader:
                 if option == f"-{flag.short}":
                     return flag, False
         else:
-            name = option[2:].replace("-", "_")
+            name = plain_name(option)
             if flag := self._own.get(name) or find_flag(name):
                 return flag, False
             flag = self._own.get(name[3:]) or find_flag(name[3:])
@@ -184,7 +186,7 @@ class _Reader:
             return UserError(f"unknown flag {option}", where=self._where(), fix=told)
         negated = [f"no_{flag.name}" for flag in all_flags().values() if flag.kind == "bool"]
         near = nearest(name, [*known_names(), *negated, *self._own, "recipe"])
-        hint = f"did you mean `--{near.replace('_', '-')}`? " if near else ""
+        hint = f"did you mean `{as_option(near)}`? " if near else ""
         return UserError(
             f"unknown flag {option}", where=self._where(), fix=f"{hint}`swiftlite {self._command} --help` shows all"
         )
@@ -202,7 +204,7 @@ class _Reader:
             value = following
         if value.lower() not in TRUTH:
             raise UserError(f"{option} is {value!r}, not true or false", where=option, fix=f"write {option} alone")
-        return "true" if TRUTH.index(value.lower()) % 2 == 0 else "false"
+        return TRUTH[value.lower()]
 
     def _several(self, option: str, value: str | None) -> list[str]:
         from swiftlite.config.types import split_list
@@ -241,12 +243,17 @@ class _Reader:
     def _where(self) -> str:
         return f"swiftlite {self._command}"
 
-
-def _flagged(word: str) -> str:
-    """What was meant by a word without a flag: a recipe, or a setting as LLaMA-Factory and torchtune take them."""
-    name, equals, value = word.partition("=")
-    if word.endswith((".yaml", ".yml")):
-        return f"write `--recipe {word}`"
-    if equals and (flag := find_flag(name)):
-        return f"write `{flag.option} {value}`"
-    return "put a flag in front of it, or quote a value that holds blanks"
+    def _with_flag(self, word: str) -> str:
+        """What was meant by the word just read, of no flag: a recipe, a setting as LLaMA-Factory and torchtune take
+        them, rows, or a value of a flag that is on or off."""
+        name, equals, value = word.partition("=")
+        before = self._words[self._at - 2] if self._at > 1 else ""
+        if word.endswith((".yaml", ".yml")):
+            return f"write `--recipe {word}`"
+        if equals and (flag := find_flag(name)):
+            return f"write `{flag.option} {value}`"
+        if before.startswith("--") and "=" not in before:
+            return f"write {before} alone"
+        if (file := existing(word)) and file.is_file():
+            return f"write `--dataset {word}`"
+        return "put a flag in front of it, or quote a value that holds blanks"

@@ -1,9 +1,13 @@
-"""What commands with flags of their own share: the options of those that load a finished model, and `~`."""
+"""What commands with flags of their own share: the options of those that load a finished model, and `~`.
+
+Every option says by `metavar` what it takes, or Typer would show names of Python's types; switches take nothing.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,13 +30,9 @@ def given_path(param: typer.CallbackParam, path: Path | None) -> Path | None:
     return path and at_home(path, max(param.opts, key=len))
 
 
-def model_option(*names: str, **details: Any) -> Any:
-    """An option in the panel that says which model is meant, and how it is read."""
-    return typer.Option(*names, rich_help_panel="Model", **details)
-
-
+model_option = partial(typer.Option, rich_help_panel="Model")  # which model is meant, and how it is read
 Model = Annotated[str | None, model_option("--model", "-m", help=SOURCE, metavar="NAME|PATH")]
-Revision = Annotated[str | None, model_option(help="Branch, tag or commit on the hub.")]
+Revision = Annotated[str | None, model_option(help="Branch, tag or commit on the hub.", metavar="REVISION")]
 TrustRemoteCode = Annotated[
-    bool, model_option("--trust-remote-code", help="Run Python code that comes with the model.")
+    bool, model_option("--trust-remote-code", help="Run Python code that comes with the model.", metavar="")
 ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swiftlite.cli.line import Line, read_line
-from swiftlite.config.flags import Flag, all_flags
+from swiftlite.config.flags import Flag, all_flags, as_option
 
 if TYPE_CHECKING:
     from swiftlite.config.recipe import Recipe
@@ -64,19 +64,20 @@ class RunCommand:
     def add(self, app: typer.Typer, *, with_options: bool, hidden: bool = False, name: str | None = None) -> None:
         """Register it. with_options: False where only its name and help are needed, which is much quicker."""
         function = self._function() if with_options else _nothing
-        app.command(name or self.name, help=self.help, hidden=hidden, rich_help_panel=None)(function)
+        app.command(name or self.name, help=self.help, hidden=hidden)(function)
 
     def _function(self) -> Callable[..., None]:
         def run(context: typer.Context, **values: Any) -> None:
             self._run(context.obj, values)
 
-        told = [all_flags()["method"]] if self.method else []  # by the command's name; another one is an error
         parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-        flags = [*self.own, *all_flags().values()]
-        parameters += [
-            _recipe_parameter(),
-            *(_parameter(flag, hidden=flag in told or not self.uses(flag)) for flag in flags),
-        ]
+        parameters += [_recipe_parameter(), *map(_parameter, self.own)]
+        for name, flag in all_flags().items():
+            hidden = not self.uses(flag)
+            if name == "method":
+                hidden = self.method is not None  # the command's name says it, and another one is an error
+                flag = replace(flag, shown="the recipe's" + (f", else {self.fallback}" if self.fallback else ""))
+            parameters.append(_parameter(flag, hidden=hidden))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -123,35 +124,27 @@ class RunCommand:
 
 
 def own_flag(
-    name: str, kind: str, default: Any, help_text: str, *, choices: tuple[str, ...] = (), shown: str | None = None
+    name: str, kind: str, default: Any, help_text: str, *, shown: str | None = None, metavar: str | None = None
 ) -> Flag:
-    """A flag that belongs to one command only, such as `inspect --rows`. kind: bool, int, float or str; shown: how help
-    names its default."""
-    return Flag(
-        name=name,
-        kind=kind,
-        choices=choices,
-        aliases=(),
-        panel="Options",
-        help=help_text,
-        default=default,
-        shown=shown or (None if default is not None else "none"),
-        metavar=None,
-        short=None,
-        bare=None,
-        env=None,
-    )
+    """A flag that belongs to one command only, such as `inspect --rows`. kind: int, float or str; shown: how help names
+    its default; metavar: what it takes, where the kind does not say it."""
+    shown = shown or (None if default is not None else "none")
+    return Flag(name, kind, panel="Options", help=help_text, default=default, shown=shown, metavar=metavar)
 
 
-def own_value(flag: Flag, value: Any) -> Any:
+def json_flag(what: str) -> Flag:
+    """`--json` of a command that shows something. what: it writes."""
+    sentence = f"Write {what} into this file; `-`: to stdout, and all else to stderr."
+    return own_flag("json", "str", None, sentence, metavar="FILE")
+
+
+def own_value(flag: Flag, value: str | None) -> Any:
     """The typed value of a command's own flag, its default where it was not given. Raises UserError."""
     from swiftlite.errors import UserError
 
     if value is None:
         return flag.default
-    if flag.choices and value not in flag.choices:
-        raise UserError(f"{flag.option} is {value!r}", where=flag.option, fix=f"it takes {', '.join(flag.choices)}")
-    types: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": "true".__eq__, "str": str}
+    types: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
     try:
         return types[flag.kind](value)
     except ValueError as error:
@@ -169,13 +162,13 @@ def help_text(flag: Flag) -> str:
         text += f" One of {', '.join(flag.choices)}."
     details = ["needed" if flag.default_in_words == "needed" else f"default: {flag.default_in_words}"]
     if flag.kind == "bool" and flag.default:
-        details.append(f"--no-{flag.option[2:]} turns it off")
+        details.append(f"{flag.negation} turns it off")
     if flag.env:
         details.append(f"env: {flag.env}")
-    if flag.aliases:
-        details.append("also " + " ".join(f"--{alias.replace('_', '-')}" for alias in flag.aliases))
-    details += [f"--{phrase.replace('_', '-')}" for phrase in flag.phrases]
-    details += [f"--{switch.replace('_', '-')} is {value}" for switch, value in flag.switches.items()]
+    for words, names in (("also", flag.aliases), ("also by values of", flag.phrases)):
+        if names:
+            details.append(" ".join([words, *map(as_option, names)]))
+    details += [f"{as_option(switch)} is {value}" for switch, value in flag.switches.items()]
     return f"{text} [dim]\\[{'; '.join(details)}][/dim]"
 
 

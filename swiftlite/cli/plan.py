@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
-from swiftlite.cli.options import RunCommand, own_flag
+from swiftlite.cli.options import RunCommand, json_flag, own_flag
 from swiftlite.cli.plan_json import plan_values
 from swiftlite.config.flags import all_flags
 from swiftlite.errors import UserError
@@ -52,7 +52,7 @@ def plan(
     json: str | None,
 ) -> None:
     """Print what layouts take. Raises UserError where the device is unknown, or nothing fits."""
-    from swiftlite.cli.dry_run import wide_console
+    from swiftlite.cli.console import print_notes, wide_console
     from swiftlite.quick_imports import quick_imports
 
     _check_own(link, network, rows, json)
@@ -63,8 +63,7 @@ def plan(
     memory = None if device_memory is None else parse_size(_checked_size(device_memory))
     kind, target = device_of(device, memory, link * GB or None, network * GB or None)
     console = wide_console(stderr=json == TO_STDOUT)
-    for note in resolved.notes:
-        console.print(f"note: {note}", markup=False)
+    print_notes(console, resolved.notes)
     with console.status("building the model without weights"):
         outline = outline_of(resolved.config, _config_of_model(resolved.config), kind, target.capability)
         if kind == "cpu":
@@ -88,7 +87,7 @@ def plan(
     fleet, best = fitting[0]
     console.print(_parts(best))
     console.print("\nstart it by:" if fleet.machines == 1 else f"\n{ON_EACH.format(fleet.machines)}")
-    console.print(shlex.join(command), markup=False)
+    console.print(shlex.join(command), markup=False, soft_wrap=True)
 
 
 def _check_own(link: float, network: float, rows: int, json: str | None) -> None:
@@ -112,7 +111,8 @@ def _checked_size(text: str) -> str:
     try:
         return check_size(text)
     except ValueError as error:
-        raise UserError(f"--device-memory: {error}", where="--device-memory", fix="write 80GB or 79GiB") from error
+        what = f"--device-memory is {text!r}: {error}"
+        raise UserError(what, where="--device-memory", fix="write 80GB or 79GiB") from error
 
 
 def _plans(resolved: Resolved, outline: Outline, device: Device) -> Iterator[tuple[Fleet, Plan]]:
@@ -234,12 +234,12 @@ def _command(resolved: Resolved, fleet: Fleet, best: Proposal) -> list[str]:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    option = all_flags()[name].option
+    flag = all_flags()[name]
     if isinstance(value, bool):
-        return [option] if value else [f"--no-{option[2:]}"]
+        return [flag.option if value else flag.negation]
     if isinstance(value, dict):
-        return [option, *(f"{key}={item}" for key, item in value.items())]
-    return [option, *(map(str, value) if isinstance(value, list) else [str(value)])]
+        return [flag.option, *(f"{key}={item}" for key, item in value.items())]
+    return [flag.option, *(map(str, value) if isinstance(value, list) else [str(value)])]
 
 
 def _nothing_fits(resolved: Resolved, shown: list[Proposal]) -> UserError:
@@ -266,11 +266,13 @@ PLAN = RunCommand(
     "Predict memory and time of layouts without weights or GPUs, and recommend one.",
     own=(
         own_flag("device", "str", None, "Device to plan for, such as h100, a100, rtx-4090 or cpu.", shown="this one's"),
-        own_flag("device_memory", "str", None, "Memory of a device, such as 80GB.", shown="the device's"),
+        own_flag(
+            "device_memory", "str", None, "Memory of a device, such as 80GB.", shown="the device's", metavar="SIZE"
+        ),
         own_flag("link", "float", 0.0, "GB/s that a device sends to the others of its machine.", shown="the device's"),
         own_flag("network", "float", 0.0, "GB/s that a device sends to other machines.", shown="usual for the device"),
         own_flag("rows", "int", 8, "Layouts to show."),
-        own_flag("json", "str", None, "Write all layouts into this file; `-`: to stdout, and all else to stderr."),
+        json_flag("all layouts"),
     ),
     fallback="sft",
     needs_rows=False,

@@ -1,4 +1,4 @@
-"""`swiftlite recipes list | show | copy | schema`."""
+"""`swiftlite recipes list | show | copy | schema`: the recipes that ship, and the keys that one may have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from yaml import ScalarNode
 
-SEVERAL = ("dataset", "eval_dataset")  # settings of several names
-PATHS = ("model", "tokenizer", "adapter", "chat_template", *SEVERAL)
 PLAIN = re.compile(r"[\w/][\w./@*+-]*")  # needs no quotes in YAML
 
 
@@ -32,16 +30,22 @@ def register(app: typer.Typer) -> None:
 
 
 def list_recipes() -> None:
+    """Print each recipe's name and its first line, which says what it trains."""
+    from rich.table import Table
+
+    from swiftlite.cli.console import wide_console
     from swiftlite.config.recipe import shipped_recipes
 
-    names = shipped_recipes()
-    width = max(map(len, names), default=0)
-    for name, path in names.items():
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    for name, path in shipped_recipes().items():
         first = path.read_text(encoding="utf-8").splitlines()[0]
-        typer.echo(f"{name:{width}}  {first.removeprefix('#').strip()}" if first.startswith("#") else name)
+        table.add_row(name, first.removeprefix("#").strip() if first.startswith("#") else "")
+    wide_console().print(table)
 
 
 def show(name: Annotated[str, typer.Argument(help="Name or path.", metavar="NAME")]) -> None:
+    """Print it, coloured in a terminal. Raises UserError where there is none."""
     from rich.console import Console
     from rich.syntax import Syntax
 
@@ -59,6 +63,7 @@ def copy(
     name: Annotated[str, typer.Argument(help="Name or path.", metavar="NAME")],
     destination: Annotated[str | None, typer.Argument(help="File or folder; here by default.", metavar="DEST")] = None,
 ) -> None:
+    """Write it where no file is yet. Raises UserError where that cannot be."""
     from swiftlite.config.recipe import find_recipe, recipe_text
 
     source = find_recipe(name)
@@ -94,6 +99,7 @@ def _names_in(text: str, source: Path) -> Iterator[tuple[ScalarNode, bool]]:
     import yaml
 
     from swiftlite.config.flags import find_flag
+    from swiftlite.config.names import DATASETS, SOURCES
     from swiftlite.config.recipe import parse_recipe
 
     try:
@@ -102,9 +108,9 @@ def _names_in(text: str, source: Path) -> Iterator[tuple[ScalarNode, bool]]:
         return
     for key, value in root.value if isinstance(root, yaml.MappingNode) else []:
         flag = find_flag(str(key.value))
-        if flag is not None and flag.name in PATHS:
+        if flag is not None and flag.name in (*SOURCES, *DATASETS):
             nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            yield from ((node, flag.name in SEVERAL) for node in nodes if isinstance(node, yaml.ScalarNode))
+            yield from ((node, flag.name in DATASETS) for node in nodes if isinstance(node, yaml.ScalarNode))
 
 
 def _whole(value: str, folder: Path, *, several: bool) -> str:
@@ -121,6 +127,7 @@ def _whole(value: str, folder: Path, *, several: bool) -> str:
 
 
 def schema() -> None:
+    """Print the JSON schema."""
     from swiftlite.config.json_schema import recipe_schema
 
     typer.echo(json.dumps(recipe_schema(), indent=2))

@@ -12,13 +12,13 @@ import typer
 
 from swiftlite.cli.model_options import at_home, given_path
 from swiftlite.errors import RunError, UserError
+from swiftlite.reporting.metrics import METRICS
 
 if TYPE_CHECKING:
     from swiftlite.reporting.comparison import Run
 
 RUNS = "Output folder of a run; several are compared, on a page of their own."
 OUTPUT = "Where the page of several runs is written; comparison.html by default."
-METRICS = "metrics.jsonl"
 
 
 def register(app: typer.Typer) -> None:
@@ -98,13 +98,14 @@ def _written(write: Callable[[], Path | None], elsewhere: str) -> Path | None:
 
 def _show(runs: Sequence[Run]) -> None:
     """The page's two tables, with a column a run."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from swiftlite.cli.console import wide_console
     from swiftlite.reporting.comparison import common_figures, unequal_settings
 
     table = Table("", box=None, padding=(0, 2))
+    table.columns[0].no_wrap = True
     for run in runs:
         table.add_column(Text(run.name), overflow="fold")
     for name, words in ({"state": [run.state for run in runs]} | common_figures(runs)).items():
@@ -112,4 +113,4 @@ def _show(runs: Sequence[Run]) -> None:
     table.add_section()
     for name, words in unequal_settings(runs).items():
         table.add_row(Text(name, "cyan"), *map(Text, words))
-    Console().print(table)
+    wide_console().print(table)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import typer
 
 from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, model_option
 from swiftlite.errors import UserError
 
+HOST = "Address to listen at; 0.0.0.0: all of the machine."
 ENGINE = "auto, vllm, sglang, lmdeploy or transformers; auto: the first that is installed."
+LONGEST = "Longest conversation in tokens. \\[default: the model's]"
 PRECISION = "auto, bf16, fp16 or fp32; auto: the engine's choice."
 SERVED = "What clients call it. \\[default: the name of the run or folder, or the hub id]"
 
-
-def _server(*names: str, **details: Any) -> Any:
-    return typer.Option(*names, rich_help_panel="Server", **details)
+server_option = partial(typer.Option, rich_help_panel="Server")
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command to the app."""
-    app.command(name="serve", help="Serve a model by an installed engine, as the API of OpenAI.")(serve)
+    app.command(name="serve", help="Serve a model by an installed engine, with the API of OpenAI.")(serve)
 
 
 def serve(
@@ -29,20 +30,20 @@ def serve(
     ] = None,
     model: Model = None,
     adapter: Annotated[str | None, model_option(help="LoRA adapter to serve on the model.", metavar="PATH")] = None,
-    engine: Annotated[str, _server("--engine", "-e", help=ENGINE)] = "auto",
-    host: Annotated[str, _server(help="Address to listen at; 0.0.0.0: all of the machine.")] = "127.0.0.1",
-    port: Annotated[int, _server(help="Port to listen at.", min=1, max=65535)] = 8000,
+    engine: Annotated[str, server_option("--engine", "-e", help=ENGINE, metavar="NAME")] = "auto",
+    host: Annotated[str, server_option(help=HOST, metavar="HOST")] = "127.0.0.1",
+    port: Annotated[int, server_option(help="Port to listen at.", min=1, max=65535, metavar="PORT")] = 8000,
     served_name: Annotated[
-        str | None, _server("--served-name", "--served-model-name", help=SERVED, metavar="NAME")
+        str | None, server_option("--served-name", "--served-model-name", help=SERVED, metavar="NAME")
     ] = None,
     tensor_parallel_size: Annotated[
-        int, _server("--tensor-parallel-size", "--tp", help="GPUs that share each layer.", min=1)
+        int, server_option("--tensor-parallel-size", "--tp", help="GPUs that share each layer.", min=1, metavar="N")
     ] = 1,
-    max_length: Annotated[
-        int | None, _server(help="Longest conversation in tokens. \\[default: the model's]", min=1)
-    ] = None,
-    dry_run: Annotated[bool, _server("--dry-run", help="Print the engine's command line.")] = False,
-    precision: Annotated[str, model_option(help=PRECISION)] = "auto",
+    max_length: Annotated[int | None, server_option(help=LONGEST, min=1, metavar="N")] = None,
+    dry_run: Annotated[
+        bool, server_option("--dry-run", help="Print the engine's command line, start nothing.", metavar="")
+    ] = False,
+    precision: Annotated[str, model_option(help=PRECISION, metavar="TYPE")] = "auto",
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ def train(resolved: Resolved) -> None:
             print(f"note: {note}", flush=True)
     from swiftlite.training.launch import launch
 
-    launch(resolved.config, resolved.layout, partial(show_error, debug="--debug" in sys.argv))
+    launch(resolved.config, resolved.layout, partial(show_error, debug=resolved.config.debug))
 
 
 TRAIN_COMMANDS = (

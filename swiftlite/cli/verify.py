@@ -17,11 +17,8 @@ from swiftlite.quick_imports import quick_imports
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swiftlite.verification.cases import Case
+    from swiftlite.verification.cases import Case, Subject
     from swiftlite.verification.run import Verdict
-
-
-WIDTH = 140  # of the table where no terminal sets one
 
 
 def register(app: typer.Typer) -> None:
@@ -30,24 +27,30 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
-    nproc_per_node: Annotated[int, typer.Option(help="Processes; layouts follow from it.", metavar="N")] = 2,
+    nproc_per_node: Annotated[
+        int, typer.Option(help="Processes to start; their number says which layouts there are.", metavar="N")
+    ] = 2,
     architecture: Annotated[
-        list[str] | None, typer.Option("--architecture", "-a", help="Only this one; may be given again.")
+        list[str] | None,
+        typer.Option("--architecture", "-a", help="Only this toy model; may be given again.", metavar="NAME"),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="A model's own shape, with few layers and random weights.", metavar="PATH"),
     ] = None,
     layout: Annotated[
-        list[str] | None, typer.Option("--layout", "-l", help="Only layouts with this in their name.")
+        list[str] | None, typer.Option("--layout", "-l", help="Only layouts with this in their name.", metavar="TEXT")
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Only this one: sft, dpo, rm or kto; may be given again.")
+        list[str] | None,
+        typer.Option(help="Only this method: sft, dpo, rm or kto; may be given again.", metavar="NAME"),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Each layout goes on from a checkpoint of the one before it.")
+        bool, typer.Option("--resume", help="Each layout goes on from a checkpoint of the one before it.", metavar="")
     ] = False,
-    report: Annotated[str | None, typer.Option("--json", help="Write the verdicts here.", metavar="FILE")] = None,
+    report: Annotated[
+        str | None, typer.Option("--json", help="Write the verdicts into this file.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Print the table. Exit code 1 where a layout differs, or where all were refused, which proves nothing.
     Raises UserError for names that do not exist.
@@ -113,7 +116,7 @@ def _pick(processes: int, texts: list[str] | None) -> list[Case]:
     wanted = [plain_word(text) for text in texts or [""]]
     picked = [case for case in cases(processes) if any(text in plain_word(case.name) for text in wanted)]
     if not picked:
-        names = ", ".join(case.name for case in cases(processes))
+        names = "; ".join(case.name for case in cases(processes))
         raise UserError("no layout has that in its name", where="--layout", fix=f"there are: {names}")
     return picked
 
@@ -129,7 +132,9 @@ def _verify_here(*arguments: Any) -> int:
         return verify_in_process(*arguments)
 
 
-def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases: list, resumed: bool) -> None:
+def _run(
+    folder: Path, count: int, models: dict[str, str], subjects: list[Subject], cases: list[Case], resumed: bool
+) -> None:
     from swiftlite.parallel.start import Machines, start_processes
     from swiftlite.verification.run import write_rows
 
@@ -142,25 +147,24 @@ def _run(folder: Path, count: int, models: dict[str, str], subjects: list, cases
 
 
 def _show(verdicts: list[Verdict]) -> None:
-    from rich.console import Console
+    from swiftlite.cli.console import wide_console
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = wide_console()
     console.print(table(verdicts))
     refused = sum(verdict.difference is None for verdict in verdicts)
     differing = sum(not verdict.passed for verdict in verdicts)
     equal = len(verdicts) - refused - differing
-    console.print(f"{equal} equal, {differing} differ, {refused} refused", highlight=False)
+    console.print(f"{equal} equal, {differing} differ, {refused} refused")
 
 
 def table(verdicts: list[Verdict]) -> Table:
     """A row for each cell of the matrix."""
     from rich.table import Table
 
-    shown = Table(box=None, padding=(0, 2))
+    shown = Table(box=None, padding=(0, 1))
     for heading in ("model", "layout", "loss", "gradient norm", "weights", "seconds", ""):
-        shown.add_column(heading, header_style="dim", justify="left" if heading in ("model", "layout", "") else "right")
+        justify = "left" if heading in ("model", "layout", "") else "right"
+        shown.add_column(heading, header_style="dim", justify=justify, overflow="fold")
     for verdict in verdicts:
         found, numbers = verdict.difference, [""] * 4
         if found is not None:

@@ -79,9 +79,9 @@ def solve_batch(
         raise _disagree(total, micro, accumulation, ranks, said)
     if accumulation is None:
         micro = micro or 1
-        _check_divides(total, micro * ranks, f"micro-batch {micro} x {_ranks(ranks)}")
+        _check_divides(total, micro * ranks, f"micro-batch {micro} x {ranks_in_words(ranks)}")
         return _checked(Batch(total, micro, total // (micro * ranks)), stages, None)
-    _check_divides(total, accumulation * ranks, f"accumulation {accumulation} x {_ranks(ranks)}")
+    _check_divides(total, accumulation * ranks, f"accumulation {accumulation} x {ranks_in_words(ranks)}")
     return _checked(Batch(total, total // (accumulation * ranks), accumulation), stages, said)
 
 
@@ -104,7 +104,7 @@ def _disagree(total: int, micro: int, accumulation: int, ranks: int, said: str) 
     if total % (accumulation * ranks) == 0:
         agree.append(f"--micro-batch-size {total // (accumulation * ranks)}")
     return UserError(
-        f"the batch sizes disagree: micro-batch {micro} x accumulation {accumulation} x {_ranks(ranks)} = "
+        f"the batch sizes disagree: micro-batch {micro} x accumulation {accumulation} x {ranks_in_words(ranks)} = "
         f"{micro * accumulation * ranks}, not {total}",
         fix="leave one of the three out, or use " + " or ".join(agree),
     )
@@ -120,5 +120,6 @@ def _check_divides(total: int, part: int, words: str) -> None:
     )
 
 
-def _ranks(ranks: int) -> str:
+def ranks_in_words(ranks: int) -> str:
+    """`1 data rank`, `4 data ranks`."""
     return f"{ranks} data rank{'s' if ranks > 1 else ''}"

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swiftlite.config.flags import all_flags
-from swiftlite.config.names import NAMES, with_absolute_names
+from swiftlite.config.flags import all_flags, shown_value
+from swiftlite.config.names import NAMES, SOURCES, with_absolute_names
 from swiftlite.config.notes import LORA_SHAPE
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import DERIVED, NOT_SAVED
 from swiftlite.config.schema import RunConfig
-from swiftlite.config.validate import Given, build_config
+from swiftlite.config.validate import build_config
 from swiftlite.errors import UserError
 
 # A checkpoint has these from its run: what a resumed run is told of them has no effect, or does not fit.
 FIXED = (
     "method", "tuner", "adapter", *LORA_SHAPE, "modules_to_save", "new_tokens", "trainable_layers", "trainable_modules",
 )  # fmt: skip
-PATHS = ("model", "tokenizer", "chat_template", "adapter")
 LONGEST_WORD = 200
 # They say where and how long a run works, and change nothing of what it learns.
 UNTOLD = (
@@ -48,15 +47,14 @@ def changed_settings(before: Path, now: RunConfig) -> dict[str, str]:
         return {}
     try:
         recipe = load_recipe(str(before))
-        given = {name: Given(entry.value, recipe.where(name), "recipe") for name, entry in recipe.entries.items()}
-        old = with_absolute_names(build_config(given))
+        old = with_absolute_names(build_config(recipe.given()))
     except UserError:
         return {}
     now = with_absolute_names(now)
     found = {}
     for name, flag in all_flags().items():
         values = getattr(old, name), getattr(now, name)
-        if name in given and name not in UNTOLD and not _same(name, *values):
+        if name in recipe.entries and name not in UNTOLD and not _same(name, *values):
             found[name] = f"{flag.option} {_word(values[0])} -> {_word(values[1])}"
     return found
 
@@ -72,16 +70,12 @@ def other_settings(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[st
 
 
 def _same(name: str, one: Any, other: Any) -> bool:
-    if name in PATHS and one and other:
+    if name in SOURCES and one and other:
         return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
     return one == other
 
 
 def _word(value: Any) -> str:
-    """A value as a user writes it; of a long text its beginning."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    text = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    """A value in words; of a long text its beginning."""
+    text = shown_value(value)
     return text if len(text) <= LONGEST_WORD and "\n" not in text else repr(text[:LONGEST_WORD]) + "..."

@@ -184,7 +184,7 @@ def _method_rules(config: RunConfig) -> list[Rule]:
 
 
 def _memory_rules(config: RunConfig) -> list[Rule]:
-    """What saves memory or time where, and not elsewhere."""
+    """What saves memory or time, and the settings that it does not go with."""
     return [
         (
             config.quantization != "none" and config.tuner != "lora",

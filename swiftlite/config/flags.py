@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
@@ -30,34 +30,35 @@ class Flag:
 
     name: str
     kind: str
-    choices: tuple[str, ...]
-    aliases: tuple[str, ...]
     panel: str
     help: str
     default: Any
-    shown: str | None
-    metavar: str | None
-    short: str | None
-    bare: str | None
-    env: str | None
+    choices: Sequence[str] = ()
+    aliases: Sequence[str] = ()
+    shown: str | None = None
+    metavar: str | None = None
+    short: str | None = None
+    bare: str | None = None
+    env: str | None = None
     switches: Mapping[str, str] = field(default_factory=dict)
     phrases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def option(self) -> str:
         """`max_length` -> `--max-length`."""
-        return "--" + self.name.replace("_", "-")
+        return as_option(self.name)
+
+    @property
+    def negation(self) -> str:
+        """`packing` -> `--no-packing`, of a setting that is on or off."""
+        return as_option(f"no_{self.name}")
 
     @property
     def default_in_words(self) -> str:
         """What help shows as the default."""
         if self.shown is not None:
             return self.shown
-        if isinstance(self.default, bool):
-            return "on" if self.default else "off"
-        if isinstance(self.default, list):
-            return " ".join(self.default) or "none"
-        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        return shown_value(self.default)
 
     def same(self, one: Any, other: Any) -> bool:
         """Whether two values that somebody gave mean the same, as `bf16` and `bfloat16` do."""
@@ -137,6 +138,26 @@ def plain_name(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
+def shown_value(value: Any) -> str:
+    """A value of a setting as a user reads it. `null` is none given, and `none` may be a choice.
+
+    >>> shown_value({"output": "answer"})
+    'output=answer'
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "on", False: "off"}[value]
+    if isinstance(value, Mapping):
+        value = [f"{key}={item}" for key, item in value.items()]
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def as_option(name: str) -> str:
+    """`max_length` -> `--max-length`."""
+    return "--" + name.replace("_", "-")
+
+
 def giving_way(names: Iterable[str]) -> dict[str, str]:
     """Which of the names that two values of a setting were given by gives way, and why; none or both where they have
     to agree."""
@@ -148,7 +169,7 @@ def giving_way(names: Iterable[str]) -> dict[str, str]:
 
 def off_alone(switch: str, item: Flag, *, in_recipe: bool) -> tuple[str, str]:
     """(what is wrong, how to mend it) where a switch is off and nothing else says what its setting is."""
-    on = item.switches[switch.lstrip("-").replace("-", "_")]
+    on = item.switches[plain_name(switch)]
     others = [choice for choice in item.choices if choice not in (on, "auto")] or [item.metavar or "VALUE"]
     written = " or ".join(f"`{item.name}: {word}`" if in_recipe else f"`{item.option} {word}`" for word in others)
     return f"{switch} is off, which does not say what {item.name} is instead", f"write {written}"
@@ -166,26 +187,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _read(name: str, field: FieldInfo) -> Flag:
+    """The flag of a field of the schema, whose extras are the rest of its own fields."""
     from swiftlite.config.types import literal_choices
 
-    extra = field.json_schema_extra
-    assert isinstance(extra, dict), name
-    kind = _kind(field.annotation)
     return Flag(
         name=name,
-        kind=kind,
-        choices=tuple(literal_choices(field.annotation)),
-        aliases=tuple(extra["aliases"]),
-        panel=extra["panel"],
-        help=field.description or "",
+        kind=_kind(field.annotation),
+        help=field.description,
         default=field.get_default(call_default_factory=True),
-        shown=extra["shown"],
-        metavar=extra.get("metavar"),
-        short=extra.get("short"),
-        bare=extra.get("bare"),
-        env=extra.get("env"),
-        switches=extra.get("switches", {}),
-        phrases=extra.get("phrases", {}),
+        choices=literal_choices(field.annotation),
+        **field.json_schema_extra,
     )
 
 

@@ -72,9 +72,9 @@ def under_torchrun(env: Mapping[str, str]) -> bool:
 
 def plan_layout(config: RunConfig, env: Mapping[str, str]) -> Layout:
     """The layout that the flags describe. Raises UserError, naming the nearest layout that works."""
-    _check_method(config)
+    _check_parallel(config)
     mesh = _read_mesh(config)
-    model_ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.context_parallel_size
+    model_ranks = math.prod(_sizes(config))
     world, source = _world(config, env)
     if world is None:
         world = model_ranks * (math.prod(mesh) if mesh else config.expert_parallel_size)
@@ -99,16 +99,13 @@ def plan_layout(config: RunConfig, env: Mapping[str, str]) -> Layout:
         cp=config.context_parallel_size,
         tp=config.tensor_parallel_size,
         expert_parallel=config.expert_parallel_size,
-        sharding="none"
-        if shard * config.context_parallel_size == 1 or _replicated(config)
-        else "grad_op"
-        if config.sharding == "grad_op"
-        else "full",
+        sharding=_sharded(config, shard),
         world_source=source,
     )
 
 
-def _check_method(config: RunConfig) -> None:
+def _check_parallel(config: RunConfig) -> None:
+    """Raises UserError where `--parallel` and the settings that divide the work contradict one another."""
     split = config.tensor_parallel_size * config.pipeline_parallel_size
     if config.parallel == "megatron" and split == 1:
         raise UserError(
@@ -211,28 +208,38 @@ def _data_mesh(config: RunConfig, mesh: tuple[int, int] | None, data: int, nodes
     return (data, 1) if _replicated(config) else (1, data)
 
 
+def _sharded(config: RunConfig, shard: int) -> str:
+    """What `shard` data ranks divide: full, grad_op or none. Ranks of context parallelism hold the same weights."""
+    if shard * config.context_parallel_size == 1 or _replicated(config):
+        return "none"
+    return "grad_op" if config.sharding == "grad_op" else "full"
+
+
 def _replicated(config: RunConfig) -> bool:
     return config.parallel == "ddp" or config.sharding == "none"
 
 
+def _sizes(config: RunConfig) -> tuple[int, int, int]:
+    """(tp, pp, cp): ranks that see the same rows."""
+    return config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size
+
+
 def _processes(config: RunConfig, data: int) -> int:
-    return data * config.tensor_parallel_size * config.pipeline_parallel_size * config.context_parallel_size
+    return data * math.prod(_sizes(config))
 
 
 def _arithmetic(config: RunConfig, data: int) -> str:
-    sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size)
-    return f"{_processes(config, data)} processes / (tp {sizes[0]} x pp {sizes[1]} x cp {sizes[2]}) = {data} data ranks"
+    tp, pp, cp = _sizes(config)
+    return f"{_processes(config, data)} processes / (tp {tp} x pp {pp} x cp {cp}) = {data} data ranks"
 
 
 def _indivisible(config: RunConfig, world: int, source: str) -> UserError:
-    sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size)
-    tp, pp, cp = _nearest_sizes(sizes, world)
+    sizes = _sizes(config)
     per_copy = math.prod(sizes)
     more = math.ceil(world / per_copy) * per_copy
     flags = "--tensor-parallel-size", "--pipeline-parallel-size", "--context-parallel-size"
-    changed = [
-        f"{flag} {new}" for flag, new, old in zip(flags, (tp, pp, cp), sizes, strict=True) if new != old
-    ]  # only what has to change
+    nearest = zip(flags, _nearest_sizes(sizes, world), sizes, strict=True)
+    changed = [f"{flag} {new}" for flag, new, old in nearest if new != old]  # only what has to change
     return UserError(
         f"{world} processes cannot be split into tp {sizes[0]} x pp {sizes[1]} x cp {sizes[2]} = {per_copy}",
         where=source,
@@ -258,6 +265,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 
 def divisors(number: int) -> list[int]:
+    """In order, from 1 to the number itself."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 

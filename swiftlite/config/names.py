@@ -1,4 +1,7 @@
-"""Short names of models and data sets, from the tables that ship with the recipes. An existing path always wins."""
+"""What users call models, data sets, files and folders: what a name stands for, and which names there can be none of.
+
+An existing path always wins over a short name of the tables that ship with the recipes, and over what a hub has.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.recipe import recipes_folder
+from swiftlite.config.types import plain_word
 from swiftlite.errors import UserError
 from swiftlite.untrusted import existing, without_secrets
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
-NAMES = (  # the settings that name files and folders
-    "model", "tokenizer", "chat_template", "dataset", "eval_dataset", "adapter", "cache_dir", "output_dir", "resume"
-)  # fmt: skip
+# The settings that name files and folders: what a run reads, its data sets, several names each, and where it writes.
+SOURCES = ("model", "tokenizer", "chat_template", "adapter")
+DATASETS = ("dataset", "eval_dataset")
+NAMES = (*SOURCES, *DATASETS, "cache_dir", "output_dir", "resume")
 ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
 GENERATION_CONFIG = "generation_config.json"
 LONGEST_SYSTEM = 24 * 1024  # bytes of a system message, which is saved with the settings
@@ -42,24 +47,25 @@ def short_names(table: str) -> dict[str, str]:
     return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
 
 
-def model_name(name: str, base: Path | None = None) -> str:
-    """The folder or hub id a model's name stands for. base: the recipe's folder, tried after the working folder.
+def model_name(name: str) -> str:
+    """The folder or hub id a model's name stands for.
 
     >>> model_name("Qwen-7B")
     'Qwen/Qwen2.5-7B-Instruct'
     """
-    return placed(name, base) or short_names("models").get(_plain(name), name)
+    return placed(name, None) or short_names("models").get(plain_word(name), name)
 
 
 def dataset_name(spec: str, base: Path | None = None) -> str:
-    """The same for a data set, whose `:SUBSET@SPLIT#COUNT*WEIGHT` is kept; the table may know a subset and split."""
+    """The same for a data set, whose `:SUBSET@SPLIT#COUNT*WEIGHT` is kept; the table may know a subset and split.
+    base: the recipe's folder, tried after the working folder."""
     if whole := placed(spec, base):
         return whole
     given = SPEC.fullmatch(spec)
     if given is None:
         return spec
     path = placed(given["name"], base)
-    listed = short_names("datasets").get(_plain(given["name"])) if path is None else None
+    listed = short_names("datasets").get(plain_word(given["name"])) if path is None else None
     if listed is None:
         return (path or given["name"]) + spec[len(given["name"]) :]
     known = SPEC.fullmatch(listed)
@@ -78,10 +84,12 @@ def dataset_names(text: str, base: Path | None = None) -> list[str]:
 def _is_known(spec: str, base: Path | None) -> bool:
     given = SPEC.fullmatch(spec)
     name = given["name"] if given else spec
-    return placed(spec, base) is not None or placed(name, base) is not None or _plain(name) in short_names("datasets")
+    return (
+        placed(spec, base) is not None or placed(name, base) is not None or plain_word(name) in short_names("datasets")
+    )
 
 
-def system_text(given: str, base: Path | None = None, where: str = "--system") -> str:
+def system_text(given: str, base: Path | None = None) -> str:
     """The system message that a value stands for: itself, or what a .txt file holds. Raises UserError.
 
     What ends in .txt is always a file, so that a slip in its name is not learnt, and a message may not end so.
@@ -91,7 +99,7 @@ def system_text(given: str, base: Path | None = None, where: str = "--system") -
         path = placed(given, base)
         if path is None or not Path(path).is_file():
             fix = "check the path; of a message that ends so, end it with a full stop"
-            raise UserError(f"there is no such file: {given[:80]}", where=where, fix=fix)
+            raise UserError(f"there is no such file: {given[:80]}", where="--system", fix=fix)
         try:
             with Path(path).open("rb") as file:
                 text = file.read(LONGEST_SYSTEM + 1).decode("utf-8-sig").rstrip("\r\n")
@@ -103,7 +111,7 @@ def system_text(given: str, base: Path | None = None, where: str = "--system") -
             raise UserError("the system message ends as the name of a file", where=path, fix="end it with a full stop")
     if len(text.encode()) > LONGEST_SYSTEM:
         what = f"the system message is longer than {LONGEST_SYSTEM // 1024} KiB"
-        raise UserError(what, where=where, fix="put what is so long into the rows")
+        raise UserError(what, where="--system", fix="put what is so long into the rows")
     return text
 
 
@@ -155,10 +163,8 @@ def check_names(config: RunConfig, where: Mapping[str, str]) -> None:
 
 def with_absolute_names(config: RunConfig) -> RunConfig:
     """The config whose files and folders are found from any folder. What is not there, such as a hub id, stays."""
-    single = ("model", "tokenizer", "chat_template", "adapter", "resume", "output_dir", "cache_dir")
-    found: dict[str, object] = {name: _absolute(getattr(config, name)) for name in single}
-    for name in ("dataset", "eval_dataset"):
-        found[name] = [_absolute_spec(spec) for spec in getattr(config, name)]
+    found: dict[str, object] = {name: _absolute(getattr(config, name)) for name in NAMES if name not in DATASETS}
+    found |= {name: [_absolute_spec(spec) for spec in getattr(config, name)] for name in DATASETS}
     return config.model_copy(update=found)
 
 
@@ -179,7 +185,3 @@ def placed(name: str, base: Path | None) -> str | None:
     Else None."""
     places = (name, *((str(base / name),) if base is not None else ()))
     return next((str(path) for place in places if (path := existing(place)) is not None), None)
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "-")

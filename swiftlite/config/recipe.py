@@ -62,6 +62,10 @@ class Recipe:
         entry = self.entries[name]
         return f"{self.path}:{entry.line}: {entry.key}"
 
+    def given(self) -> dict[str, Given]:
+        """Its values as those that somebody gave."""
+        return {name: Given(entry.value, self.where(name), "recipe") for name, entry in self.entries.items()}
+
 
 def recipes_folder() -> Path:
     """The recipes that ship: beside the package in a checkout, inside it once installed."""
@@ -111,8 +115,7 @@ def load_recipe(name: str) -> Recipe:
     if len(wrong) >= MOST_TOLD:
         raise all_in_one(wrong, "things are wrong in the recipe, and perhaps more")
     if wrong:
-        given = {name: Given(entry.value, recipe.where(name), "recipe") for name, entry in recipe.entries.items()}
-        raise all_in_one([*wrong, *wrong_values(given)], "things are wrong in the recipe")
+        raise all_in_one([*wrong, *wrong_values(recipe.given())], "things are wrong in the recipe")
     return recipe
 
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swiftlite.config.batch import ACCUMULATION, ALL, DEFAULT_GLOBAL, GLOBAL, MICRO, Batch, fit_batch
+from swiftlite.config.batch import ACCUMULATION, ALL, DEFAULT_GLOBAL, GLOBAL, MICRO, Batch, fit_batch, ranks_in_words
 from swiftlite.config.checks import check_together
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
 from swiftlite.config.names import (
     ADAPTER_CONFIG,
+    DATASETS,
+    SOURCES,
     check_names,
     dataset_names,
     model_name,
@@ -43,19 +45,13 @@ DIVIDED = (
     "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size", "nproc_per_node",
 )  # fmt: skip
 CONTRADICTED = {"none": (*SHARDED, *DIVIDED), "ddp": SHARDED}  # by --parallel of the command line, in a recipe
-PREFERENCE_RATES = {"lora": 1e-5, "full": 1e-6, "freeze": 1e-6}  # losses against a reference bear less than SFT
-LEARNING_RATES = {  # (method, tuner): adapters bear ten times the rate of whole weights
-    ("sft", "lora"): 1e-4,
-    ("sft", "full"): 1e-5,
-    ("sft", "freeze"): 1e-5,
-    ("pretrain", "lora"): 1e-4,
-    ("pretrain", "full"): 2e-5,
-    ("pretrain", "freeze"): 2e-5,
-    **{(method, tuner): rate for method in ("dpo", "kto") for tuner, rate in PREFERENCE_RATES.items()},
-    ("rm", "lora"): 1e-4,
-    ("rm", "full"): 1e-5,
-    ("rm", "freeze"): 1e-5,
-}
+# Learning rates by tuner: adapters bear ten times the rate of whole weights, losses against a reference less than SFT.
+ANSWER_RATES = {"lora": 1e-4, "full": 1e-5, "freeze": 1e-5}
+TEXT_RATES = {"lora": 1e-4, "full": 2e-5, "freeze": 2e-5}
+PREFERENCE_RATES = {"lora": 1e-5, "full": 1e-6, "freeze": 1e-6}
+LEARNING_RATES = {
+    "sft": ANSWER_RATES, "rm": ANSWER_RATES, "pretrain": TEXT_RATES, "dpo": PREFERENCE_RATES, "kto": PREFERENCE_RATES
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,8 @@ def resolve(
     gave_way = _let_layout_give_way(given)
     typed = build_config(given)
     _require(typed, needs_rows=needs_rows)
-    check_names(typed, {name: item.where for name, item in given.items()})
+    where = {name: item.where for name, item in given.items()}
+    check_names(typed, where)
     typed, moved = _another_folder(typed, given, base)
     typed, own = _own_template(typed, given, base)
     notes = [*(recipe.notes if recipe else []), *read, *moved, *gave_way, *own]
@@ -116,9 +113,9 @@ def resolve(
         notes.append(f"--max-length is {positions}, not {config.max_length}: the model has no more positions")
         config = config.model_copy(update={"max_length": positions})
     notes += of_another_base(config)
-    check_together(config, {name: item.where for name, item in given.items()})
+    check_together(config, where)
     by = {name: item.by for name, item in given.items()}
-    notes += [*unused(config, layout, by), *unsaid(config, given, LEARNING_RATES[config.method, "lora"])]
+    notes += [*unused(config, layout, by), *unsaid(config, given, LEARNING_RATES[config.method]["lora"])]
     if under_torchrun(env):
         why = "under torchrun, which starts the processes"
         notes += [f"{name} has no effect {why}" for name in STARTED_BY_SWIFTLITE if by.get(name) == "flag"]
@@ -128,9 +125,7 @@ def resolve(
 
 
 def _merge(flags: Mapping[str, Given], recipe: Recipe | None, env: Mapping[str, str]) -> dict[str, Given]:
-    given: dict[str, Given] = {}
-    if recipe is not None:
-        given = {name: Given(entry.value, recipe.where(name), "recipe") for name, entry in recipe.entries.items()}
+    given = recipe.given() if recipe else {}
     if not under_torchrun(env):  # torchrun sets some of these for its own ends
         for item in all_flags().values():
             if item.env and env.get(item.env):
@@ -207,19 +202,14 @@ def _own_template(config: RunConfig, given: Mapping[str, Given], base: Path | No
 def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
     """Short names and paths beside the recipe become hub ids and paths."""
     named: dict[str, Any] = {
-        "model": model_name(config.model, base),
-        "dataset": [name for spec in config.dataset for name in dataset_names(spec, base)],
-        "eval_dataset": [name for spec in config.eval_dataset for name in dataset_names(spec, base)],
+        name: [each for spec in getattr(config, name) for each in dataset_names(spec, base)] for name in DATASETS
     }
+    for name in SOURCES:
+        value = getattr(config, name)
+        named[name] = value and (placed(value, base) or value)
+    named["model"] = model_name(named["model"])
     if config.system is not None:
         named["system"] = system_text(config.system, base)
-    for name, value in (
-        ("tokenizer", config.tokenizer),
-        ("adapter", config.adapter),
-        ("chat_template", config.chat_template),
-    ):
-        if value:
-            named[name] = placed(value, base) or value
     return named
 
 
@@ -249,10 +239,10 @@ def _batch(
     kept = {**sizes["recipe"], **sizes["flag"]}.keys() - gave_way
     notes = [f"the recipe's {name} {sizes['recipe'][name]} gives way to the flags" for name in gave_way]
     if not {GLOBAL, ACCUMULATION} & kept and batch.global_size != DEFAULT_GLOBAL:
-        notes.append(
-            f"--global-batch-size is {batch.global_size}, not {DEFAULT_GLOBAL}, which {layout.data_ranks} data ranks "
-            f"with {batch.micro_size} a forward pass do not share evenly"
-        )
+        why = f"no multiple of {ranks_in_words(layout.data_ranks)} x {batch.micro_size} a forward pass"
+        if DEFAULT_GLOBAL % (layout.data_ranks * batch.micro_size) == 0:
+            why = f"too small for a micro-batch in each of {layout.pp} stages"
+        notes.append(f"--global-batch-size is {batch.global_size}, not {DEFAULT_GLOBAL}, which is {why}")
     return batch, notes
 
 
@@ -271,7 +261,7 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "tokenizer": config.tokenizer or _adapters_tokenizer(config),
         "tuner": tuner,
         "overlong": config.overlong or ("split" if pretrain else "truncate"),
-        "learning_rate": config.learning_rate or LEARNING_RATES[config.method, tuner],
+        "learning_rate": config.learning_rate or LEARNING_RATES[config.method][tuner],
         "eval_steps": config.eval_steps or (_as_saving(config) if evaluates else None),
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),

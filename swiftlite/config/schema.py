@@ -157,7 +157,7 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
     train_on: Annotated[Literal["answers", "last-answer", "all"], Spelling()] = flag(
         "answers", DATA, "What of a conversation `sft` learns: its answers, the last of them, or all of its text.",
         phrases=dict.fromkeys(("train_on_inputs", "train_on_prompt"), {types.ON_ALONE: "all"})
-        | dict.fromkeys(("assistant_only_loss", "completion_only_loss"), {types.OFF: "all"})
+        | dict.fromkeys(("assistant_only_loss", "completion_only_loss"), {types.OFF_WORDS: "all"})
         | {"mask_history": {types.ON_ALONE: "last-answer"}, "loss_scale": {"all": "all", "last_round": "last-answer"}},
     )  # fmt: skip
     max_length: Count = flag(
@@ -309,6 +309,7 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
         "How ranks share the work; `megatron` is tensor x pipeline parallel.",
         "parallel_method",
         "fsdp",
+        phrases={"fsdp": {types.FSDP_WORDS: "fsdp"}},
     )
     sharding: Annotated[Literal["full", "grad_op", "none", "hybrid"] | None, Spelling(types.SHARDING)] = flag(
         None,
@@ -316,6 +317,7 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
         "What data ranks shard. Takes PyTorch's FULL_SHARD, SHARD_GRAD_OP, ... too.",
         "sharding_strategy",
         "deepspeed",
+        phrases={"fsdp": {types.FSDP_WORDS: r"\1"}},
         shown="by --parallel",
     )
     mesh: OptionalText = flag(

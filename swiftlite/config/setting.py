@@ -13,9 +13,9 @@ PANELS = (MODEL, DATA, TUNER, PREFERENCE, OPTIMIZATION, PARALLELISM, MEMORY, CHE
 def flag(default: Any, panel: str, text: str, *aliases: str, shown: str | None = None, **more: Any) -> Any:
     """A setting. text: its help sentence; aliases: other accepted names; shown: the default in words where None is not.
 
-    more: `metavar` for the help, `bare` for the value of the flag without one, `env` for an environment variable,
-    `switches` of other tools that stand for one value, {name: value}; `phrases`: names of theirs whose values say it
-    in another way, {name: {pattern of theirs: ours}}.
+    more: further fields of `swiftlite.config.flags.Flag`: `metavar` and `short` for the help, `bare` for the value of
+    the flag without one, `env` for an environment variable, `switches` of other tools that stand for one value,
+    {name: value}; `phrases`: names of theirs whose values say it in another way, {name: {pattern of theirs: ours}}.
     """
     extra = {"panel": panel, "aliases": list(aliases), "shown": shown, **more}
     if isinstance(default, list | dict):

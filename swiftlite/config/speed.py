@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import MEMORY, flag
-from swiftlite.config.types import BITS, FP8, KERNELS, OFFLOAD, ON_ALONE, SWITCH, Spelling
+from swiftlite.config.types import BITS, FP8, FSDP_OFFLOAD, KERNELS, OFFLOAD, ON_ALONE, SWITCH, Spelling
 
 
 class SpeedSettings(BaseModel):
@@ -27,8 +27,9 @@ class SpeedSettings(BaseModel):
         ),
     )
     offload: Annotated[Literal["none", "cpu"], Spelling(OFFLOAD)] = flag(
-        "none", MEMORY, "Keep weights and optimizer state in the host's memory.", "cpu_offload", bare="cpu"
-    )
+        "none", MEMORY, "Keep weights and optimizer state in the host's memory.", "cpu_offload", bare="cpu",
+        phrases={"fsdp": {FSDP_OFFLOAD: "cpu"}},
+    )  # fmt: skip
     quantization: Annotated[Literal["none", "nf4", "int8"], Spelling(BITS)] = flag(
         "none",
         MEMORY,

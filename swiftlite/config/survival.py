@@ -5,9 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import CHECKPOINTS, RUN, flag
-from swiftlite.config.types import Duration, NullWord, Spelling, Whole
-
-ON_OFF = {"true": "on", "yes": "on", "false": "off", "no": "off"}
+from swiftlite.config.types import Duration, NullWord, Spelling, Whole, switch
 
 
 class SurvivalSettings(BaseModel):
@@ -16,7 +14,7 @@ class SurvivalSettings(BaseModel):
     on_save_failure: Annotated[Literal["stop", "continue"], Spelling()] = flag(
         "stop", CHECKPOINTS, "Where a checkpoint cannot be saved: end the run, or train on and try again at the next."
     )
-    async_save: Annotated[Literal["auto", "on", "off"], Spelling(ON_OFF)] = flag(
+    async_save: Annotated[Literal["auto", "on", "off"], Spelling(switch("on", "off"))] = flag(
         "auto",
         CHECKPOINTS,
         "Write checkpoints while training goes on, from a copy in the host's memory; `auto`: on GPUs.",

@@ -22,49 +22,47 @@ NEVER = "never"
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
-def _switch(on: str) -> dict[str, str]:
-    """The words for on and off, where a choice is between `on` and none."""
-    return dict.fromkeys(("true", "yes", "on"), on) | dict.fromkeys(("false", "no", "off", "null"), "none")
+ON, OFF = ("true", "yes", "on"), ("false", "no", "off")
+
+
+def switch(on: str, off: str) -> dict[str, str]:
+    """The words of a switch, where a choice is between `on` and `off`."""
+    return dict.fromkeys(ON, on) | dict.fromkeys(OFF, off)
+
+
+def _switch_or_null(on: str) -> dict[str, str]:
+    return switch(on, "none") | {"null": "none"}
 
 
 # What other tools call a choice of ours.
-NEVER_WORDS = (NEVER, "no", "off", "false")
-SWITCH, OFFLOAD, KERNELS, FP8 = _switch("full"), _switch("cpu"), _switch("liger"), _switch("rowwise")
-SEQUENCE_PARALLEL = dict.fromkeys(("true", "yes", "on"), "always") | dict.fromkeys(("false", "no", "off"), "never")
-BITS = _switch("nf4") | {"4": "nf4", "4bit": "nf4", "8": "int8", "8bit": "int8"}  # of quantized weights
-RESUME = {
-    "never": "never",
-    "auto": "auto",
-    "true": "auto",
-    "yes": "auto",
-    "on": "auto",
-    "false": "never",
-    "no": "never",
-    "off": "never",
-    "none": "never",
-    "null": "never",
-}
+NEVER_WORDS = (NEVER, *OFF)
+SWITCH, OFFLOAD, KERNELS, FP8 = map(_switch_or_null, ("full", "cpu", "liger", "rowwise"))
+SEQUENCE_PARALLEL = switch("always", NEVER)
+BITS = _switch_or_null("nf4") | {"4": "nf4", "4bit": "nf4", "8": "int8", "8bit": "int8"}  # of quantized weights
+RESUME = {"auto": "auto"} | switch("auto", NEVER) | dict.fromkeys((NEVER, "none", "null"), NEVER)
 DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"}
-SHARDING = {
-    "full_shard": "full",
-    "shard_grad_op": "grad_op",
-    "no_shard": "none",
-    "hybrid_shard": "hybrid",
+FSDP_STRATEGIES = {"full_shard": "full", "shard_grad_op": "grad_op", "no_shard": "none", "hybrid_shard": "hybrid"}
+SHARDING = FSDP_STRATEGIES | {
     "zero3": "full",  # DeepSpeed's, as ms-swift names its presets
     "default-zero3": "full",
     "zero2": "grad_op",
     "default-zero2": "grad_op",
     "zero0": "none",
 }
-PARALLEL = dict.fromkeys(("fsdp2", "full_shard", "full_shard auto_wrap", "true"), "fsdp")  # of transformers' `fsdp`
+PARALLEL = dict.fromkeys(("fsdp2", "true"), "fsdp")
 OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
 SCHEDULER = {"warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine"}
 MIN_LR, MIN_LR_RATE = ({rf"\{{\W*{name}\W+([\d.e+-]+)\W*\}}": r"\1"} for name in ("min_lr", "min_lr_rate"))  # JSON
 STRATEGY = {"epoch": "epoch"}  # of transformers, and how often a thing is done by it
 STRATEGY_OR_NEVER = STRATEGY | {"no": NEVER}
 NAME, AUTHOR = {r"([^/]+)": r"name=\1"}, {r"(.+)": r"author=\1"}  # of ms-swift; what has a slash names a model
-ON_ALONE, OFF = "(?:true|yes|on|1)?", "false|no|off|0"  # of a switch, which may stand without a value
+ON_ALONE, OFF_WORDS = rf"(?:{'|'.join(ON)}|1)?", "|".join((*OFF, "0"))  # of a switch, which may stand without a value
 LOSSES_AS_METHODS = "(orpo|simpo|cpo|ipo)"  # of dpo, which have commands of their own elsewhere
+_STRATEGY = f"({'|'.join(FSDP_STRATEGIES)})"
+FSDP_WORDS = (
+    rf"(?=.*\b{_STRATEGY}\b)(?:(?:auto_wrap|offload|{_STRATEGY})(?: +|$))+"  # of transformers' `fsdp`, as one text
+)
+FSDP_OFFLOAD = rf"(?=.*\boffload\b){FSDP_WORDS}"
 PART = {r"(0?\.\d+)": r"\1"}  # transformers' number of steps that is below one
 AN_EPOCH = {r"([1-9]\d*)": r"epoch/\1", "0": NEVER}  # axolotl's number of times
 OPTIMIZERS = {
@@ -178,7 +176,7 @@ def _to_columns(value: Any) -> Any:
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise PydanticCustomError("columns", "it is no JSON: {reason}", {"reason": str(error)}) from error
+            raise PydanticCustomError("columns", "not JSON: {reason}", {"reason": str(error)}) from error
     if value is None or isinstance(value, Mapping):
         return value or {}
     pairs = _to_list(value)
@@ -188,9 +186,9 @@ def _to_columns(value: Any) -> Any:
     for pair in pairs:
         key, equals, column = str(pair).partition("=")
         if not (equals and key.strip() and column.strip()):
-            raise PydanticCustomError("columns", "{pair} is not KEY=COLUMN", {"pair": repr(pair)})
+            raise PydanticCustomError("columns", "{pair} is no key and value with = between them", {"pair": repr(pair)})
         if columns.setdefault(key.strip(), column.strip()) != column.strip():
-            raise PydanticCustomError("columns", "{key} is given two columns", {"key": key.strip()})
+            raise PydanticCustomError("columns", "{key} is given twice", {"key": key.strip()})
     return columns
 
 
@@ -211,7 +209,7 @@ def _minus_one(value: Any) -> Any:
 def _no_bool(value: Any) -> Any:
     """pydantic reads `true` as 1; a number that is written as a truth value is a slip."""
     if isinstance(value, bool):
-        raise PydanticCustomError("not_a_number", "a truth value is not a number")
+        raise PydanticCustomError("not_a_number", "a truth value, not a number")
     return value
 
 
@@ -227,7 +225,7 @@ def _how_often(value: Any) -> Any:
     if 0 < number < 1:
         return number
     if not number.is_integer() or not 1 <= number < 1e15 or isinstance(value, bool):
-        raise PydanticCustomError("interval", "it is neither steps nor a part of the run or of an epoch")
+        raise PydanticCustomError("interval", "neither steps nor a part of the run or of an epoch")
     return int(number)
 
 
@@ -251,10 +249,11 @@ def _interval_form(*words: str) -> WithJsonSchema:
 
 
 def check_size(value: Any) -> Any:
+    """A size such as `5GB` in one spelling. Raises a ValueError of pydantic's for what is none."""
     text = str(value).strip().replace(" ", "")
     found = re.fullmatch(r"(\d+(?:\.\d+)?)[KMGT]i?B", text, re.IGNORECASE)
     if not found or float(found[1]) < 1e-3:
-        raise PydanticCustomError("size", "it is not a size such as 5GB or 500MB")
+        raise PydanticCustomError("size", "not a size such as 5GB or 500MB")
     return text.upper().replace("IB", "iB")
 
 
@@ -263,7 +262,7 @@ def _duration(value: Any) -> Any:
     if text.isdigit():
         text += "s"
     if isinstance(value, bool) or not DURATION.fullmatch(text) or seconds_of(text) == 0:
-        raise PydanticCustomError("duration", "it is not a time such as 3h55m, 90m or 1d")
+        raise PydanticCustomError("duration", "not a time such as 3h55m, 90m or 1d")
     return text
 
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
+# Errors that `swiftlite.config.types` words itself, and what to do.
+WORDED = {"size": "write it like 5GB", "duration": "write it like 3h55m", "columns": ""}
+
+
 @dataclass(frozen=True)
 class Given:
     """A value that somebody gave. where: `--lr`, `file.yaml:3: lr` or `NPROC_PER_NODE`; by: flag, env or recipe."""
@@ -49,7 +53,10 @@ def _in_words(error: ValidationError, given: Mapping[str, Given]) -> list[UserEr
         name = str(detail["loc"][0])
         if detail["type"] == "extra_forbidden":
             near = nearest(name, all_flags())
-            found[name] = f"there is no setting {name}", f"did you mean {near}?" if near else "see the schema"
+            found[name] = (
+                f"there is no setting {name}",
+                f"did you mean {near}?" if near else "`swiftlite recipes schema` lists them",
+            )
         else:
             found.setdefault(name, _explain(all_flags()[name], detail, given[name]))
     return [UserError(what, where=given[name].where, fix=fix) for name, (what, fix) in found.items()]
@@ -66,7 +73,10 @@ def _explain(flag: Flag, detail: ErrorDetails, given: Given) -> tuple[str, str]:
     theirs = instead_of_value(flag.name, str(value), in_recipe=given.by == "recipe")
     if kind == "literal_error" or (theirs and flag.kind == "str"):
         fix = theirs or f"{_hint(str(value), flag)}it takes {', '.join(flag.choices)}"
-        return f"{subject}, which it does not know", fix
+        return f"{flag.name} cannot be {_short(value)}", fix
+    pairs = f"{(flag.metavar or '').removesuffix(' ...')} pairs"
+    if kind in WORDED:
+        return f"{subject}: {detail['msg']}", theirs or WORDED[kind] or f"give {pairs}"
     bounds = {
         "greater_than_equal": ("at least", "ge"),
         "greater_than": ("more than", "gt"),
@@ -76,7 +86,6 @@ def _explain(flag: Flag, detail: ErrorDetails, given: Given) -> tuple[str, str]:
     if kind in bounds:
         words, key = bounds[kind]
         return f"{subject}, out of range", theirs or f"give {words} {context[key]:g}"
-    pairs = f"{(flag.metavar or '').removesuffix(' ...')} pairs"
     wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "map": pairs}
     clear = flag.kind in ("bool", "map")
     fix = f"give {wanted.get(flag.kind, 'text')}" + ("" if clear else f", such as {_example(flag)}")

@@ -81,6 +81,7 @@ class Board:
 
     @property
     def elapsed(self) -> str:
+        """Since the board was made."""
         return duration(self._clock() - self._started)
 
     @property
@@ -166,7 +167,7 @@ class Board:
         if not values:
             return Text("the loss appears here after the first step".ljust(width)[:width], style="dim")
         low, high = min(values), max(values)
-        digits = 2 if short(high, 2) != short(low, 2) else 4
+        digits = next((some for some in (2, 4, 6) if short(high, some) != short(low, some)), 4)
         labels = [short(high, digits), *[""] * (height - 2), short(low, digits)]
         margin = max(map(len, labels)) + 1
         size = width - margin - 1, height, low, high

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from swiftlite.config.flags import shown_value
 from swiftlite.errors import UserError
 from swiftlite.reporting.charts import Line, chart
 from swiftlite.reporting.curves import loss_words, preference_groups, series, smoothed
@@ -71,10 +72,8 @@ def unequal_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _value(settings: dict[str, Any], key: str) -> str:
-    """As a flag or a recipe has it; nothing where the run's version had no such setting."""
-    value = settings.get(key, "")
-    words = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return {"True": "on", "False": "off", "None": "null"}.get(words, printable(without_secrets(words)))
+    """In words; none where the run's version had no such setting."""
+    return printable(without_secrets(shown_value(settings[key]))) if key in settings else ""
 
 
 def common_figures(runs: Sequence[Run]) -> dict[str, list[str]]:

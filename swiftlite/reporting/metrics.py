@@ -11,7 +11,7 @@ from typing import Any
 from swiftlite.reporting.files import disk_errors, write_whole
 from swiftlite.untrusted import parse_json
 
-FILE = "metrics.jsonl"
+METRICS = "metrics.jsonl"
 MOST_STEPS = 2**53  # a larger number is damage, and none that can be drawn
 
 
@@ -21,7 +21,7 @@ class MetricsFile:
     def __init__(self, output: Path, start_step: int = 0) -> None:
         """kept: the rows up to `start_step`, for `take_kept`; damage: which lines were left out, in words, if any.
         Raises RunError where the file cannot be written."""
-        self._path = output / FILE
+        self._path = output / METRICS
         rows = _read(output)
         self.damage = _in_words(rows)
         self._kept = [row for row in rows if row is not None and row["step"] <= start_step]
@@ -80,12 +80,12 @@ def damage_in_words(output: Path) -> str | None:
 def _in_words(rows: list[dict[str, Any] | None]) -> str | None:
     damaged = sum(row is None for row in rows)
     lines = "a line that holds" if damaged == 1 else f"{damaged:,} lines that hold"
-    return f"left out of {FILE}: {lines} no step" if damaged else None
+    return f"left out of {METRICS}: {lines} no step" if damaged else None
 
 
 def _read(output: Path) -> list[dict[str, Any] | None]:
     """A row a line, None for one that holds none; blank lines are none."""
-    path = output / FILE
+    path = output / METRICS
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return [_row(line) for line in text.splitlines() if line.strip()]
 

@@ -92,8 +92,9 @@ def as_html(value: Any) -> str:
 
 
 def _state(state: dict[str, Any], now: str) -> str:
-    started = f'<span class="soft">started {as_html(state["started"])}</span>' if state.get("started") else ""
-    return f"<p>{mark(now)} {started}</p>"
+    started = state.get("started", "").replace("T", " ").replace("+00:00", " UTC")
+    said = f'<span class="soft">started {as_html(started)}</span>' if started else ""
+    return f"<p>{mark(now)} {said}</p>"
 
 
 def mark(now: str) -> str:

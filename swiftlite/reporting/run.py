@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from swiftlite import __version__
-from swiftlite.errors import RunError, UserError, kind_and_words
+from swiftlite.errors import RunError, UserError, first_line, kind_and_words
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
 from swiftlite.reporting.metrics import MetricsFile
 from swiftlite.reporting.trackers import Tracker, check_trackers, open_trackers
-from swiftlite.reporting.words import duration, printable, short
+from swiftlite.reporting.words import duration, in_one_line, short
 from swiftlite.untrusted import without_secrets
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class RunReporter:
         start_step: rows of metrics.jsonl behind it are dropped. Raises UserError where a tracker does not start, with
         nothing changed on disk.
         """
-        facts = {key: printable(value) for key, value in facts.items()}
+        facts = {key: in_one_line(value) for key, value in facts.items()}
         self._running = _Running(self._config, self._output, total_steps, facts, start_step)
         self._display.start(self._running.board)
         if damage := self._running.damage:
@@ -119,7 +119,7 @@ class RunReporter:
 
     def message(self, text: str) -> None:
         """Something that happened, such as a saved checkpoint."""
-        text = printable(text)
+        text = in_one_line(text)
         if self._running is not None:
             self._running.say(text)
         self._display.message(text)
@@ -245,12 +245,12 @@ class _Running:
                 tracker.close(unfinished)
             except Exception as failure:
                 said = f"warning: {name} may lack the last steps: {without_secrets(str(failure))[:200]}"
-                message(printable(said))
+                message(in_one_line(said))
 
     def _how_it_ended(self, error: BaseException | None) -> str:
         at = f"at step {self.board.step:,} of {self.board.total:,}"
         if isinstance(error, Exception):
-            return f"failed {at}: {(str(error) or type(error).__name__).splitlines()[0]}"
+            return f"failed {at}: {first_line(error)}"
         return f"stopped {at}"  # by a signal, or the end of the block without `finish`
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
 from swiftlite.untrusted import without_secrets
 
@@ -50,9 +50,8 @@ def open_trackers(
             for tracker in opened.values():
                 with suppress(Exception):  # the first error counts
                     tracker.close(f"{name} does not start")
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"{name} does not start: {without_secrets(reason)[:200]}",
+                f"{name} does not start: {without_secrets(first_line(error))[:200]}",
                 where=f"--report-to {name}",
                 fix=FIXES[name],
             ) from error

@@ -35,8 +35,8 @@ def spent(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def printable(text: str) -> str:
-    """The text without what a terminal would obey and what no encoding can write."""
+def in_one_line(text: str) -> str:
+    """The text without line breaks, without what a terminal would obey and what no encoding can write."""
     return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 

@@ -61,6 +61,7 @@ class Conversation:
         self._complete = True  # the last answer
 
     def clear(self) -> None:
+        """Begin again, behind the system message."""
         self._messages = list(self._opening)
 
     def ask(self, text: str, *, streaming: bool) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from swiftlite.config.names import ADAPTER_CONFIG, GENERATION_CONFIG
 from swiftlite.errors import UserError
-from swiftlite.serving.source import ModelSource, read_settings
+from swiftlite.serving.source import MODEL_CONFIG, ModelSource, read_settings
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
@@ -153,7 +153,7 @@ def ends_otherwise(source: ModelSource) -> bool:
     if source.adapter is None or not (source.adapter / GENERATION_CONFIG).is_file():
         return False
     ends = _ends(source.adapter / GENERATION_CONFIG)
-    return not ends or not ends <= _ends(Path(source.base).expanduser() / GENERATION_CONFIG)
+    return not ends or not ends <= _ends(Path(source.base) / GENERATION_CONFIG)
 
 
 def _ends(file: Path) -> set[Any]:
@@ -172,7 +172,7 @@ def _refused(engine: Engine, source: ModelSource, settings: dict[str, Any]) -> s
             return f"takes no adapter with {words} ({key})"
     if engine.name == "lmdeploy" and any("." in name for name in _targets(settings)):
         return "takes no adapter whose target_modules are paths: it would put it on all layers of the last name"
-    config = Path(source.base).expanduser() / "config.json"
+    config = Path(source.base) / MODEL_CONFIG
     if engine.no_lora and config.is_file() and read_settings(config).get("model_type") in engine.no_lora:
         return f"takes no adapter on models of the type {read_settings(config)['model_type']}"
     if engine.name == "vllm" and _rank(settings, source.adapter) > VLLM_RANKS[-1]:

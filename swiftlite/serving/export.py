@@ -21,7 +21,7 @@ from swiftlite.checkpoint.export import ModelFiles, create_model_files, plan_fil
 from swiftlite.checkpoint.folder import atomic_folder
 from swiftlite.checkpoint.space import check_place, check_space
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
-from swiftlite.config.types import Size
+from swiftlite.config.types import DTYPE, Size
 from swiftlite.data.stops import stop_tokens
 from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.models.adapters import check_start
@@ -92,7 +92,6 @@ def run_export(options: ExportOptions) -> Exported:
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
         device=torch.device("cpu"),  # a model that fits no GPU in fp32 may well fit the memory
-        classifier=source.is_classifier(),
     )
     prompts = [_encode(text, tokenizer) for text in options.prompts or PROMPTS]
     logits = _logits(model, prompts)
@@ -141,7 +140,8 @@ def _shard_size(text: str) -> str:
     try:
         return TypeAdapter(Size).validate_python(text)
     except ValidationError as error:
-        raise UserError(error.errors()[0]["msg"], where=f"--max-shard-size {text}", fix="give a size") from error
+        what = f"--max-shard-size is {text!r}: {error.errors()[0]['msg']}"
+        raise UserError(what, where="--max-shard-size", fix="write it like 5GB") from error
 
 
 def _dtype(options: ExportOptions, source: ModelSource) -> torch.dtype:
@@ -149,6 +149,12 @@ def _dtype(options: ExportOptions, source: ModelSource) -> torch.dtype:
     fix = "name the model that it was made from with --model, beside --adapter where there is one"
     check_plain_weights(config, str(source.base), fix)
     return named_dtype(options.dtype, "--dtype") or source_dtype(config)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """As flags have it: `bf16`."""
+    name = str(dtype).removeprefix("torch.")
+    return DTYPE.get(name, name)
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -193,7 +199,7 @@ def _check_range(model: nn.Module, dtype: torch.dtype) -> None:
                 raise UserError(f"{name} holds numbers that are none (NaN)", fix="export another checkpoint of the run")
             if limit < largest < math.inf:
                 raise UserError(
-                    f"{name} holds {largest:.3g}, which {str(dtype).removeprefix('torch.')} has no number for",
+                    f"{name} holds {largest:.3g}, which {type_name(dtype)} has no number for",
                     where="--dtype",
                     fix="export with --dtype bf16 or fp32",
                 )

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.names import system_text
 from swiftlite.data.sources import COMPRESSED, as_data_file
@@ -20,7 +20,10 @@ from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
 from swiftlite.quick_imports import quick_imports
 from swiftlite.serving.evaluated import system_of_training
 from swiftlite.serving.prompts import Question, check_utf8, read_questions
-from swiftlite.serving.source import ModelSource, check_answers, find_source
+from swiftlite.serving.source import ModelSource, find_source, refuse_reward_model
+
+if TYPE_CHECKING:
+    from swiftlite.serving.generate import Answerer
 
 SHOWN_SYSTEM = 60  # characters
 ROWS_AT_A_TIME = 32  # batches that are answered, and then written in the order of the input
@@ -58,7 +61,7 @@ def run_infer(options: InferOptions) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows fewer characters gets question marks
         sys.stdout.reconfigure(errors="replace")
     source = find_source(options.model, options.adapter)
-    check_answers(source)
+    refuse_reward_model(source)
     system, note = system_to_ask_behind(options, source)
     options = replace(options, system=system)
     questions = None
@@ -125,12 +128,12 @@ def _check(options: InferOptions) -> None:
         ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1"),
         ("--batch-size", options.batch_size, options.batch_size >= 1, "at least 1"),
         ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 or more"),
-        ("--top-p", options.top_p, 0 < options.top_p <= 1, "above 0, at most 1"),
+        ("--top-p", options.top_p, 0 < options.top_p <= 1, "more than 0, at most 1"),
         ("--top-k", options.top_k, options.top_k >= 0, "0 (off) or more"),
-        ("--seed", options.seed, 0 <= options.seed < 1 << 63, "from 0 to 2^63 - 1"),
+        ("--seed", options.seed, 0 <= options.seed < 1 << 63, "a number from 0 to 2^63 - 1"),
     ):
         if not fits:
-            raise UserError(f"{name} {value} does not fit", where=name, fix=f"give a number that is {wanted}")
+            raise UserError(f"{name} is {value}, out of range", where=name, fix=f"give {wanted}")
 
 
 def _check_output(output: Path) -> None:
@@ -165,7 +168,7 @@ def _aside(output: Path) -> Path:
     return output.with_name(f"{output.name}.partial")
 
 
-def answer_prompts(answerer, options: InferOptions) -> None:  # noqa: ANN001 - Answerer; its module loads torch
+def answer_prompts(answerer: Answerer, options: InferOptions) -> None:
     """One conversation a prompt. A single answer is printed alone, several with their questions."""
     from swiftlite.serving.chat import Conversation
 
@@ -175,7 +178,7 @@ def answer_prompts(answerer, options: InferOptions) -> None:  # noqa: ANN001 - A
         Conversation(answerer, options.system).ask(prompt, streaming=options.streaming)
 
 
-def answer_file(answerer, questions: list[Question], output: Path, batch_size: int) -> None:  # noqa: ANN001
+def answer_file(answerer: Answerer, questions: list[Question], output: Path, batch_size: int) -> None:
     """Writes each row with its `response`, in order; the file appears only when it is whole. What a run that does not
     end has answered stays beside it.
 
@@ -206,7 +209,7 @@ def answer_file(answerer, questions: list[Question], output: Path, batch_size: i
         say(f"cut off by {limit}: {count}")
 
 
-def _answered(answerer, question: Question, text: str) -> str:  # noqa: ANN001
+def _answered(answerer: Answerer, question: Question, text: str) -> str:
     """The row with its response, as a line."""
     row = {"reference" if key == "response" else key: value for key, value in question.row.items()}
     as_it_is = question.plain or not answerer.has_template
@@ -261,14 +264,14 @@ def _keep(partial: Path, count: int, size: int, wanted: int) -> None:
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator:
-    """A bar on stderr in a terminal; a line now and then where there is none."""
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr in a terminal; a line now and then where there is none. Takes how many more are done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if console.is_terminal:
-        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:
             task = bar.add_task("answering", total=total)
             yield lambda count: bar.advance(task, count)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftlite.checkpoint.catalog import check_adapter
-from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file, inspect_model_folder
+from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
 from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
 from swiftlite.models.anatomy import SCORE_HEAD
@@ -18,7 +18,7 @@ from swiftlite.models.load import ADDS_TO_MASK, auto_class, hub_errors, load_con
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import grow_vocabulary
 from swiftlite.quick_imports import quick_imports
-from swiftlite.serving.source import ModelSource
+from swiftlite.serving.source import ModelSource, check_base_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -34,18 +34,13 @@ def load_for_answers(
     revision: str | None = None,
     trust_remote_code: bool = False,
     device: torch.device | None = None,
-    classifier: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in evaluation mode on its device (a GPU where there is one), and the tokenizer.
 
-    chat_template: a built-in name, a Jinja file, or `none` for plain completion; classifier: it gives a score, no
-    words. Raises UserError.
+    chat_template: a built-in name, a Jinja file, or `none` for plain completion. Raises UserError.
     """
-    if revision is not None and Path(source.base).expanduser().is_dir():
-        raise UserError("a local folder has no revisions", where=f"--revision {revision}", fix="leave --revision out")
+    check_base_folder(source, revision)
     config = load_config(source.base, revision=revision, trust_remote_code=trust_remote_code)
-    if Path(source.base).expanduser().is_dir():
-        inspect_model_folder(Path(source.base).expanduser())
     plain = chat_template is not None and chat_template.lower() == NO_TEMPLATE
     tokenizer = load_tokenizer(
         source.base,
@@ -58,6 +53,7 @@ def load_for_answers(
         tokenizer.chat_template = None
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = answer_dtype(precision, device, config)
+    classifier = source.is_classifier()
     if classifier and source.adapter is not None:
         config.num_labels = 1  # a reward model's
     model = _load_whole(

@@ -17,14 +17,13 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.config.types import DTYPE, plain_word
 from swiftlite.errors import UserError
 from swiftlite.imports import is_installed
 from swiftlite.models.tokenizer import check_tokenizer_folder
 from swiftlite.serving.engines import ENGINES, PRECISIONS, Engine, check_adapter, ends_otherwise, named_adapter
 from swiftlite.serving.evaluated import system_of_training
-from swiftlite.serving.source import ModelSource, check_answers, find_source
+from swiftlite.serving.source import ModelSource, check_base_folder, find_source, refuse_reward_model
 
 NAME = re.compile(r"\w[\w.@/:+-]*")  # what stands before `=` and in a request
 
@@ -54,8 +53,9 @@ def run_serve(options: ServeOptions) -> None:
     Raises UserError for whatever can be known before the engine starts.
     """
     source = find_source(options.model, options.adapter)
-    check_answers(source)
-    _check_folders(source, options)
+    refuse_reward_model(source)
+    check_base_folder(source, options.revision)
+    check_tokenizer_folder(Path(source.tokenizer))
     engine, program = find_engine(options.engine)
     if source.adapter is not None:
         check_adapter(engine, source, revision=options.revision, trust_remote_code=options.trust_remote_code)
@@ -70,17 +70,6 @@ def run_serve(options: ServeOptions) -> None:
     except OSError as error:  # a script whose Python is gone, say
         what = f"{engine.title} cannot be started: {error.strerror}"
         raise UserError(what, where=program, fix=f"install {engine.name} again") from error
-
-
-def _check_folders(source: ModelSource, options: ServeOptions) -> None:
-    """Raises UserError where weights or tokenizer are missing, or a revision of a folder is asked for."""
-    base, tokenizer = Path(source.base).expanduser(), Path(source.tokenizer).expanduser()
-    if base.is_dir():
-        if options.revision is not None:
-            where = f"--revision {options.revision}"
-            raise UserError("a local folder has no revisions", where=where, fix="leave --revision out")
-        inspect_model_folder(base)
-    check_tokenizer_folder(tokenizer)
 
 
 def find_engine(name: str) -> tuple[Engine, str]:
@@ -176,8 +165,8 @@ def served_name(source: ModelSource, options: ServeOptions) -> str:
             where, fix = f"--served-name {options.served_name}", "use letters, digits and . _ - / :"
             raise UserError("a served model cannot have this name", where=where, fix=fix)
         return options.served_name
-    folder = source.adapter or Path(source.base).expanduser()
-    if not folder.is_dir():
+    folder = source.adapter or source.base_folder
+    if folder is None:
         return source.base
     folder = folder.resolve()
     name = folder.parent.name if folder.name == "model" else folder.name
@@ -226,7 +215,7 @@ def _told(engine: Engine, source: ModelSource, options: ServeOptions) -> str:
 
 def _may_chat(source: ModelSource) -> bool:
     """False for a folder whose tokenizer has no chat template; a hub id is not looked into."""
-    folder = Path(source.tokenizer).expanduser()
+    folder = Path(source.tokenizer)
     settings = folder / "tokenizer_config.json"
     if not folder.is_dir() or any(folder.glob("chat_template.*")):
         return True

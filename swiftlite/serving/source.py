@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.checkpoint.folder import MANIFEST, check_folder
-from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
+from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file, inspect_model_folder
 from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name, model_name
 from swiftlite.errors import UserError
 from swiftlite.models.load import check_model_path
@@ -25,11 +25,17 @@ MODEL_CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """base: folder or hub id of the weights; adapter: folder of a peft adapter on top; tokenizer: folder or hub id."""
+    """base: folder or hub id of the weights; adapter: folder of a peft adapter on top; tokenizer: folder or hub id.
+    No folder begins with `~`."""
 
     base: str
     adapter: Path | None
     tokenizer: str
+
+    @property
+    def base_folder(self) -> Path | None:
+        """None for a hub id."""
+        return Path(self.base) if Path(self.base).is_dir() else None
 
     def is_classifier(self) -> bool:
         """Whether it gives scores instead of words, as reward models do. Raises UserError."""
@@ -64,8 +70,8 @@ def find_source(model: str | None, adapter: str | None) -> ModelSource:
     return _with_adapter(Path(folder), named)
 
 
-def check_answers(source: ModelSource) -> None:
-    """Raises UserError for what gives scores instead of words."""
+def refuse_reward_model(source: ModelSource) -> None:
+    """Raises UserError for a model that gives scores instead of words."""
     if source.is_classifier():
         raise UserError(
             "this is a reward model: it gives scores, no answers",
@@ -113,15 +119,7 @@ def _inside_run(name: str, where: str) -> str:
 
 def _with_adapter(folder: Path, base: str | None) -> ModelSource:
     """The adapter in `folder` on the base that is given, else on the one it was trained on."""
-    recorded = _base_of(folder) if base is None else None
-    source = base or recorded or ""
-    check_name(source, str(folder / ADAPTER_CONFIG))
-    if recorded is not None and not Path(recorded).expanduser().is_dir() and not _is_hub_id(recorded):
-        raise UserError(
-            f"the adapter's base model is not where it was: {recorded}",
-            where=str(folder / ADAPTER_CONFIG),
-            fix=f"name it: --model BASE --adapter {shlex.quote(str(folder))}",
-        )
+    source = base or _base_of(folder)
     own_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return _checked(ModelSource(source, folder, str(folder) if own_tokenizer else source))
 
@@ -138,19 +136,28 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _base_of(folder: Path) -> str:
+    """The model that an adapter was trained on, as its settings have it. Raises UserError where there is none."""
     path = folder / ADAPTER_CONFIG
-    base = read_settings(path).get("base_model_name_or_path")
+    base, fix = (
+        read_settings(path).get("base_model_name_or_path"),
+        f"name it: --model BASE --adapter {shlex.quote(str(folder))}",
+    )
     if not isinstance(base, str) or not base:
-        raise UserError(
-            "the adapter does not say which model it belongs to",
-            where=str(path),
-            fix=f"name it: --model BASE --adapter {shlex.quote(str(folder))}",
-        )
-    return base
+        raise UserError("the adapter does not say which model it belongs to", where=str(path), fix=fix)
+    check_name(base, str(path))
+    place = Path(base).expanduser()
+    if not place.is_dir() and HUB_ID.fullmatch(base) is None:
+        raise UserError(f"the adapter's base model is not where it was: {base}", where=str(path), fix=fix)
+    return str(place) if place.is_dir() else base
 
 
-def _is_hub_id(name: str) -> bool:
-    return HUB_ID.fullmatch(name) is not None
+def check_base_folder(source: ModelSource, revision: str | None) -> None:
+    """Raises UserError where the base is a folder whose weights cannot be read, or of which a revision is wanted."""
+    if source.base_folder is None:
+        return
+    if revision is not None:
+        raise UserError("a local folder has no revisions", where=f"--revision {revision}", fix="leave --revision out")
+    inspect_model_folder(source.base_folder)
 
 
 def _checked(source: ModelSource) -> ModelSource:

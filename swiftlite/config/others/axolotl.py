@@ -10,13 +10,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from swiftlite.config.others.messages import PROPERTIES, ROLES
 from swiftlite.errors import UserError
 
 BLOCKS = {"datasets": "dataset", "test_datasets": "eval_dataset"}
 PAIRS = "chat_template.default"  # of `rl: dpo`
 ALPACA = "alpaca"
-ROLES = {"system": ["system"], "user": ["user", "human"], "assistant": ["assistant", "gpt"], "tool": ["tool"]}
-PROPERTIES = {"role": ("role", "from"), "content": ("content", "value")}  # read by either name
 KINDS = {"json": (".json", ".jsonl"), "parquet": (".parquet",), "csv": (".csv",), "arrow": (".arrow",)}
 DETECTED = "conversations"  # a key that is known without `columns`
 # key -> its values that say what is so in any case

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from swiftlite.config.types import FSDP_STRATEGIES
 from swiftlite.errors import UserError
 
 LIST, BLOCK = "fsdp", "fsdp_config"
@@ -16,7 +17,7 @@ IDLE = (
     "limit_all_gathers", "sync_module_states", "cpu_ram_efficient_loading", "backward_prefetch", "forward_prefetch",
     "version",
 )  # fmt: skip
-STRATEGIES = {name: {"sharding": name} for name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")}
+STRATEGIES = {name: {"sharding": name} for name in FSDP_STRATEGIES}
 # key -> {its value: what it says here}
 MEANT: dict[str, dict[str, dict[str, str]]] = {
     "offload_params": {"true": {"offload": "cpu"}, "false": {}},

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from swiftlite.config.names import SPEC, placed
-from swiftlite.config.others.axolotl import PROPERTIES, ROLES
+from swiftlite.config.names import DATASETS, SPEC, placed
+from swiftlite.config.others.messages import PROPERTIES, ROLES
 from swiftlite.config.types import split_list
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
@@ -43,7 +43,7 @@ def read_table(given: dict[str, Given], base: Path | None) -> list[str]:
     folder = given.pop("dataset_dir", None)
     table = _table(folder, base)
     notes, mappings = [], []
-    for setting in ("dataset", "eval_dataset") if table is not None else ():
+    for setting in DATASETS if table is not None else ():
         said = given.get(setting)
         if said is None or said.value is None:
             continue
