@@ -278,8 +278,8 @@ def test_what_is_lost_is_told_in_words(prepare, write_rows, chat_rows):
     rows = prepared.audit["rows"]
     assert rows["read"] == 34 and rows["tools_left_out"] == 1 and rows["truncated"] > 0
     words = losses_in_words(prepared.audit)
-    assert words.startswith("of 34 rows ") and "no_assistant_turn 1" in words and "; of 34 evaluation rows" in words
-    assert f"{rows['truncated']} truncated, 1 tools left out" in words
+    assert words.startswith("of 34 rows: ") and "no_assistant_turn 1" in words and "; of 34 evaluation rows" in words
+    assert f"{rows['truncated']} truncated, 1 without their tools" in words
 
 
 def test_columns_of_which_nothing_is_made_are_counted_and_told(prepare, write_rows, chat_rows):
@@ -333,7 +333,7 @@ def test_what_the_template_does_not_write_of_the_context_is_counted(prepare, wri
     tokenizer.chat_template = whole.replace("message['content']", "(message['content'] if message['role'] != 'tool')")
     prepared = prepare(path, max_length=254)
     assert prepared.audit["rows"]["messages_left_out"] == 1
-    assert "of 33 rows 1 messages left out" in losses_in_words(prepared.audit)
+    assert "of 33 rows: 1 without some of their messages" in losses_in_words(prepared.audit)
 
 
 def test_what_a_call_has_besides_name_and_arguments_is_counted_where_it_is_not_written(
@@ -508,7 +508,7 @@ def test_rows_that_get_a_system_message_are_counted_and_told(prepare, write_rows
     prepared = prepare(path, system="Be brief.", eval_dataset=[str(write_rows("b.jsonl", chat_rows[:3]))])
     assert prepared.audit["rows"]["system_added"] == len(chat_rows)
     assert prepared.audit["eval"]["rows"]["system_added"] == 3
-    assert f"{len(chat_rows)} system added" in losses_in_words(prepared.audit)
+    assert f"{len(chat_rows)} with the message of --system" in losses_in_words(prepared.audit)
     assert "system_added" not in prepare(path).audit["rows"]
 
 
@@ -525,7 +525,7 @@ def test_placeholders_of_rows_are_filled_and_counted(prepare, write_rows):
     assert filled.audit["rows"]["placeholders_filled"] == 2 and "placeholders_filled" not in written.audit["rows"]
     assert "placeholders_left" not in filled.audit["rows"]
     half = prepare(holding, placeholders={"name": "Robo"}).audit
-    assert half["rows"]["placeholders_left"] == 2 and "2 placeholders left" in losses_in_words(half)
+    assert half["rows"]["placeholders_left"] == 2 and "2 with placeholders left" in losses_in_words(half)
 
 
 def test_mixing_by_weight(prepare, write_rows, chat_rows):

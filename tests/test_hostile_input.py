@@ -105,7 +105,7 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path, monkeypatch, name, suffix
 def test_a_csv_row_of_many_lines_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_LINE", 1 << 16)
     (tmp_path / "a.csv").write_text("text,more\n" + "a,b\n" * 20_000 + ('"' + "x\n" * 1000 + '",') * 100 + "\n")
-    with pytest.raises(UserError, match="a row of more than") as error:
+    with pytest.raises(UserError, match="the row has more than") as error:
         rows_of(tmp_path / "a.csv")
     assert int(error.value.where.rsplit(":", 1)[1]) > 20_000
     (tmp_path / "a.csv").write_text("text,more\n" + "a,b\n" * 20_000)

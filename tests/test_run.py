@@ -642,7 +642,7 @@ def test_nonfinite_steps_can_be_skipped_and_are_counted(base, tmp_path, tiny_mod
     train(base, model=str(poisoned(tmp_path, tiny_model)), on_nonfinite="skip")
     said = capsys.readouterr().out
     assert "(6 so far)" in said
-    assert "note: 6 of the steps were skipped (--on-nonfinite skip)" in said
+    assert "note: steps that were skipped: 6" in said
     assert all(row["loss"] is None for row in metrics(tmp_path / "out"))
 
 

@@ -18,11 +18,18 @@ if TYPE_CHECKING:
 NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs", "fill")
 IN_BALANCE = (1.0, 4 / 3)
 ROUNDING = 0.005  # of weights that are told in three digits
-OUTCOMES = ("read", "used", "truncated", "split", "split_by_template", "tools_left_out", "messages_left_out",
-            "asked_otherwise", "system_added", "system_left_out", "placeholders_filled",
-            "placeholders_left")  # fmt: skip
 NAMES_TOLD = 3  # of files or columns
-ALWAYS_TOLD = 5  # of them; the others where there are any
+# What may become of a row that is used, as `losses_in_words` says it; audit.json has these three in any case.
+CUT = {"truncated": "truncated", "split": "split", "split_by_template": "split by the template"}
+CHANGED = {
+    "tools_left_out": "without their tools",
+    "messages_left_out": "without some of their messages",
+    "asked_otherwise": "asked otherwise than the model is",
+    "system_added": "with the message of --system",
+    "system_left_out": "that take no message of --system",
+    "placeholders_filled": "with placeholders filled",
+    "placeholders_left": "with placeholders left",
+}
 
 
 def build_audit(
@@ -110,15 +117,15 @@ def imbalance_warning(audit: dict[str, Any], desirable_weight: float, undesirabl
 
 
 def _rows(entries: list[Entry]) -> dict[str, Any]:
-    counts = {name: sum(entry.meta["counts"].get(name, 0) for entry in entries) for name in OUTCOMES}
+    def count(name: str) -> int:
+        return sum(entry.meta["counts"].get(name, 0) for entry in entries)
+
     return {
-        "read": counts["read"],
-        "used": counts["used"],
+        "read": count("read"),
+        "used": count("used"),
         "dropped": dropped_rows(entries),
-        "truncated": counts["truncated"],
-        "split": counts["split"],
-        "split_by_template": counts["split_by_template"],
-        **{name: counts[name] for name in OUTCOMES[ALWAYS_TOLD:] if counts[name]},
+        **{name: count(name) for name in CUT},
+        **{name: number for name in CHANGED if (number := count(name))},
         **unused_columns([entry.meta["unused"] for entry in entries]),
     }
 
@@ -130,8 +137,8 @@ def losses_in_words(audit: dict[str, Any]) -> str | None:
         rows = section["rows"]
         dropped = ", ".join(f"{reason} {count:,}" for reason, count in rows.get("dropped", {}).items())
         parts = [f"{sum(rows['dropped'].values()):,} dropped ({dropped})"] if dropped else []
-        parts += [f"{rows[key]:,} {key.replace('_', ' ')}" for key in OUTCOMES[2:] if rows.get(key)]
-        told += [f"of {rows['read']:,} {name}rows {', '.join(parts)}"] if parts else []
+        parts += [f"{rows[key]:,} {words}" for key, words in (CUT | CHANGED).items() if rows.get(key)]
+        told += [f"of {rows['read']:,} {name}rows: {', '.join(parts)}"] if parts else []
         if unused := list(rows.get("unused_columns", ())):
             told.append(f"{name}columns not used: {_some(unused)}")
     if unread := audit.get("unread_files"):

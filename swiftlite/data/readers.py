@@ -142,7 +142,7 @@ def _lines(file: DataFile) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) > MAX_LINE:
                 raise UserError(
-                    f"a line of more than {MAX_LINE >> 20} MiB",
+                    f"the line has more than {MAX_LINE >> 20} MiB",
                     where=file.where(number),
                     fix="write one row a line; a file that is one JSON array must be named .json",
                 )
@@ -296,7 +296,7 @@ def _csv_lines(file: DataFile, text: io.TextIOWrapper, taken: list[int]) -> Iter
             raise UserError(f"the text holds NULs{LIKE_UTF16}", where=file.where(number), fix=SAVE_AS_UTF8)
         if taken[0] > MAX_LINE:
             raise UserError(
-                f"a row of more than {MAX_LINE >> 20} MiB", where=file.where(number), fix="mend the quotes there"
+                f"the row has more than {MAX_LINE >> 20} MiB", where=file.where(number), fix="mend the quotes there"
             )
         yield line
 

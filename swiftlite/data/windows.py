@@ -139,7 +139,7 @@ def _lines_within(file: DataFile, piece: Piece) -> Iterator[tuple[int, bytes]]:
         while position < piece.end and (line := stream.readline(MAX_LINE + 1)):
             if len(line) > MAX_LINE:
                 raise UserError(
-                    f"a line of more than {MAX_LINE >> 20} MiB",
+                    f"the line has more than {MAX_LINE >> 20} MiB",
                     where=file.where(line_at(file, position)),
                     fix="write one row a line",
                 )

@@ -1,0 +1,1 @@
+"""From hidden states to losses: token log-probabilities, and each method's loss as a pure function of them."""

@@ -321,7 +321,7 @@ def check_losses(preference: Preference) -> None:
         if name not in LOSSES:
             raise UserError(f"unknown preference loss `{name}`", fix=f"the losses are {', '.join(LOSSES)}")
         if not 0 < weight < math.inf:
-            raise UserError(f"the weight of `{name}` is {weight:g}", fix="give a weight above 0")
+            raise UserError(f"{name}:{weight:g} has no finite weight above 0", fix="give one such as 1.0")
     if len(set(preference.names)) < len(preference.losses):
         raise UserError("a preference loss is named twice", fix="add the weights up and keep one")
 
@@ -329,13 +329,14 @@ def check_losses(preference: Preference) -> None:
 def check_numbers(preference: Preference) -> None:
     """Raise UserError for a beta, rpo_alpha or simpo_gamma out of range, or a simpo_gamma that nothing would use."""
     if not 0 < preference.beta < math.inf:
-        raise UserError(f"--beta is {preference.beta:g}", fix="give a number above 0, such as 0.1")
+        raise UserError(f"--beta {preference.beta:g} is no finite number above 0", fix="give a number such as 0.1")
     if not 0 <= preference.rpo_alpha < math.inf:
-        raise UserError(f"--rpo-alpha is {preference.rpo_alpha:g}", fix="give 0 (no term) or a number above it")
+        raise UserError(f"--rpo-alpha {preference.rpo_alpha:g} is no finite number from 0 on", fix="give 0 for no term")
     if preference.simpo_gamma is None:
         return
     if not 0 <= preference.simpo_gamma < math.inf:
-        raise UserError(f"--simpo-gamma is {preference.simpo_gamma:g}", fix="give 0 or a number above it")
+        what = f"--simpo-gamma {preference.simpo_gamma:g} is no finite number from 0 on"
+        raise UserError(what, fix="give a number such as 0.5")
     if "simpo" not in preference.names:
         raise UserError("--simpo-gamma has no effect without the loss simpo", fix="leave it out, or use --loss simpo")
 
@@ -347,7 +348,7 @@ def check_label_smoothing(preference: Preference) -> None:
     """
     e, takes = preference.label_smoothing, [name for name, loss in LOSSES.items() if loss.takes_label_smoothing]
     if not 0 <= e < 0.5:
-        raise UserError(f"--label-smoothing is {e:g}", fix="give a share of wrong labels in [0, 0.5)")
+        raise UserError(f"--label-smoothing must be in [0, 0.5), it is {e:g}", fix="give the share of wrong labels")
     if "exo_pair" in preference.names and e == 0:
         raise UserError("exo_pair needs label smoothing: its loss holds log e", fix="give --label-smoothing 0.001")
     deaf = [name for name in preference.names if name not in takes and (name != "sft" or len(preference.losses) == 1)]

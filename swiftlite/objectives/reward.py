@@ -19,7 +19,8 @@ class RewardModel:
 
     def __post_init__(self) -> None:
         if not 0 <= self.centring < math.inf:
-            raise UserError(f"the centring weight is {self.centring:g}", fix="give 0 (none) or a number such as 0.01")
+            what = f"the centring weight {self.centring:g} is no finite number from 0 on"
+            raise UserError(what, fix="give 0 (none) or a number such as 0.01")
 
     def per_pair(
         self, chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | None = None

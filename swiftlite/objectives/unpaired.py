@@ -46,7 +46,7 @@ class Unpaired:
             ("--undesirable-weight", self.undesirable_weight),
         ):
             if not 0 < value < math.inf:
-                raise UserError(f"{flag} is {value:g}", fix="give a number above 0")
+                raise UserError(f"{flag} {value:g} is no finite number above 0", fix="give a number such as 1.0")
 
     @property
     def needs_mismatched(self) -> bool:

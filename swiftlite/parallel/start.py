@@ -228,11 +228,11 @@ def told_before_joining(report: Callable[[BaseException], int]) -> Iterator[None
 def _check_devices(count: int) -> None:
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.device_count() < count:
+    if torch.cuda.is_available() and (gpus := torch.cuda.device_count()) < count:
         raise UserError(
-            f"{count} processes on this machine, which has {torch.cuda.device_count()} GPUs",
+            f"{count} processes need as many GPUs, this machine has {gpus}",
             where="--nproc-per-node",
-            fix=f"use --nproc-per-node {torch.cuda.device_count()}",
+            fix=f"use --nproc-per-node {gpus}",
         )
 
 

@@ -44,7 +44,8 @@ class LossScale:
 def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return "CPU, 1 thread" if threads == 1 else f"CPU, {threads} threads"
 
 
 @dataclass(frozen=True)

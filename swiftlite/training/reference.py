@@ -93,8 +93,11 @@ class ReferenceTable:
         keys = [place.key(identity) for identity in batch.completions.identity.tolist()]
         for key, pair in zip(keys, batch.completions.pair.tolist(), strict=True):
             if key not in self.values:
-                where = batch.where[pair]
-                raise RunError("the reference's values lack a row", where=where, fix="remove the cache folder")
+                raise RunError(
+                    "the reference's values, which were computed beforehand, lack a row",
+                    where=batch.where[pair],
+                    fix="remove the folder `reference` of the cache (--cache-dir), and start again",
+                )
         found = [self.values[key][second] for key, second in zip(keys, _seconds(batch), strict=True)]
         return torch.tensor(found, dtype=torch.float64, device=batch.input_ids.device)
 

@@ -363,7 +363,7 @@ class Session:
             if self._config.streaming and (losses := losses_in_words(self._prepared.audit)):
                 self._reporter.message(f"note: {losses}")
         if skipped := self._progress.skipped_steps:
-            self._reporter.message(f"note: {len(skipped)} of the steps were skipped (--on-nonfinite skip)")
+            self._reporter.message(f"note: steps that were skipped: {len(skipped):,}")
         give_back()  # the plots need memory too, and in pieces of other sizes
         self._reporter.finish(model)
 
