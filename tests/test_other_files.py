@@ -87,6 +87,7 @@ def test_data_sets_to_test_on_are_those_of_an_evaluation(recipe):
         (CHAT + "    train_on_eos: all\n", "train_on_eos", "`dataset: org/a`"),
         (CHAT + "    message_property_mappings: {role: who}\n", "message_property_mappings", "`dataset: org/a`"),
         (CHAT + "    roles: {user: [assistant]}\n", "roles", "`dataset: org/a`"),
+        (CHAT + "    roles: {user: [{}]}\n", "roles", "`dataset: org/a`"),
         (CHAT + "    field_chosen: good\n", "field_chosen", "`dataset: org/a`"),
         (CHAT + "    ds_type: json\n", "ds_type", "`dataset: org/a`"),
         (CHAT + "    shards: 4\n", "shards", "`dataset: org/a`"),

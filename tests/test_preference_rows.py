@@ -191,6 +191,7 @@ PROMPT = {"prompt": [user("Hi")]}
         (PROMPT | {"chosen": [user("b")], "rejected": "a"}, "different_prompts"),
         (PROMPT | {"chosen": "a", "rejected": [user("b")]}, "no_assistant_turn"),
         (PROMPT | {"chosen": 5, "rejected": "b"}, "wrong_type"),
+        ({"chosen": [{"role": ["assistant"], "content": "a"}], "rejected": [assistant("b")]}, "wrong_type"),
         (PROMPT | {"chosen": "a", "rejected": "b", "margin": "much"}, "wrong_type"),
         (PROMPT | {"chosen": "a", "rejected": "b", "margin": True}, "wrong_type"),
         ({"messages": [user("a"), assistant("b"), user("c")], "rejected_response": "d"}, "no_assistant_turn"),

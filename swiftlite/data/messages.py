@@ -6,31 +6,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from swiftlite.config.messages import PROPERTIES, ROLES
 from swiftlite.data.forms import BadRow, Chat, Completion
 from swiftlite.untrusted import names_of, parse_json
 
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "tool_response": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "function_call": "function_call",
-    "tool_call": "function_call",
-}
 MOST_MESSAGES = 4096  # a conversation is rendered once for each answer, so the work grows with their square
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 TRAIN_KEYS = ("train", "weight", "loss")
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # of a call: OpenAI, Llama, LangChain, Anthropic
 QUESTIONS = ("query", "question", "instruction")  # keys of a row that ask in a chat
-OWN_KEYS = ("role", "from", "content", "value", *TRAIN_KEYS)  # of a message, read by us in their own spelling
+OWN_KEYS = (*PROPERTIES["role"], *PROPERTIES["content"], *TRAIN_KEYS)  # of a message, read by us
 Turns = list[tuple[dict[str, Any], bool]]  # messages, each with whether it is an answer to learn
 
 
@@ -142,9 +127,14 @@ def messages_in(value: object) -> object:
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         with suppress(ValueError):
             found = parse_json(value)
-            if found and all(isinstance(one, dict) and str(one.get("role", one.get("from"))) in ROLES for one in found):
+            if found and all(isinstance(one, dict) and role_of(one) is not None for one in found):
                 return found
     return value
+
+
+def role_of(message: Mapping[str, Any]) -> str | None:
+    """The role of a message as a file has it; None where it has none that is known."""
+    return ROLES.get(str(message.get("role", message.get("from"))))
 
 
 def turns_of(value: object, name: str, role: str) -> Turns:
@@ -181,7 +171,7 @@ def messages_of(given: list[Any], name: str) -> Turns:
     turns: Turns = []
     for i, message in enumerate(given):
         turn = _message(json_object(message, f"{name}[{i}]"), f"{name}[{i}]")
-        if i and _is_call(message) and _is_call(given[i - 1]):  # calls at once stand in turns of their own
+        if i and role_of(given[i - 1]) == role_of(message) == "function_call":  # calls at once are turns of their own
             turns[-1] = _with_call(turns[-1], turn, f"{name}[{i}]")
         else:
             turns.append(turn)
@@ -201,10 +191,6 @@ def _with_call(
     if key is not None:
         raise BadRow("bad_tool_call", f"{name} has {key} of its own, but follows a call, with which it is one answer")
     return second | first | {"tool_calls": first["tool_calls"] + second["tool_calls"]}, trained
-
-
-def _is_call(given: dict[str, Any]) -> bool:
-    return ROLES.get(given.get("role", given.get("from"))) == "function_call"
 
 
 def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:

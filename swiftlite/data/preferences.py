@@ -14,7 +14,6 @@ from typing import Any
 from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair
 from swiftlite.data.messages import (
     QUESTIONS,
-    ROLES,
     Turns,
     answer_to,
     array,
@@ -27,6 +26,7 @@ from swiftlite.data.messages import (
     opening,
     question_of,
     read_messages,
+    role_of,
     string,
     tools_of,
     turns_of,
@@ -66,7 +66,7 @@ def _messages_before(row: Mapping[str, Any], answers: list[object]) -> object:
     """`messages` where they are what both answers answer, as axolotl has them; None where an answer is a whole
     conversation, beside which they are one of the two again."""
     firsts = [answer[0] for answer in answers if isinstance(answer, list) and answer and isinstance(answer[0], dict)]
-    if any(ROLES.get(first.get("role", first.get("from"))) != "assistant" for first in firsts):
+    if any(role_of(first) != "assistant" for first in firsts):
         return None
     messages = messages_in(row.get("messages"))
     if messages in (None, "", []):

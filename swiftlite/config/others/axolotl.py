@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from swiftlite.config.others.messages import PROPERTIES, ROLES
+from swiftlite.config.messages import PROPERTIES, ROLES
 from swiftlite.errors import UserError
 
 BLOCKS = {"datasets": "dataset", "test_datasets": "eval_dataset"}
@@ -92,7 +92,7 @@ def _is_same(key: str, value: Any, given: dict[str, Any]) -> bool:
         return value in PROPERTIES[key.rsplit("_", 1)[-1]]
     if key == "roles":
         known = isinstance(value, dict) and all(isinstance(names, list) for names in value.values())
-        return known and all(set(names) <= set(ROLES.get(role, ())) for role, names in value.items())
+        return known and all(ROLES.get(str(name)) == role for role, names in value.items() for name in names)
     if key == "ds_type":
         return Path(given["path"]).suffix in KINDS.get(str(value), ())
     return value in SAME.get(key, ())

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from swiftlite.config.messages import PROPERTIES, ROLES
 from swiftlite.config.names import DATASETS, SPEC, placed
-from swiftlite.config.others.messages import PROPERTIES, ROLES
 from swiftlite.config.types import split_list
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
@@ -30,11 +30,17 @@ COLUMNS = {
 OF_ALPACA = ("prompt", "query", "response", "messages")
 ANSWERS = ("response", "chosen", "kto_tag")
 CONVERSATIONS = ("messages", "conversations")  # which are known by these names
-TAGS = {
-    "user_tag": ROLES["user"], "assistant_tag": ROLES["assistant"], "system_tag": ROLES["system"],
-    "observation_tag": ("observation", "tool"), "function_tag": ("function_call", "tool_call"),
-    **{f"{name}_tag": spellings for name, spellings in PROPERTIES.items()},
-}  # fmt: skip
+ROLE_TAGS = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "function": "function_call",
+}
+SPELLINGS = {
+    **{f"{tag}_tag": [name for name, meant in ROLES.items() if meant == role] for tag, role in ROLE_TAGS.items()},
+    **{f"{name}_tag": keys for name, keys in PROPERTIES.items()},
+}
 
 
 def read_table(given: dict[str, Given], base: Path | None) -> list[str]:
@@ -111,7 +117,7 @@ def _others(entry: dict[str, Any]) -> list[str]:
         return ["columns or tags that are no mapping"]
     wrong = [key for key, value in entry.items() if key not in READ and value]
     wrong += [f"columns.{key}" for key in columns if key not in (*COLUMNS, "messages")]
-    wrong += [f"tags.{key} {value}" for key, value in tags.items() if value not in TAGS.get(key, ())]
+    wrong += [f"tags.{key} {value}" for key, value in tags.items() if value not in SPELLINGS.get(key, ())]
     formatting = entry.get("formatting", FORMATTINGS[0])
     return wrong if formatting in FORMATTINGS else [f"formatting {formatting}", *wrong]
 
