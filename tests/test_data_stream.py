@@ -308,6 +308,7 @@ def test_what_is_written_for_placeholders_makes_another_stream(open_stream, tmp_
     ]
     assert len({prepared.fingerprint for prepared in found}) == 3
     assert len({prepared.audit["tokens"] for prepared in found}) == 3
+    assert [prepared.audit["rows"].get("placeholders_filled") for prepared in found] == [None, 9, 9]
 
 
 def test_a_file_that_changes_is_noticed(open_stream, tmp_path):
