@@ -21,7 +21,7 @@ from swiftlite.planning.footprint import MATRIX_COPIES, Blocks, NumberBytes, Wor
 from swiftlite.planning.memory import Kept
 from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
 from swiftlite.planning.search import CP, EP, PP, TP, candidates
-from swiftlite.training.muon import flops
+from swiftlite.training.muon import orthogonalizing_flops
 from swiftlite.training.optimizer import build_optimizer, make_moments
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.verification.run import resolve_in_world
@@ -239,7 +239,7 @@ def test_matrices_that_are_orthogonalised_are_counted(tmp_path):
         settle(outlined(tmp_path, LLAMA, **flags, optimizer=name, nproc_per_node=4)[0], outline, FOUR).pace
         for name in ("adamw", "muon")
     )
-    more = 32 * sum(map(flops, [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3))
+    more = 32 * sum(map(orthogonalizing_flops, [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3))
     assert orthogonal.compute - plain.compute == pytest.approx(more / 4 / (REACHED_FLOPS * 989e12), rel=1e-3)
     messages = {message.traffic.what: message for message in orthogonal.messages}
     assert messages["matrices"].exposed == messages["matrices"].seconds > 0

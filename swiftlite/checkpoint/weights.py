@@ -56,19 +56,19 @@ class TensorFolder:
             known = {entry.name for entry in catalog}
             foreign = sorted(name for name in self.entries if name not in known)
             strange = f"; the files hold names it does not know, such as {foreign[0]}" if foreign else ""
-            raise self._misfit(missing, f"are missing: {shown_names(missing)}{strange}")
+            raise self._misfit(f"are missing: {shown_names(missing)}{strange}")
         others = [name for name, entry in named if self.entries[name].shape != entry.shape]
         if others:
-            raise self._misfit(others, f"have another shape than config.json says: {shown_names(others)}")
+            raise self._misfit(f"have another shape than config.json says: {shown_names(others)}")
         return [replace(entry, name=name) for name, entry in named]
 
     def _find(self, name: str, prefix: str) -> str | None:
         candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
         return next((candidate for candidate in candidates if candidate in self.entries), None)
 
-    def _misfit(self, names: list[str], problem: str) -> UserError:
+    def _misfit(self, problem: str) -> UserError:
         return UserError(
-            f"{len(names)} tensors of the model {problem}",
+            f"tensors of the model {problem}",
             where=str(self.path),
             fix="check that config.json and the safetensors files belong to the same model",
         )

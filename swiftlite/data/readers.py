@@ -352,13 +352,8 @@ def columnar_rows(
             for row in batch.to_pylist():
                 number += 1
                 yield number, drop_nulls(row)
-    except (
-        pyarrow.ArrowException,
-        OSError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # or dates that Python lacks
+    # ValueError and OverflowError are of dates that Python lacks, too
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         message = first_line(error) or type(error).__name__
         raise UserError(
             f"not a sound {file.kind} file: {message}", where=file.where(number + 1), fix="write it again"

@@ -270,9 +270,8 @@ class RowTokenizer:
         longest = max(len(ids) for ids, _ in answers)
         if self._is_left_out(raw, longest, batch):
             return
-        fitted, prompt = fit(
-            answers, prompt_length(answers), self._options.max_length, self._tokenizer.bos_token_id
-        )  # of a pair both have the same prompt, also after a cut
+        # Of a pair both have the same prompt, also after a cut.
+        fitted, prompt = fit(answers, prompt_length(answers), self._options.max_length, self._tokenizer.bos_token_id)
         if not all(trained.any() for _, trained in fitted):
             batch.dropped["no_trained_token"] += 1
             return

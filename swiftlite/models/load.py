@@ -193,9 +193,8 @@ def _parameters_on_meta() -> Iterator[None]:
             except RuntimeError as error:
                 if operator is not empty or not is_out_of_memory(error):
                     raise
-                return operator(
-                    *args, **named | {"device": "meta"}
-                )  # experts of a layer may be larger than the machine
+                # experts of a layer may be larger than the machine
+                return operator(*args, **named | {"device": "meta"})
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)

@@ -18,7 +18,7 @@ from torch import nn
 from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
 from swiftlite.models.adapters import continue_adapter, refuse_adapted_head, wrap
-from swiftlite.models.anatomy import SCORE_HEAD, head_of
+from swiftlite.models.anatomy import SCORE_HEAD, dissect, head_of
 from swiftlite.quick_imports import quick_imports
 
 if TYPE_CHECKING:
@@ -59,27 +59,23 @@ def apply_tuner(
 
 
 def _freeze(model: PreTrainedModel, config: RunConfig) -> None:
-    from swiftlite.models.anatomy import dissect
-
     anatomy = dissect(model)
     model.requires_grad_(False)
-    count = len(anatomy.layers)
-    if abs(config.trainable_layers) > count:
+    layers, wanted = anatomy.layers, config.trainable_layers
+    if abs(wanted) > len(layers):
         raise UserError(
-            f"--trainable-layers {config.trainable_layers} is more than the model's {count} layers",
-            fix=f"give at most {count}",
+            f"--trainable-layers {wanted} is more than the model's {len(layers)} layers",
+            fix=f"give at most {len(layers)}",
         )
-    wanted = config.trainable_layers
-    for layer in anatomy.layers[count - wanted :] if wanted > 0 else anatomy.layers[:-wanted]:
+    for layer in layers[len(layers) - wanted :] if wanted > 0 else layers[:-wanted]:  # negative: the first ones
         layer.requires_grad_(True)
     if anatomy.gives_scores:  # a new score head is zero, and as long as it is, no gradient comes through it
         anatomy.head.requires_grad_(True)
     for pattern in config.trainable_modules:
-        found, wanted = False, _compiled(pattern)
-        for name, parameter in model.named_parameters():
-            if wanted.search(name):
-                parameter.requires_grad_(True)
-                found = True
+        named = _compiled(pattern)
+        found = [parameter for name, parameter in model.named_parameters() if named.search(name)]
+        for parameter in found:
+            parameter.requires_grad_(True)
         if not found:
             raise UserError(
                 f"no parameter is named like {pattern!r}",

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
 
-REDUCED = 4  # bytes of a gradient on its way: always fp32
+REDUCED = 4  # bytes of a gradient that is whole or on its way: always fp32
 HOST = "host"  # in place of a dimension
 NORMALIZER = 4  # of a token's largest logit, its logit and its sum: always fp32
-# Tokens of a micro-batch in a pipeline are padded to a multiple: few shapes, so that a schedule is seldom built again.
-PIPELINE_ROUND = 64
+PIPELINE_ROUND = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,12 @@ def step_traffic(layout: Layout, model: ModelShape, step: Step) -> list[Traffic]
     return [entry for part in parts for entry in part if entry.size > 0]
 
 
+def row_in_pipeline(tokens: int) -> int:
+    """Tokens of a micro-batch with its padding: a multiple, so that there are few shapes and a schedule is seldom built
+    again."""
+    return -(-tokens // PIPELINE_ROUND) * PIPELINE_ROUND
+
+
 def _ring(ranks: int) -> float:
     """The share of a tensor that a rank sends in an all-gather, a reduce-scatter or an even all-to-all."""
     return (ranks - 1) / ranks
@@ -174,7 +179,7 @@ class _Plan:
         self.micro_batches, self.row = step.micro_batches, step.tokens
         if step.schedule is not None:
             self.micro_batches = step.schedule.micro_batches(step.micro_batches, layout.pp)
-            self.row = -(-step.tokens // PIPELINE_ROUND) * PIPELINE_ROUND
+            self.row = row_in_pipeline(step.tokens)
         self.tokens = -(-self.row // layout.cp)  # of a micro-batch on one rank
 
     # --- weights and gradients ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 from swiftlite.models.anatomy import dissect
 from swiftlite.models.experts import find_experts
 from swiftlite.parallel.stages import StagePlan
-from swiftlite.planning.communication import PIPELINE_ROUND, Parameters
+from swiftlite.planning.communication import REDUCED, Parameters, row_in_pipeline
 from swiftlite.planning.memory import Kept
 
 if TYPE_CHECKING:
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 STATE_BYTES = {"weights": 4, "gradients": 4, "moments": 8}
 TRAINED_BYTES = sum(STATE_BYTES.values())
 PACKED_MOMENTS = 2 * (1 + 4 / 256)  # of adamw_8bit: a byte, and a scale for 256
-REDUCED = 4  # bytes of a gradient that is not in shards yet: always fp32
-MATRIX_COPIES = (
-    6  # of one that is orthogonalised: parts, whole, normalised and next, and two products of at most its size
-)
+# Of a matrix that is orthogonalised: parts, whole, normalised and next, and two products of at most its size.
+MATRIX_COPIES = 6
 LIVE_UNITS = 2  # of FSDP: the one that computes and the one that is gathered meanwhile
 
 
@@ -247,7 +245,7 @@ class _Device:
         return shard + (largest * LIVE_UNITS + self.ends[1]) * REDUCED * (self.shards > 1)
 
     def _gathered(self) -> float:
-        """Layers are gathered in the type of products, or in 4 bits; embedding, norm and head as they are stored, and
+        """Layers are gathered in the type of products, or quantized; embedding, norm and head as they are stored, and
         autocast casts them. FSDP copies what one rank holds as well, of replicas. Without FSDP autocast has copies of
         the trained weights for a micro-batch."""
         cast = self.of.compute if self.of.weight != self.of.compute else 0
@@ -262,7 +260,7 @@ class _Device:
     def _of_tokens(self) -> tuple[float, float]:
         """(what layers keep, what one of them and the head need meanwhile)."""
         work, layout = self.work, self.layout
-        row = work.tokens if layout.pp == 1 else -(-work.tokens // PIPELINE_ROUND) * PIPELINE_ROUND
+        row = work.tokens if layout.pp == 1 else row_in_pipeline(work.tokens)
         tokens = row / layout.cp
         divided = layout.tp if work.divides_tokens else 1
 

@@ -1,8 +1,8 @@
 """Cuts a model on `meta` along every dimension of the mesh, in the one order that works.
 
-4 bits -> pipeline stages -> tensor parallelism -> experts -> activation checkpointing -> compile per layer -> FSDP over
-the data ranks. Adapters are in the model already: added later, they would stay whole on each rank and their gradients
-would never meet.
+Quantized matrices -> pipeline stages -> tensor parallelism -> experts -> activation checkpointing -> compile per layer
+-> FSDP over the data ranks. Adapters are in the model already: added later, they would stay whole on each rank and
+their gradients would never meet.
 """
 
 from __future__ import annotations

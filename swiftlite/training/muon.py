@@ -37,7 +37,7 @@ class Muon(AdamWBf16):
         parameters = [p for group in self.param_groups for p in group["params"]]
         hidden = [(name, p) for p in parameters if (name := self._names[id(p)]) in matrices]
         self._hidden = {p for _, p in hidden}
-        self._wholes = WholeMatrices(hidden, mesh, flops)
+        self._wholes = WholeMatrices(hidden, mesh, orthogonalizing_flops)
         self._device = mesh.device
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ def _orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     return x.mT if rows > columns else x
 
 
-def flops(shape: tuple[int, ...]) -> float:
+def orthogonalizing_flops(shape: tuple[int, ...]) -> float:
     """Of the products by which matrices of a shape, `[..., rows, columns]`, are orthogonalised."""
     short, long = sorted(shape[-2:])
     return torch.Size(shape[:-2]).numel() * STEPS * (4 * short * short * long + 2 * short**3)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from swiftlite.parallel.context import slice_for_context
 from swiftlite.parallel.data import reshard
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Routing, Stage
-from swiftlite.planning.communication import PIPELINE_ROUND
+from swiftlite.planning.communication import row_in_pipeline
 from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
 from swiftlite.training.step import StepOutcome, derive_seed, whole_outcome
@@ -223,8 +222,7 @@ class PipelineStep:
 
     def _in_one_shape(self, batches: Sequence[MicroBatch], number: int) -> list[MicroBatch]:
         """`number` micro-batches of equally many tokens, on the device; those that were missing are all padding."""
-        tokens = max(batch.input_ids.shape[1] for batch in batches)
-        tokens = math.ceil(tokens / PIPELINE_ROUND) * PIPELINE_ROUND
+        tokens = row_in_pipeline(max(batch.input_ids.shape[1] for batch in batches))
         longest = max(batch.max_document for batch in batches)
         full = [*batches, *[empty_micro_batch()] * (number - len(batches))]
         return [self._place(batch.padded_to(tokens, longest)) for batch in full]

@@ -35,7 +35,7 @@ from swiftlite.planning.communication import Step, step_traffic
 from swiftlite.planning.footprint import STATE_BYTES, Footprint
 from swiftlite.planning.pace import AGAIN, FORWARD, WITH_ADAPTERS, Pace, step_pace
 from swiftlite.planning.search import candidates
-from swiftlite.training.muon import flops
+from swiftlite.training.muon import orthogonalizing_flops
 from swiftlite.training.needs import Outline, open_modes
 from swiftlite.training.precision import Precision
 from swiftlite.training.setup import build_base, check_alone, check_config, check_division, precision_of
@@ -245,7 +245,7 @@ def _pace(
         orthogonalized=of.orthogonalized,
     )
     matrices = (*outline.shape.layers.matrices, *outline.shape.experts.matrices)
-    orthogonalizing = sum(map(flops, matrices)) if of.orthogonalized else 0
+    orthogonalizing = sum(map(orthogonalizing_flops, matrices)) if of.orthogonalized else 0
     documents = [config.max_length] * (config.global_batch_size * row // config.max_length)
     return step_pace(
         layout,

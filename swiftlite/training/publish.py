@@ -43,15 +43,15 @@ def publish(model: Path, repository: str, config: RunConfig) -> str:
     """Upload the result, with a card where it has none. Returns its address. Raises RunError."""
     from huggingface_hub import HfApi
 
-    said = f"{config.method}, {config.tuner}, by swiftlite"
     try:
         hub = HfApi()
         if not (model / CARD).exists() and not hub.file_exists(repository, CARD):
             card = model_card(repository, config).encode()
             hub.upload_file(path_or_fileobj=card, path_in_repo=CARD, repo_id=repository, commit_message="Model card")
-        hub.upload_folder(repo_id=repository, folder_path=model, commit_message=said)
+        message = f"{config.method}, {config.tuner}, by swiftlite"
+        hub.upload_folder(repo_id=repository, folder_path=model, commit_message=message)
         return f"{hub.endpoint}/{repository}"
-    except Exception as error:
+    except Exception as error:  # as in `open_repository`
         raise RunError(
             f"the result is saved, but cannot be uploaded: {first_line(error) or type(error).__name__}",
             where=repository,
@@ -67,5 +67,5 @@ def model_card(repository: str, config: RunConfig) -> str:
     library = "peft" if config.tuner == "lora" else "transformers"
     head = ["---", *of, f"library_name: {library}", "tags:", "- swiftlite", f"- {config.method}", "---"]
     base = "" if local else f" of [{config.model}](https://huggingface.co/{config.model})"
-    text = [f"# {repository.split('/')[-1]}", "", f"Made by `swiftlite {config.method}` ({config.tuner} tuning{base})."]
-    return "\n".join([*head, "", *text, ""])
+    title, made = repository.split("/")[-1], f"Made by `swiftlite {config.method}` ({config.tuner} tuning{base})."
+    return "\n".join([*head, "", f"# {title}", "", made, ""])

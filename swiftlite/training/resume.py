@@ -43,18 +43,13 @@ def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) ->
     if config.resume != "auto":
         folder = Path(config.resume).expanduser()
         if list_checkpoints(folder):  # of a whole run the newest
-            newest, passed_over = newest_checkpoint(folder)
-            for reason in passed_over:
-                say(f"passed over {reason}")
-            folder = newest or folder
+            folder = _newest_sound(folder, say) or folder
         return _named_checkpoint(folder, output, used)
     if used and not (output / "config.yaml").is_file():
         raise UserError(
             "the output folder holds something else than a run", where=str(output), fix="choose another --output-dir"
         )
-    newest, passed_over = newest_checkpoint(output)
-    for reason in passed_over:
-        say(f"passed over {reason}")
+    newest = _newest_sound(output, say)
     if newest is None and list_checkpoints(output):
         raise UserError(
             "no checkpoint of the run is sound: each was passed over",
@@ -69,6 +64,14 @@ def _find_resume(config: RunConfig, output: Path, say: Callable[[str], None]) ->
         )
     if newest is None:
         say(f"--resume auto: there is no checkpoint in {output} yet, the run starts from the beginning")
+    return newest
+
+
+def _newest_sound(run: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint of a run that can be used; `say` is told of newer ones."""
+    newest, passed_over = newest_checkpoint(run)
+    for reason in passed_over:
+        say(f"passed over {reason}")
     return newest
 
 

@@ -173,13 +173,11 @@ class Session:
                 fix="resume with the same data and data flags, or start a new run from its model with --model",
             )
         trainee = self._trainee
-        shapes, matrices = trainee.trained_shapes, trainee.matrices
-        load_resume_state(checkpoint, shapes, trainee.trained(), self._optimizer, matrices)
-        self._progress = saved_progress(state, checkpoint, self._method.state)
-        self._prepared.train.recount(self._progress.step)
+        load_resume_state(checkpoint, trainee.trained_shapes, trainee.trained(), self._optimizer, trainee.matrices)
+        self._progress = progress = saved_progress(state, checkpoint, self._method.state)
+        self._prepared.train.recount(progress.step)
         self._saved = checkpoint
-        self._method.state = self._progress.method
-        progress = self._progress
+        self._method.state = progress.method
         self._forget_other_losses(checkpoint)
         kept = progress.best_step is not None and step_folder(self._output, progress.best_step).is_dir()
         if not self._mesh.any(kept):  # it lies in the folder that the run was started in

@@ -355,10 +355,10 @@ def _on_meta(
     base, precision = outline.base, outline.precision
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(given)
     files = plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size)
-    trains = balances_router(base.config)
+    balances = balances_router(base.config)
     hidden = hidden_matrices(base) if config.optimizer == "muon" else ()
     known = {
-        "files": files if trains == balances_router(given) else replace(files, gives_router_logits=not trains),
+        "files": files if balances == balances_router(given) else replace(files, gives_router_logits=not balances),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "matrices": frozenset(name for name, p in model.named_parameters() if p.requires_grad and id(p) in hidden),
         "parameters": (outline.trained, outline.trained + outline.frozen),

@@ -131,7 +131,7 @@ def share_step(
     count = max(len(mine) for mine in divided)
     mine = [replace(collate(piece), cost=sum(map(cost, piece))) for piece in divided[rank]]
     mine += [empty_micro_batch()] * (count - len(mine))
-    documents = [document for pack in packs for document in pack]
+    documents = _joined(packs)
     return StepShare(
         micro_batches=mine,
         count=sum(len(theirs) for theirs in divided),
@@ -149,7 +149,7 @@ def balance(packs: list[Pack], tokens: int, lanes: int, cost: Cost, rounded: Rou
     All cost about the same, or where rows are filled up to `rounded` lengths, whatever keeps the busiest lane shortest:
     packs that leave little to fill up, or those.
     """
-    documents = [[document] for pack in packs for document in pack]
+    documents = [[document] for document in _joined(packs)]
     count = lanes * max(1, round(sum(map(_tokens, documents)) / (tokens * lanes)))
     parts = spread(documents, min(count, len(documents)), cost)
     if rounded is not None:

@@ -103,8 +103,7 @@ def _check_all_read(
     ]
     if lost:
         raise UserError(
-            f"the adapter's file has tensors that its settings do not name: {', '.join(sorted(lost)[:3])}"
-            + (f" and {len(lost) - 3} more" if len(lost) > 3 else ""),
+            f"the adapter's file has tensors that its settings do not name: {shown_names(sorted(lost))}",
             where=str(adapter),
             fix="add their modules (such as embed_tokens and lm_head) to modules_to_save in adapter_config.json, which "
             "trains them on, or merge the adapter by `swiftlite export` and give the result to --model",
