@@ -115,6 +115,8 @@ sample_packing: true
 wandb_project:
 special_tokens:
   pad_token: <|end_of_text|>
+plugins:
+  - axolotl.integrations.liger.LigerPlugin
 bf16: auto
 fp16: false
 gradient_checkpointing_kwargs:
@@ -182,10 +184,12 @@ def test_files_of_other_tools_are_read(recipe):
     assert (config.eval_fraction, config.max_length, config.adapter) == (0.05, 4096, None)
     assert (config.tuner, config.quantization, config.warmup_ratio, config.warmup_steps) == ("lora", "nf4", 0.1, None)
     idle = (
-        "model_type", "load_in_8bit", "tokenizer_type", "special_tokens", "gradient_checkpointing_kwargs",
+        "model_type", "load_in_8bit", "tokenizer_type", "special_tokens", "plugins", "gradient_checkpointing_kwargs",
         "flash_attention",
     )  # fmt: skip
-    assert [note.split()[2] for note in made.notes if "has no effect" in note][:6] == list(idle)
+    notes = [note for note in made.notes if "has no effect" in note][:7]
+    assert [note.split()[2] for note in notes] == list(idle)
+    assert "`kernels: auto`" in notes[4] and not any("{" in note for note in notes)
     assert "the recipe's adapter is read as `tuner: lora` and `quantization: nf4`" in made.notes
 
 

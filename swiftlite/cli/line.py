@@ -23,7 +23,7 @@ from swiftlite.config.flags import (
     off_alone,
     plain_name,
 )
-from swiftlite.config.others.words import idle, instead, is_known
+from swiftlite.config.others.words import instead, is_known, why_idle
 from swiftlite.errors import UserError, all_in_one
 from swiftlite.untrusted import existing
 
@@ -149,7 +149,7 @@ class _Reader:
             flag, meant = switch
             if self._truth(option, value, negated and not find_switch(name)) == "true":
                 self._put(flag, option, [meant])
-            elif why := idle(name[3:] if negated else name, "false", in_recipe=False):
+            elif why := why_idle(name[3:] if negated else name, "false", in_recipe=False):
                 self._line.notes.append(f"{option} has no effect: {why}")
             else:
                 self._off[f"--{option[5:]}" if negated else option] = flag
@@ -160,7 +160,7 @@ class _Reader:
             self._at += 1
         known = name[3:] if negated and is_known(name[3:]) else name
         said = " ".join(words) or ("true" if known == name else "false")
-        if why := idle(known, said, in_recipe=False):
+        if why := why_idle(known, said, in_recipe=False):
             self._line.notes.append(f"{' '.join([option, *words])} has no effect: {why}")
         else:
             self._unknown.append(self._unknown_flag(option))

@@ -24,7 +24,7 @@ from swiftlite.config.flags import (
 )
 from swiftlite.config.others import axolotl, fsdp
 from swiftlite.config.others.idle import OFF, ON
-from swiftlite.config.others.words import idle, instead, instead_of_value, is_known
+from swiftlite.config.others.words import instead, instead_of_value, is_known, why_idle
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError, all_in_one
 from swiftlite.untrusted import existing, unequal_keys
@@ -277,7 +277,7 @@ def _changes_nothing(key: str, node: Node, where: str, notes: list[str]) -> bool
         return True
     below = [] if scalar else [item[0] if node.id == "mapping" else item for item in node.value]
     keys = [str(inner.value) for inner in below]
-    if why := idle(name, value, in_recipe=True, keys=keys):
+    if why := why_idle(name, value, in_recipe=True, keys=keys):
         notes.append(f"the recipe's {key} has no effect: {why}")
         return True
     return False

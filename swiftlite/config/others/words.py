@@ -207,14 +207,14 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def idle(name: str, value: str | None, *, in_recipe: bool, keys: Sequence[str] = ()) -> str | None:
+def why_idle(name: str, value: str | None, *, in_recipe: bool, keys: Sequence[str] = ()) -> str | None:
     """Why a name that no setting has changes nothing with that value; None where it would, or is not known.
 
     value: None where it is nested, with these keys.
     """
     known, why = IDLE_KEYS.get(name, ((), ""))
     if keys and set(keys) <= set(known):
-        return why
+        return shown(why, in_recipe=in_recipe)
     if name not in IDLE:
         return None
     words, why = IDLE[name]
