@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -141,7 +141,7 @@ class _KeepViews(TorchFunctionMode):
         super().__init__()
         self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.Tensor.contiguous, torch.Tensor.clone):
             return args[0]
         result = function(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +75,15 @@ def attend_by_document(
 
 class _ByDocument(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sinks, tiles, scale):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        tiles: list[Tile],
+        scale: float,
+    ) -> torch.Tensor:
         _, heads, tokens, size = query.shape
         output = query.new_empty(1, tokens, heads, size)
         logsums = query.new_empty(heads, tokens, dtype=added_in(query.dtype))
@@ -101,7 +109,7 @@ class _ByDocument(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, logsums, sinks, *kept = ctx.saved_tensors
         q, k, v, out, sums = _grouped(query, key, value, output, logsums)
         arrived, weights = _rows_of_groups(upstream, key.shape[1]), iter(kept)

@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/nn.attention.varlen.html, https://a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +106,9 @@ class _WithSinks(torch.autograd.Function):
     """PyTorch's own node for this kernel has no gradient of the logarithms."""
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, row):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, row: Row
+    ) -> torch.Tensor:
         output, total = share_with_sinks(*_attend(query, key, value, row), sinks)
         ctx.save_for_backward(query, key, value, sinks, output, total, row.query_borders, row.key_borders)
         ctx.row = row.longest, row.window, row.scaling
@@ -114,7 +116,7 @@ class _WithSinks(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, output, total, query_borders, key_borders = ctx.saved_tensors
         row = Row(query_borders, key_borders, *ctx.row)
         left, right = row.sides

@@ -9,7 +9,7 @@ Source: https://arxiv.org/abs/1706.03762 (section 3.2.1), https://arxiv.org/abs/
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,14 @@ def attend_written_out(
 
 class _InBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sinks, scores):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scores: Scores,
+    ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, sinks)
         ctx.scores = scores
         output = value.new_empty(*query.shape[:3], value.shape[3])
@@ -53,7 +60,7 @@ class _InBlocks(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks = ctx.saved_tensors
         to_query = torch.empty_like(query)
         to_key, to_value = (torch.zeros_like(each, dtype=added_in(each.dtype)) for each in (key, value))

@@ -7,6 +7,8 @@ end. On one device without hooks on gradients neither is needed: both add to the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -44,13 +46,15 @@ class _Rows(torch.autograd.Function):
     """Rows that were looked up, with a backward pass of their own."""
 
     @staticmethod
-    def forward(ctx, found, weight, ids, padding):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any, found: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, padding: int | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding = weight, padding
         return found.clone()
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
         rows, ids, weight = grad.reshape(-1, grad.shape[-1]), ids.reshape(-1), ctx.weight
         if ctx.padding is not None:  # whose row is not trained

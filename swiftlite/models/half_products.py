@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +115,9 @@ class _Product(torch.autograd.Function):
     """x: bf16 `[..., k]`; weight `[n, k]`, which gets its gradient here; half: the same in bf16; bias: `[n]`."""
 
     @staticmethod
-    def forward(ctx, x, weight, half, bias):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if wants_weight else None, half if wants_x else None)
         ctx.weight = weight
@@ -122,7 +125,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, half = ctx.saved_tensors
         rows = upstream.flatten(0, -2)
         if ctx.needs_input_grad[1]:

@@ -8,6 +8,7 @@ gradient to that of the layer's input.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +86,15 @@ class _Adapted(torch.autograd.Function):
     """The same for a frozen base layer, x `[..., k]`, weight `[n, k]`, into `[r, k]` and out_of `[n, r]`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, into, out_of, scaling):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        into: torch.Tensor,
+        out_of: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
         rows = x.flatten(0, -2)
         inner = product(rows, into)
         ctx.save_for_backward(x, inner, weight, into, out_of)
@@ -96,7 +105,7 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, inner, weight, into, out_of = ctx.saved_tensors
         rows = upstream.flatten(0, -2).contiguous()
         grad_inner = product(rows, out_of.T).mul_(ctx.scaling)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,14 +115,14 @@ def normalize(x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor) 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, epsilon):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         inverse_rms = _inverse_rms(x, epsilon)
         ctx.save_for_backward(x, weight, inverse_rms)
         return normalize(x, weight, inverse_rms)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """With n = x / rms(x): d x = (w * upstream - n * mean(n * w * upstream)) / rms(x)."""
         x, weight, inverse_rms = ctx.saved_tensors
         product, scale = (x * upstream).flatten(0, -2), inverse_rms.flatten()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -162,14 +163,14 @@ def _by_onednn(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         wants_x, wants_weight, _ = ctx.needs_input_grad  # of a frozen layer the input is not kept
         ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
         return no_view(_by_onednn(x, weight, bias))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         upstream = upstream.contiguous()  # the expanded gradient of a sum has no strides that oneDNN knows

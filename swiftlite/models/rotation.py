@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import CellType, FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,14 +111,16 @@ def _turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, cos, sin):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = cos[:, None], sin[:, None]
         ctx.save_for_backward(cos, sin)
         return _turn(query, cos, sin), _turn(key, cos, sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, to_query, to_key):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, to_query: torch.Tensor, to_key: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Turned back: each half's sine is what the other half was multiplied by."""
         cos, sin = ctx.saved_tensors
         back = sin.roll(sin.shape[-1] // 2, -1).neg_()

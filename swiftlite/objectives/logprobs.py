@@ -13,7 +13,7 @@ pass, once for all chunks (arXiv 1909.08053, section 3).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """Takes the gradients in the backward pass, when what the loss makes of each token is known."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, options, share):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        options: Options,
+        share: _Share | None,
+    ) -> torch.Tensor:
         head = kind_of_head(hidden)(hidden, weight, bias, options)
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         normalizers = torch.empty_like(logprobs)
@@ -114,7 +122,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return options.without_filling(logprobs)
 
     @staticmethod
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, rows, here, normalizers = ctx.saved_tensors
         upstream = F.pad(upstream, (0, len(hidden) - len(upstream)))
         head = kind_of_head(hidden)(hidden, weight, bias, ctx.options, ctx.needs_input_grad)
@@ -130,7 +138,14 @@ class _SummedLogProbs(torch.autograd.Function):
     """Takes the gradients of the sum in the forward pass; the backward pass scales them, where it was not known how."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, options):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        options: Options,
+    ) -> torch.Tensor:
         head = kind_of_head(hidden)(hidden, weight, bias, options, ctx.needs_input_grad)
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         upstream = logprobs.new_ones(()) if options.upstream is None else options.upstream
@@ -141,7 +156,7 @@ class _SummedLogProbs(torch.autograd.Function):
         return options.without_filling(logprobs)
 
     @staticmethod
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so there is no second time
         if upstream.numel():
             expected = upstream[0] if ctx.upstream is None else ctx.upstream

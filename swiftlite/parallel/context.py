@@ -104,7 +104,16 @@ class Context:
         own = attend(*own, division.own, division.own, sinks)
         return torch.cat([own, together(attend, *divided, sinks)], dim=1)
 
-    def _over_heads(self, attend, query, key, value, sinks, keys):  # noqa: ANN001, ANN202
+    def _over_heads(
+        self,
+        attend: Attend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        keys: SharedKeys | None,
+    ) -> torch.Tensor:
+        """As `attend`, each rank with a share of the heads over the whole row. keys: that documents share."""
         counts = self.division.counts
         shares = divide_heads(query.shape[1], key.shape[1], self.size)
         mine, tokens = shares[self.rank], query.shape[2]
@@ -129,7 +138,10 @@ class Context:
         parts = zip(output.split(receive), parts, strict=True)
         return torch.cat([part.view(1, tokens, number, dim) for part, number in parts], dim=2)
 
-    def _over_tokens(self, attend, query, key, value, sinks):  # noqa: ANN001, ANN202
+    def _over_tokens(
+        self, attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As `attend`, each rank with the queries of its slice over the keys before them."""
         counts, borders = self.division.counts, self.division.shared
         start, most = sum(counts[: self.rank]), max(counts)
         stop = start + counts[self.rank]

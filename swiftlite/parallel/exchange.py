@@ -8,6 +8,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html#collective-functio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,38 +47,40 @@ def _all_to_all(values: torch.Tensor, send: list[int], receive: list[int], group
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, send, receive, group):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any, values: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.sizes, ctx.group = (send, receive), group
         return _all_to_all(values, send, receive, group)
 
     @staticmethod
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         send, receive = ctx.sizes
         return _all_to_all(upstream, receive, send, ctx.group), None, None, None
 
 
 class _SumParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, group):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         total = values.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return upstream, None
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, group):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group, size = group, dist.get_world_size(group)
         result = values.new_empty((size * values.shape[0], *values.shape[1:]))
         dist.all_gather(list(result.chunk(size)), values.contiguous(), group=group)
         return result
 
     @staticmethod
-    def backward(ctx, upstream):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         size = dist.get_world_size(ctx.group)
         sizes = [upstream.shape[0] // size] * size
         parts = _all_to_all(upstream, sizes, sizes, ctx.group)  # a reduce-scatter that every backend has

@@ -7,7 +7,7 @@ first and the last stage lie on the same rank. All schedules are PyTorch's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -151,7 +151,7 @@ def balance(costs: Sequence[float], parts: int) -> list[range]:
     return [range(start, stop) for start, stop in zip([0, *borders], [*borders, len(costs)], strict=True)]
 
 
-def _best_cut(total: list[float], parts: int, join) -> tuple[float, list[int]]:  # noqa: ANN001
+def _best_cut(total: list[float], parts: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
     """(value, borders) of the cut with the least value; total: running sums; join: adds a part to a value."""
     count = len(total) - 1
     best = {stop: (join(0.0, total[stop]), []) for stop in range(1, count + 1)}
