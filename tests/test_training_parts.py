@@ -8,13 +8,13 @@ import torch
 from swiftlite.config.layout import Layout
 from swiftlite.config.schema import RunConfig
 from swiftlite.parallel.mesh import build_mesh
+from swiftlite.seeds import derive_seed
 from swiftlite.training import precision
 from swiftlite.training.flops import peak_flops
 from swiftlite.training.interval import Interval
 from swiftlite.training.optimizer import clip_gradients
 from swiftlite.training.precision import resolve_precision
 from swiftlite.training.schedule import rate_at, schedule_notes, warmup_steps
-from swiftlite.training.step import derive_seed
 
 
 def rates(kind, total=20, warmup=4, **options):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
 from torch import nn
 
 from swiftlite.checkpoint.boxes import Box, whole
+from swiftlite.seeds import derive_seed
 
 
 class FreshValues:
@@ -31,8 +31,7 @@ class FreshValues:
 
     def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """peft's own choice for A: uniform in +-1/sqrt(inputs); standard normal for an embedding's B."""
-        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, name))
         if ".lora_embedding_B." in name:
             return torch.randn(shape, generator=generator)
         bound = 1 / math.sqrt(shape[1])

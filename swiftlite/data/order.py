@@ -6,7 +6,6 @@ An epoch sees every row of a data set WEIGHT times: weight 2 repeats each row, w
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from swiftlite.data.packing import Packs, best_fit_decreasing, number_type, ranges
 from swiftlite.data.preference_tokens import Preference
 from swiftlite.data.store import SequenceStore
+from swiftlite.seeds import key_digest
 
 ROUNDING = 1e-9  # of a number of steps
 
@@ -81,8 +81,8 @@ def permutation(count: int, *key: object) -> np.ndarray:
 
     Raw numbers of a bit generator never change between numpy versions, those of `Generator.permutation` may.
     """
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
-    numbers = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)).random_raw(count)
+    philox_key = np.frombuffer(key_digest(*key, size=16), dtype=np.uint64)
+    numbers = np.random.Philox(key=philox_key).random_raw(count)
     return np.argsort(numbers, kind="stable").astype(number_type(count))
 
 

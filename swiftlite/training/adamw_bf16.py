@@ -20,7 +20,7 @@ from swiftlite.checkpoint.boxes import holdings
 from swiftlite.checkpoint.state import COUNTER, MOMENTS, fresh_moments
 from swiftlite.dtensors import local
 from swiftlite.fused import can_fuse, fused
-from swiftlite.training.step import derive_seed
+from swiftlite.seeds import derive_seed
 
 PIECE, FUSED_PIECE = 1 << 24, 1 << 26  # numbers that exist in fp32 at a time, or as noise alone
 DROPPED = 1 << 16  # fp32 is bf16 with 16 more bits

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from swiftlite.data.order import Pack
-from swiftlite.training.step import derive_seed
+from swiftlite.seeds import derive_seed
 
 
 def with_noise(packs: Sequence[Pack], seed: int, step: int) -> list[Pack]:

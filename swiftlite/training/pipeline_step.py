@@ -30,9 +30,10 @@ from swiftlite.parallel.data import reshard
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Routing, Stage
 from swiftlite.planning.communication import row_in_pipeline
+from swiftlite.seeds import derive_seed
 from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
-from swiftlite.training.step import StepOutcome, derive_seed, whole_outcome
+from swiftlite.training.step import StepOutcome, whole_outcome
 
 # On an error, which is told by us, it prints the whole schedule.
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import slice_for_context
 from swiftlite.parallel.data import reduce_at_last_micro_batch, reshard
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.seeds import derive_seed
 from swiftlite.training.gradients import KeptGradients
 from swiftlite.training.lanes import Lanes
 from swiftlite.training.losses import StepLoss, answer_sums, reported
@@ -161,9 +161,3 @@ def whole_outcome(
     *total, router_loss, count = mesh.sum_over_data(torch.cat([values.sum(0), rest])).tolist()
     sums = dict(zip(step_loss.names, total[1:], strict=True))
     return StepOutcome(total[0], values[:, 0].tolist(), None if router is None else router_loss, sums, round(count))
-
-
-def derive_seed(*key: object) -> int:
-    """A 63-bit seed that is a function of the key only: the run's seed, the step, and what in it is random."""
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
