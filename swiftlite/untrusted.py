@@ -93,12 +93,12 @@ def check_depth(value: Any, brackets: int) -> None:
     raise ValueError(f"it is nested more than {DEEPEST_JSON} levels deep")
 
 
-def read_json_file(path: Path, largest: int = LARGEST_JSON_FILE) -> Any:
+def read_json_file(path: Path) -> Any:
     """The value in a small JSON file. Raises OSError (also for what is no file), ValueError."""
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "it is missing, or is no file", str(path))
     with path.open("rb") as file:
-        data = file.read(largest + 1)
-    if len(data) > largest:
-        raise ValueError(f"it is larger than {largest >> 20} MiB, as no real one is")
+        data = file.read(LARGEST_JSON_FILE + 1)
+    if len(data) > LARGEST_JSON_FILE:
+        raise ValueError(f"it is larger than {LARGEST_JSON_FILE >> 20} MiB, as no real one is")
     return _parse(data.decode("utf-8"), json.loads)  # others read such files so, keys given twice included

@@ -58,14 +58,19 @@ def result_inside(folder: Path, file: str) -> str:
     return f": {folder / 'model'}" if (folder / "model" / file).is_file() else ""
 
 
-def _check_config(path: Path) -> None:
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a small JSON file says. Raises UserError where it is none."""
     try:
         config = read_json_file(path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again"
         ) from error
-    attention = next((str(value) for value in _attentions(config) if "/" in str(value)), None)
+    return config if isinstance(config, dict) else {}
+
+
+def _check_config(path: Path) -> None:
+    attention = next((str(value) for value in _attentions(read_settings(path)) if "/" in str(value)), None)
     if attention is not None:  # OWNER/KERNEL: transformers would fetch it and run it
         raise UserError(
             f"{path.name} asks for code of the hub: {attention[:80]!r} as attn_implementation",

@@ -16,7 +16,8 @@ from typing import Any
 
 from swiftlite.config.names import ADAPTER_CONFIG, GENERATION_CONFIG
 from swiftlite.errors import UserError
-from swiftlite.serving.source import MODEL_CONFIG, ModelSource, read_settings
+from swiftlite.models.load import read_settings
+from swiftlite.serving.source import MODEL_CONFIG, ModelSource
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank

@@ -10,15 +10,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swiftlite.checkpoint.folder import MANIFEST, check_folder
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file, inspect_model_folder
 from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name, model_name
 from swiftlite.errors import UserError
-from swiftlite.models.load import check_model_path
+from swiftlite.models.load import check_model_path, read_settings
 from swiftlite.models.tokenizer import TOKENIZER_FILES
-from swiftlite.untrusted import read_json_file
 
 MODEL_CONFIG = "config.json"
 
@@ -122,17 +120,6 @@ def _with_adapter(folder: Path, base: str | None) -> ModelSource:
     source = base or _base_of(folder)
     own_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return _checked(ModelSource(source, folder, str(folder) if own_tokenizer else source))
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """What a small JSON file says. Raises UserError where it is none."""
-    try:
-        config = read_json_file(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again"
-        ) from error
-    return config if isinstance(config, dict) else {}
 
 
 def _base_of(folder: Path) -> str:
