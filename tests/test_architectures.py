@@ -256,7 +256,7 @@ def test_what_needs_a_row_in_several_processes_or_a_step_in_one_piece_is_refused
     config = resolve_config(command, model=str(tiny_model("qwen3.5")), dataset=["rows.jsonl"], nproc_per_node=2, **more)
     layout = Layout(tp=2) if command == "sft" else Layout(dp_shard=2)
     base = build_model(config.model, load_config(config.model), dtype=torch.float32, attention=attention.register())
-    with pytest.raises(UserError, match=f"Qwen3_5.* linear_attention; not under {refused}"):
+    with pytest.raises(UserError, match=f"Qwen3_5.* linear_attention: not possible with {refused}"):
         check_alone(config, layout, base, why_alone(base))
 
 

@@ -122,7 +122,7 @@ def lock_folder(folder: Path) -> int:
         os.close(handle)
         raise
     except OSError:  # a file system without locks: whatever lies there counts as left over
-        return handle
+        pass
     return handle
 
 

@@ -68,10 +68,8 @@ def _no_weights(folder: Path) -> UserError:
     what = f"the model folder has neither {SINGLE} nor {INDEX}"
     fix = "name a folder that save_pretrained wrote"
     if ADAPTER in names:
-        what, fix = (
-            "the folder holds an adapter, not a whole model",
-            "give the base model by --model, this by --adapter",
-        )
+        what = "the folder holds an adapter, not a whole model"
+        fix = "give the base model by --model, this by --adapter"
     elif others:
         why = OTHER_FORMATS[Path(others[0]).suffix]
         what = f"the model folder holds no safetensors, only {others[0]} ({why}), which swiftlite does not read"

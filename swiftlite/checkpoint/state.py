@@ -106,6 +106,7 @@ def put_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, momen
 
 
 def write_trainer_state(folder: Path, state: dict[str, Any]) -> None:
+    """state: what `read_trainer_state` gives back, as JSON."""
     (folder / STATE).write_text(json.dumps({"format": FORMAT, **state}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -198,7 +199,6 @@ def _check_names(folder: Path, file: TensorFolder, shapes: dict[str, tuple[int, 
             raise UserError(f"the checkpoint holds {name}, which this run does not train", where=str(folder), fix=fix)
         if entry.shape != (() if kind == COUNTER else shapes[name]):
             raise UserError(f"{key} has shape {entry.shape}, the parameter {shapes[name]}", where=str(folder), fix=fix)
-
     for name in {key.removesuffix(f".{COUNTER}") for key in file.entries if key.endswith(f".{COUNTER}")}:
         lacking = [kind for kind in kinds_of(name, single) if f"{name}.{kind}" not in file.entries]
         if lacking:

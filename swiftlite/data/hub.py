@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.sources import DatasetSpec, missing_file
 from swiftlite.errors import UserError, first_line
 from swiftlite.hub import stay_offline_without_network
 from swiftlite.imports import import_package
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 
 @functools.lru_cache(maxsize=8)
-def _load(name: str, subset: str | None, split: str):  # noqa: ANN202 - a class of a library that is imported lazily
+def _load(name: str, subset: str | None, split: str) -> Dataset:
     import datasets
 
     return datasets.load_dataset(name, subset, split=split)
 
 
-def load_hub(spec: DatasetSpec):  # noqa: ANN201
+def load_hub(spec: DatasetSpec) -> Dataset:
     """The split of a hub data set (default `train`). Raises UserError where it cannot be had."""
     stay_offline_without_network()
     import_package("datasets", "a data set of the hub")  # its own failure says nothing of the data set
@@ -27,9 +30,8 @@ def load_hub(spec: DatasetSpec):  # noqa: ANN201
         return _load(spec.name, spec.subset, spec.split or "train")
     except Exception as error:  # the library raises a dozen unrelated types for absent, private, offline, bad split
         near = missing_file(spec).fix
-        reason = first_line(error) or type(error).__name__
         raise UserError(
-            f"neither a file here nor a data set that the hub gives: {reason}",
+            f"neither a file here nor a data set that the hub gives: {first_line(error)}",
             where=spec.given,
             fix=f"check the name, the split, the network and `hf auth login`; for a local file: {near}",
         ) from error

@@ -12,7 +12,7 @@ from typing import Any
 PUBLISHED = re.compile(r"\{\{\s*(name|author)\s*\}\}", re.IGNORECASE)
 
 
-def is_left(text: str) -> bool:
+def holds_published(text: str) -> bool:
     """Whether a text that is to be learnt holds a placeholder of such rows."""
     return "{{" in text and PUBLISHED.search(text) is not None
 

@@ -194,7 +194,7 @@ def _prepare_stream(
 
 def _check(config: RunConfig) -> None:
     if not config.dataset:
-        raise UserError("no data set", where="--dataset", fix="give --dataset FILE, a folder or a hub id")
+        raise UserError("no data set is named", where="--dataset", fix="give --dataset FILE, a folder or a hub id")
     for flag, names in (("--dataset", config.dataset), ("--eval-dataset", config.eval_dataset)):
         twice = next((text for text in names if names.count(text) > 1), None)
         if twice is not None:

@@ -354,9 +354,8 @@ def columnar_rows(
                 yield number, drop_nulls(row)
     # ValueError and OverflowError are of dates that Python lacks, too
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
-        message = first_line(error) or type(error).__name__
         raise UserError(
-            f"not a sound {file.kind} file: {message}", where=file.where(number + 1), fix="write it again"
+            f"not a sound {file.kind} file: {first_line(error)}", where=file.where(number + 1), fix="write it again"
         ) from error
 
 

@@ -112,7 +112,7 @@ def parse_spec(text: str, flag: str = "--dataset", most: int | None = None) -> D
 def _taken_apart(text: str, flag: str) -> DatasetSpec:
     spec = DatasetSpec(text=text, name=text, flag=flag)
     if not text.strip():
-        raise UserError("an empty data set name", where=flag, fix=f"give {GRAMMAR}")
+        raise UserError("the name of a data set is empty", where=flag, fix=f"give {GRAMMAR}")
     for pattern, field in ((_WEIGHT, "weight"), (_COUNT, "count"), (_SPLIT, "split"), (_SUBSET, "subset")):
         if path := existing(spec.name):
             return replace(spec, path=path)

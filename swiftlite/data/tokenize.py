@@ -20,7 +20,7 @@ from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair, Row, Te
 from swiftlite.data.learnt import check_no_marks, with_last_answer
 from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools, unwritten_call_keys
 from swiftlite.data.messages import string
-from swiftlite.data.placeholders import Placeholders, is_left
+from swiftlite.data.placeholders import Placeholders, holds_published
 from swiftlite.data.preference_tokens import Preference, fit, lay_out_pair, prompt_length
 from swiftlite.data.readers import Payload, parse_payload
 from swiftlite.data.rows import FORMATS, TrackedRow, count_columns, read_row, rename_columns, unknown_format
@@ -167,7 +167,7 @@ class RowTokenizer:
         """What becomes of no text of a row, and what stands in one that nobody meant to."""
         written = [text.text for text in texts]
         if self._options.method != "pretrain":  # whose texts may be pages with words in braces
-            batch.counts["placeholders_left"] += any(map(is_left, written))
+            batch.counts["placeholders_left"] += any(map(holds_published, written))
         if isinstance(row, Pair):
             answers = [(row.chosen, written[:1]), (row.rejected, written[1:])]
         else:

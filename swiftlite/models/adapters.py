@@ -54,7 +54,7 @@ def check_start(settings: PeftConfig, adapter: Path) -> None:
 
 
 def _unsupported(what: str, adapter: Path, fix: str) -> UserError:
-    return UserError(f"the adapter {what}: it is not supported", where=str(adapter), fix=fix)
+    return UserError(f"the adapter {what}, which is not supported", where=str(adapter), fix=fix)
 
 
 def continue_adapter(model: PreTrainedModel, adapter: Path) -> nn.Module:

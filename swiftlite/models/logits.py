@@ -22,9 +22,7 @@ FOUND = "_logit_transform"  # on the model: what was found while it was whole
 # Known logits: a soft cap leaves the smallest as they are, and of the largest only itself. A factor of theirs is exact.
 POWERS = torch.exp2(torch.arange(-10.0, 21.0))
 KNOWN = torch.cat([POWERS, -POWERS])
-EXACT = torch.linspace(
-    1, 1.75, 4
-)  # hidden states that no type of 16 bits rounds, where a model casts them for its head
+EXACT = torch.linspace(1, 1.75, 4)  # hidden states that no type of 16 bits rounds: a model may cast them for its head
 ROUNDING = 1e-5
 
 
@@ -83,11 +81,16 @@ def _measure(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> Log
     expected = LogitTransform(behind, found.softcap)(raw)
     plain = before == 1 or getattr(head, "bias", None) is None  # a bias is added behind the factor
     if not (plain and _close(factors, factors[:1].expand(width)) and _close(logits, expected)):
-        raise UserError(
-            f"{type(model).__name__} turns hidden states into logits in a way swiftlite does not know",
-            fix="use another model, or report the architecture",
-        )
+        raise unknown_transform(model)
     return found
+
+
+def unknown_transform(model: PreTrainedModel) -> UserError:
+    """The error for a model that does anything else."""
+    return UserError(
+        f"{type(model).__name__} turns hidden states into logits in a way swiftlite does not know",
+        fix="use another model, or report the architecture",
+    )
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ def count_quantizable(layers: Iterable[nn.Module]) -> int:
 
 
 def quantize(layers: Iterable[nn.Module], kind: str) -> None:
-    """Put a `PackedLinear` in the place of each, in place. kind: of `FORMATS`."""
+    """Put a `PackedLinear` in the place of each of the `quantizable` layers. kind: of `FORMATS`."""
     for parent, name, module in list(quantizable(layers)):
         setattr(parent, name, PackedLinear(module, kind))
 

@@ -136,5 +136,6 @@ def read_chat_template(name: str) -> str:
             f"the chat template cannot be read: {error}", where=str(path), fix="save it as UTF-8"
         ) from error
     if len(text) > LARGEST_TEMPLATE:
-        raise UserError(f"the chat template is larger than {LARGEST_TEMPLATE >> 20} MiB", where=str(path))
+        what = f"the chat template is larger than {LARGEST_TEMPLATE >> 20} MiB"
+        raise UserError(what, where=str(path), fix="name a file that holds a template alone")
     return text

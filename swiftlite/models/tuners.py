@@ -89,7 +89,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise UserError(
-            f"{pattern!r} is no regular expression: {error}", where="--trainable-modules", fix="put a \\ before it"
+            f"{pattern!r} is no regular expression: {error}",
+            where="--trainable-modules",
+            fix="put a \\ before what stands for itself",
         ) from error
 
 
@@ -158,12 +160,10 @@ def _matrices(model: PreTrainedModel) -> list[str]:
     """The last parts of the names of the model's matrices, each once, in its order, as they are without adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    kinds, inside = (
-        (nn.Linear, nn.Embedding, BaseTunerLayer),
-        ("lora_A", "lora_B", "original_module", "modules_to_save"),
-    )
+    kinds = (nn.Linear, nn.Embedding, BaseTunerLayer)
+    inside = {"lora_A", "lora_B", "original_module", "modules_to_save"}
     names = [name.split(".") for name, module in model.named_modules() if isinstance(module, kinds)]
-    return list(dict.fromkeys(parts[-1] for parts in names if parts[-1] != "base_layer" and not {*parts} & {*inside}))
+    return list(dict.fromkeys(parts[-1] for parts in names if parts[-1] != "base_layer" and inside.isdisjoint(parts)))
 
 
 def _embedding_names(model: PreTrainedModel) -> list[str]:

@@ -16,12 +16,14 @@ from swiftlite.models.anatomy import balances_router, dissect
 from swiftlite.models.attention import Windows, lengths_between, noted_windows
 from swiftlite.models.half_products import half_weight
 from swiftlite.models.last_layer import PLACES
+from swiftlite.models.logits import unknown_transform
 from swiftlite.models.noise import EmbeddingNoise
 from swiftlite.objectives.completions import answer_scores
 from swiftlite.objectives.logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_outputs import ModelOutput, MoeModelOutputWithPast
 
     from swiftlite.data.batches import MicroBatch
 
@@ -94,7 +96,7 @@ class TokenScorer(nn.Module):
         logprobs = self._score(outputs.last_hidden_state, batch, upstream)
         return Scores(logprobs, self._router_loss(outputs, batch) if self._routed else None)
 
-    def _decode(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None):  # noqa: ANN202 - its own class
+    def _decode(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None) -> ModelOutput | _Decoded:
         """The decoder's outputs. hidden: `[1, T, hidden]`, what enters its layers instead of the tokens' embeddings."""
         options: dict[str, object] = {"output_router_logits": True} if self._routed else {}
         if self._alone:
@@ -155,7 +157,7 @@ class TokenScorer(nn.Module):
             cast=half_weight(head),
         )
 
-    def _router_loss(self, outputs, batch: MicroBatch) -> torch.Tensor:  # noqa: ANN001
+    def _router_loss(self, outputs: MoeModelOutputWithPast | _Decoded, batch: MicroBatch) -> torch.Tensor:
         """The architecture's own load-balancing loss times its own coefficient (a mean over the micro-batch).
 
         Of a divided row each rank gives an equal part of the whole row's loss.
@@ -222,7 +224,7 @@ class TokenScorer(nn.Module):
         """(the decoder's last hidden states, the model's own logits `[8, vocabulary]`) of one pass."""
         seen: list[torch.Tensor] = []
 
-        def keep(_module: nn.Module, _args: object, output) -> None:  # noqa: ANN001 - the decoder's own class
+        def keep(_module: nn.Module, _args: object, output: ModelOutput) -> None:
             seen.append(output.last_hidden_state)
 
         handle = self._anatomy.decoder.register_forward_hook(keep)
@@ -270,10 +272,7 @@ class TokenScorer(nn.Module):
             )
         near = max(_tolerance(hidden), ROUNDINGS * torch.finfo(ours.dtype).eps)
         if not torch.allclose(ours, theirs, rtol=near, atol=near):
-            raise UserError(
-                f"{type(self.base).__name__} turns hidden states into logits in a way swiftlite does not know",
-                fix="use another model, or report the architecture",
-            )
+            raise unknown_transform(self.base)
 
 
 def _tolerance(hidden: torch.Tensor) -> float:

@@ -199,9 +199,9 @@ def _own_device() -> torch.device:
         local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= count:
             raise UserError(
-                f"process {local} of this machine, which has {count} GPUs",
+                f"process {local} of this machine has no GPU of its own",
                 where="LOCAL_RANK",
-                fix=f"start at most {count} processes here",
+                fix=f"start no more processes here than there are GPUs: {count}",
             )
         torch.cuda.set_device(local)
     return pick_device()

@@ -35,13 +35,7 @@ from swiftlite.training.evaluation import Evaluation, evaluate_rows
 from swiftlite.training.failures import memory_errors, other_memory_errors
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.progress import saved_progress
-from swiftlite.training.setup import (
-    Trainee,
-    build_trainee,
-    check_model,
-    precision_of,
-    vocabulary_of,
-)
+from swiftlite.training.setup import Trainee, build_trainee, check_model, precision_of, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
 from swiftlite.training.stopping import stop_requests

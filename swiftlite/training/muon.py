@@ -23,7 +23,7 @@ from swiftlite.training.whole_matrices import WholeMatrices
 DECAY = 0.95  # of the momentum, which Nesterov's looks ahead by once more
 STEPS = 5  # of Newton and Schulz
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of their polynomial x, x^3, x^5: the steepest at zero that stays near one
-SMALLEST_NORM = 1e-7
+SMALLEST_NORM = 1e-7  # that a matrix is divided by, as in `torch.optim.Muon`
 ADAMW_RMS = 0.2  # of AdamW's updates (arXiv 2502.16982, section 2.2)
 PIECE = 1 << 26  # numbers of a batch of matrices that are orthogonalised at a time
 
@@ -43,8 +43,8 @@ class Muon(AdamWBf16):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient. Those who hold parts of the same matrices call it together."""
-        taken = {p: (group, p.grad) for group in self.param_groups for p in group["params"] if p in self._hidden}
-        taken = {p: (group, gradient) for p, (group, gradient) in taken.items() if gradient is not None}
+        hidden = ((group, p) for group in self.param_groups for p in group["params"] if p in self._hidden)
+        taken = {p: (group, p.grad) for group, p in hidden if p.grad is not None}
         for parameter in taken:
             parameter.grad = None
         super().step(closure)  # the others
@@ -85,7 +85,7 @@ class Muon(AdamWBf16):
 
 
 def orthogonalized_in(device: torch.device) -> torch.dtype:
-    """On a GPU bf16, as Muon's author has it; a CPU keeps what is exact."""
+    """The type of the products: on a GPU bf16, as Muon's author has it, on a CPU fp32."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 

@@ -32,7 +32,7 @@ def open_repository(config: RunConfig) -> str:
         return hub.create_repo(owner + named, private=config.hub_private or None, exist_ok=True).repo_id
     except Exception as error:  # the client, its network and its checks of names have no error in common
         raise UserError(
-            f"the repository {named} cannot be written: {first_line(error) or type(error).__name__}",
+            f"the repository {named} cannot be written: {first_line(error)}",
             where="--push-to-hub",
             fix="log in by `hf auth login`, or set HF_TOKEN, with a token that may write; --hub-model-id OWNER/NAME "
             "names another repository",
@@ -53,7 +53,7 @@ def publish(model: Path, repository: str, config: RunConfig) -> str:
         return f"{hub.endpoint}/{repository}"
     except Exception as error:  # as in `open_repository`
         raise RunError(
-            f"the result is saved, but cannot be uploaded: {first_line(error) or type(error).__name__}",
+            f"the result is saved, but cannot be uploaded: {first_line(error)}",
             where=repository,
             fix=f"`hf upload {repository} {model}` tries again",
         ) from error

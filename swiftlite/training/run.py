@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.checkpoint.claim import Claim
 from swiftlite.checkpoint.export import create_model_files
-from swiftlite.checkpoint.folder import (
-    discard,
-    list_checkpoints,
-    point_at,
-    retain,
-    step_folder,
-)
+from swiftlite.checkpoint.folder import discard, list_checkpoints, point_at, retain, step_folder
 from swiftlite.checkpoint.saver import Saver
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
 from swiftlite.checkpoint.space import Space, check_space
@@ -35,7 +29,7 @@ from swiftlite.config.changes import OF_THE_LOSS, OF_THE_ROWS, changed_settings
 from swiftlite.config.methods import PREFERENCE
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
-from swiftlite.data.prepare import PreparedData, prepare_data
+from swiftlite.data.prepare import LoadTokenizer, PreparedData, prepare_data
 from swiftlite.data.stops import stop_tokens
 from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
@@ -95,12 +89,8 @@ def run_training(
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(reading, load, update, vocabulary_of(config, model_config))
-        if losses := losses_in_words(prepared.audit):
-            reporter.message(f"note: {losses}")
-        if config.placeholders and not prepared.audit["rows"].get("placeholders_filled") and not config.streaming:
-            reporter.message("warning: no row holds one of --placeholders")
-        if warning := imbalance_warning(prepared.audit, config.desirable_weight, config.undesirable_weight):
-            reporter.message(f"warning: {warning}")
+        for text in _told_of_rows(config, prepared.audit):
+            reporter.message(text)
         repository = open_repository(config) if config.push_to_hub and world.rank == 0 else None
         with reporter.phase("loading the model"):
             check_same_rows(world, prepared.fingerprint)
@@ -129,6 +119,16 @@ def run_training(
             world.meet("upload")  # else the others would end what joins them while this one works
 
 
+def _told_of_rows(config: RunConfig, audit: dict[str, Any]) -> Iterator[str]:
+    """What is known of the rows before the model loads and whoever starts the run should know."""
+    if losses := losses_in_words(audit):
+        yield f"note: {losses}"
+    if config.placeholders and not audit["rows"].get("placeholders_filled") and not config.streaming:
+        yield "warning: no row holds one of --placeholders"
+    if warning := imbalance_warning(audit, config.desirable_weight, config.undesirable_weight):
+        yield f"warning: {warning}"
+
+
 class Session:
     """One run's parts between loading and the end, and what is written of them."""
 
@@ -139,7 +139,7 @@ class Session:
         prepared: PreparedData,
         trainee: Trainee,
         method: Method,
-        load_tokenizer: Any,
+        load_tokenizer: LoadTokenizer,
         reporter: Reporter,
     ) -> None:
         self._config, self._folder, self._output, self._prepared = config, folder, folder.path, prepared

@@ -43,11 +43,7 @@ from swiftlite.models.lora import is_lora_b
 from swiftlite.models.matrices import hidden_matrices
 from swiftlite.models.quantize import NF4, packing
 from swiftlite.models.rotary import scale_by_document
-from swiftlite.models.tuners import (
-    apply_tuner,
-    grow_vocabulary,
-    to_master_precision,
-)
+from swiftlite.models.tuners import apply_tuner, grow_vocabulary, to_master_precision
 from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
 from swiftlite.parallel.data import DataParallel, reshard
 from swiftlite.parallel.experts import check_expert_parallel
@@ -255,7 +251,7 @@ def build_trainee(
     free = world.least("free memory", free_bytes(world.device))  # or ranks would decide differently
     choice = choice or choose(config, outline, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
-    trainee = _on_meta(config, model, outline, choice, mesh, given)
+    trainee = _divide_on_meta(config, model, outline, choice, mesh, given)
     trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
     trainee.kernels, trainee.alone, trainee.notes, trainee.free = kernels, alone, notes, free
     for part in trainee.divided.parts:
@@ -313,7 +309,7 @@ def check_alone(config: RunConfig, layout: Layout, base: PreTrainedModel, why: s
     else:
         return
     raise UserError(
-        f"documents of {type(base).__name__} cannot share a row, because of {why}; not under {refused}",
+        f"documents of {type(base).__name__} cannot share a row, because of {why}: not possible with {refused}",
         where=config.model,
         fix=fix,
     )
@@ -348,7 +344,7 @@ def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokeni
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(text.pad_token_id)
 
 
-def _on_meta(
+def _divide_on_meta(
     config: RunConfig, model: nn.Module, outline: Outline, choice: Choice, mesh: Mesh, given: PretrainedConfig
 ) -> Trainee:
     """What is known of the whole model, and then its parts. given: the config of its files."""

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.config.losses import weighs_by_probability
 from swiftlite.data.batches import MicroBatch
-from swiftlite.data.prepare import PreparedData, cache_root
+from swiftlite.data.prepare import LoadTokenizer, PreparedData, cache_root
 from swiftlite.models.load import model_folder
 from swiftlite.models.tuners import adapters_off
 from swiftlite.objectives.preference import Preference
@@ -42,7 +42,7 @@ class MethodParts:
     trainee: Trainee
     trainee_starts: bool
     build_start: Callable[[], Trainee]
-    load_tokenizer: Callable[[], Any]
+    load_tokenizer: LoadTokenizer
     reporter: Reporter
     same: Callable[[str, str], str]
 

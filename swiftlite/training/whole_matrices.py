@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from swiftlite.checkpoint.boxes import Box, holdings
+from swiftlite.parallel.exchange import exchange
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.balance import spread
 
@@ -160,9 +161,6 @@ def _size(box: Box) -> int:
 
 
 def _exchange(leaving: Sequence[torch.Tensor], receive: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """All-to-all of numbers. leaving: what is for each rank of the group; receive: how many come from each. Returns
-    those of each rank, flat."""
+    """leaving: what is for each rank of the group; receive: how many numbers come from each. Returns those, flat."""
     flat = torch.cat([part.reshape(-1) for part in leaving])
-    arrived = flat.new_empty(sum(receive))
-    dist.all_to_all_single(arrived, flat, list(receive), [part.numel() for part in leaving], group=group)
-    return list(arrived.split(list(receive)))
+    return list(exchange(flat, [part.numel() for part in leaving], receive, group).split(list(receive)))
