@@ -113,7 +113,8 @@ def test_a_value_may_be_of_another_setting(tmp_path, monkeypatch):
     assert values("--adapter QLoRA") == {"tuner": ["lora"], "quantization": ["nf4"]}
     named = values("--model_name Robo --model_author Us --placeholders A=b")
     assert named == {"placeholders": ["name=Robo", "author=Us", "A=b"]}
-    assert values("--rlhf_type simpo") == {"method": ["dpo"], "loss": ["simpo"]}
+    for words in ("--rlhf_type simpo", "--rlhf_type simpo --loss_type sigmoid", "--loss sigmoid ipo --rlhf_type simpo"):
+        assert values(words) == {"method": ["dpo"], "loss": ["simpo"]}  # as a recipe has it, whose notes say so
     assert values("""--lr_scheduler_kwargs {"min_lr_rate":0.1}""") == {"min_lr_ratio": ["0.1"]}
     assert values("""--lr_scheduler_kwargs {"min_lr":1e-6}""") == {"min_lr": ["1e-6"]}
     text = read_line("sft", ["--fsdp", "shard_grad_op auto_wrap offload"]).values

@@ -458,8 +458,13 @@ def fits_the_schema(text, schema):
     """As YAML 1.1 reads it, where `1e-5` is a text and `no` a truth value, and as YAML 1.2 does, where they are not."""
     read = yaml.safe_load(text)
     later = {key: float(value) if value == "1e-5" else value for key, value in read.items()}
+    forms = schema["properties"]
+    by_pattern = [
+        (re.compile(pattern), forms[form["$ref"][13:]]) for pattern, form in schema["patternProperties"].items()
+    ]
     return all(
-        fits(value, schema["properties"].get(key.replace("-", "_"), {"enum": []}))
+        fits(value, forms.get(key.replace("-", "_"), {"enum": []}))
+        and all(fits(value, form) for pattern, form in by_pattern if pattern.search(key))
         for values in (read, later)
         for key, value in values.items()
     )
@@ -480,6 +485,12 @@ def test_muon_and_lora_plus_by_other_tools_names(recipe, text, optimizer, ratio)
     assert (config.optimizer, config.lora_plus_ratio) == (optimizer, ratio)
 
 
+@pytest.mark.parametrize("fsdp", ["fsdp:", "fsdp: ''", "fsdp: []", "fsdp: false"])
+def test_what_axolotl_and_transformers_leave_empty_asks_for_nothing(recipe, fsdp):
+    text = f"{fsdp}\ndebug:\neval_table_size:\neval_max_new_tokens: 128\n"
+    assert resolve(None, {}, recipe(BASE + text), env={}).config == resolve(None, {}, recipe(BASE), env={}).config
+
+
 def test_json_schema_takes_what_recipes_take():
     schema = json.loads(json.dumps(recipe_schema()))
     saved = dump_config(resolve_config("sft", model="org/model", dataset=["org/rows"]))
@@ -497,6 +508,8 @@ def test_json_schema_takes_what_recipes_take():
         "save_strategy: no", "evals_per_epoch: 4",
         "use_peft: yes", "adapter: lora", "use_muon: true", "loraplus_lr_ratio: 16",
         "warmup_steps: 0.1", "warmup_steps: 5", "deepspeed: zero3", "sequence_parallel: true", "stage: dpo",
+        "quantization: 8", "rlhf_type: simpo", "rlhf-type: simpo", "mask_history: null", "fsdp: null", "fsdp: ''",
+        "fsdp: []", "fsdp: [full_shard, auto_wrap]", "lr_scheduler_kwargs: {min_lr: 0.1}", "debug: null",
     ):  # fmt: skip
         assert fits_the_schema(line, schema), line
     for line in (

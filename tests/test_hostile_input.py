@@ -465,6 +465,7 @@ SPOILT = {
         for change in (
             {"step": "3"}, {"step": -1}, {"more": 1}, {"skipped_steps": 5}, {"loss_scale": {"value": "x"}},
             {"loss_scale": {"more": 1}}, {"method": {"other": 1}}, {"method": {"total": "x"}}, {"best_step": [1]},
+            {"best_step": 1},
         )
     },
 }  # fmt: skip

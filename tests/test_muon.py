@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shutil
 
 import peft
 import pytest
@@ -244,6 +245,14 @@ def test_a_run_goes_on_bit_for_bit(start, tmp_path, family):
         for optimizer in ("adamw", "adamw_8bit"):
             with pytest.raises(UserError, match=f"--optimizer muon -> {optimizer}"):
                 start("other", optimizer=optimizer, resume=str(checkpoint))
+
+
+@pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
+def test_a_checkpoint_without_the_settings_of_its_run_is_of_one_optimizer(start, tmp_path, first, second):
+    start("first", optimizer=first, max_steps=1)
+    lone = shutil.copytree(tmp_path / "first" / "checkpoints" / "step-00000001", tmp_path / "lone" / "step-00000001")
+    with pytest.raises(UserError, match="exp_avg_sq"):
+        start("second", optimizer=second, max_steps=2, resume=str(lone))
 
 
 def test_where_nothing_is_a_hidden_matrix_the_run_says_so(start, capsys):

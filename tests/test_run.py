@@ -613,7 +613,39 @@ def test_the_result_is_the_last_weights_where_no_evaluation_was_a_number(base, t
     monkeypatch.setattr(DirectStep, "evaluate", lambda self, *given: (math.nan, {}))
     train(base, eval_fraction=0.2, max_steps=2, result="best")
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
-    assert "no checkpoint has an eval loss, so model/ has the last weights" in capsys.readouterr().out
+    assert "no best checkpoint is known, so model/ has the last weights" in capsys.readouterr().out
+
+
+WORSE = {"eval_fraction": 0.2, "max_steps": 2, "eval_steps": 1, "save_steps": 1, "learning_rate": 0.9, "result": "best"}
+
+
+def test_a_best_checkpoint_that_is_not_there_is_told(base, tmp_path, monkeypatch, capsys):
+    values, best, real = base | WORSE, tmp_path / "out" / "checkpoints" / "step-00000001", Session._write_result
+
+    def removed_before(session):
+        shutil.rmtree(best)
+        real(session)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_write_result", removed_before)
+        train(values)
+    assert "warning: step 1, the best, is gone, so model/ has the last weights" in capsys.readouterr().out
+    last = tmp_path / "out" / "checkpoints" / "step-00000002"
+    train(values, output_dir=str(tmp_path / "elsewhere"), resume=str(last))
+    said = capsys.readouterr().out
+    assert re.search(r"step 1, which has the least eval loss so far \(\d+\.\d+\), is not in \S+elsewhere", said)
+    for folder in (tmp_path / "out", tmp_path / "elsewhere"):
+        assert same_weights(folder / "model" / "model.safetensors", last / "model.safetensors")
+
+
+def test_a_run_that_has_ended_makes_the_other_result_where_it_is_asked_for(base, tmp_path):
+    values, checkpoints = base | WORSE, tmp_path / "out" / "checkpoints"
+    for result, step in (("last", 2), ("best", 1), ("last", 2)):
+        train(values, result=result, resume="auto")
+        made, wanted = (
+            folder / "model.safetensors" for folder in (tmp_path / "out" / "model", checkpoints / f"step-{step:08d}")
+        )
+        assert same_weights(made, wanted)
 
 
 def test_the_best_checkpoint_is_the_best_of_those_that_were_saved(base, tmp_path):

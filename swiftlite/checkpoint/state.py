@@ -146,7 +146,8 @@ def copy_model(checkpoint: Path, folder: Path) -> None:
     """Write the files of a checkpoint's model, without those that only a resumed run reads. Raises RunError where some
     have not the sizes they had."""
     if problems := check_folder(checkpoint):
-        raise RunError(f"the best checkpoint is damaged: {problems[0]}", where=str(checkpoint))
+        fix = "go on with --resume auto --result last, which makes model/ of the last weights"
+        raise RunError(f"the best checkpoint is damaged: {problems[0]}", where=str(checkpoint), fix=fix)
     for path in checkpoint.iterdir():
         if path.is_file() and path.name not in (MANIFEST, STATE, OLDER_TENSORS):
             shutil.copyfile(path, folder / path.name)
@@ -197,6 +198,8 @@ def _check_names(folder: Path, file: TensorFolder, shapes: dict[str, tuple[int, 
         name, _, kind = key.rpartition(".")
         if name not in shapes:
             raise UserError(f"the checkpoint holds {name}, which this run does not train", where=str(folder), fix=fix)
+        if kind in MOMENTS and kind not in kinds_of(name, single):  # a mean that AdamW took is no momentum of Muon
+            raise UserError(f"the checkpoint holds {key}, which this optimizer has not", where=str(folder), fix=fix)
         if entry.shape != (() if kind == COUNTER else shapes[name]):
             raise UserError(f"{key} has shape {entry.shape}, the parameter {shapes[name]}", where=str(folder), fix=fix)
     for name in {key.removesuffix(f".{COUNTER}") for key in file.entries if key.endswith(f".{COUNTER}")}:

@@ -126,10 +126,10 @@ class _Reader:
     def _put(self, flag: Flag, option: str, words: list[str]) -> None:
         """Take the words of a flag, of which another one of its names may have given some."""
         before, spelled = self._line.values.get(flag.name), self._line.typed.get(flag.name, "")
-        if flag.kind in ("list", "map"):
+        weak = giving_way([option, spelled]) if before else {}
+        if flag.kind == "map" or (flag.kind == "list" and not weak):
             words = (before or []) + words
         elif before and not flag.same(before[0], words[0]):
-            weak = giving_way([option, spelled])
             if len(weak) == 1:
                 ((name, why),) = weak.items()
                 self._line.notes.append(f"{name} has no effect beside {spelled if name == option else option}: {why}")

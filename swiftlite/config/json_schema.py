@@ -39,12 +39,17 @@ def recipe_schema() -> dict[str, Any]:
             if phrase in all_flags():
                 properties[phrase]["anyOf"].append(form)
             else:
-                properties[phrase] = {"type": TEXT, "description": f"Others' words for `{name}`.", "deprecated": True}
+                said = f"Others' words for `{name}`."
+                properties[phrase] = {
+                    "type": [*TEXT, "array", "object", "null"],
+                    "description": said,
+                    "deprecated": True,
+                }
         for switch in flag.switches:
             text = f"A switch of other tools: on is `{name}: {flag.switches[switch]}`."
             properties[switch] = {"anyOf": _switch_forms(flag), "description": text, "deprecated": True}
-        same = {"$ref": f"#/properties/{name}"}
-        dashed |= {f"^{key.replace('_', '[-_]')}$": same for key in (name, *flag.aliases) if "_" in key}
+        keys = [key for key in (name, *flag.aliases) if "_" in key]
+        dashed |= {f"^{key.replace('_', '[-_]')}$": {"$ref": f"#/properties/{key}"} for key in keys}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "swiftlite recipe",
@@ -86,7 +91,7 @@ def _forms(flag: Flag, plain: dict[str, Any]) -> list[dict[str, Any]]:
         form = {"type": [own["type"], "string"], **bounds, "pattern": f"^({words})$"}
         return [form, {"const": -1}] if bounds and _takes(flag, -1) else [form]
     if flag.choices:
-        odd = [value for value in (True, False, 4) if _takes(flag, value)]
+        odd = [value for value in (True, False, 4, 8) if _takes(flag, value)]
         return [{"enum": [*flag.choices, *odd]}, _pattern([*words, *nothing])]
     own = next(form for form in plain.get("anyOf", [plain]) if form.get("type") != "null")
     odd = [{"enum": [False]}] if _takes(flag, False) else []

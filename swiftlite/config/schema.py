@@ -32,6 +32,7 @@ from swiftlite.config.types import (
     Names,
     NotNegative,
     NullWord,
+    OffForNull,
     OptionalCount,
     OptionalNotNegative,
     OptionalPort,
@@ -368,4 +369,4 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
     master_port: OptionalPort = flag(None, PARALLELISM, "Port on machine 0.", shown="free; 29500", env="MASTER_PORT")
 
     dry_run: bool = flag(False, RUN, "Show the resolved configuration and the layout, load nothing.")
-    debug: bool = flag(False, RUN, "Show tracebacks.")
+    debug: OffForNull = flag(False, RUN, "Show tracebacks.")

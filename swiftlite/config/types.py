@@ -49,7 +49,7 @@ SHARDING = FSDP_STRATEGIES | {
     "default-zero2": "grad_op",
     "zero0": "none",
 }
-PARALLEL = dict.fromkeys(("fsdp2", "true"), "fsdp")
+PARALLEL = dict.fromkeys(("fsdp2", "true"), "fsdp") | dict.fromkeys(("false", "null", ""), "auto")  # of `fsdp`
 OVERLONG = {"right": "truncate", "delete": "drop", "raise": "error"}
 SCHEDULER = {"warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine"}
 MIN_LR, MIN_LR_RATE = ({rf"\{{\W*{name}\W+([\d.e+-]+)\W*\}}": r"\1"} for name in ("min_lr", "min_lr_rate"))  # JSON
@@ -278,6 +278,7 @@ def seconds_of(text: str) -> int:
 
 Number = BeforeValidator(_no_bool)
 NullWord = BeforeValidator(_null_word)
+OffForNull = Annotated[bool, BeforeValidator(lambda value: False if _null_word(value) is None else value)]
 Names = Annotated[list[str], BeforeValidator(_to_list)]
 Targets = Annotated[list[str], BeforeValidator(_to_targets)]
 Columns = Annotated[dict[str, str], BeforeValidator(_to_columns)]

@@ -33,7 +33,8 @@ def saved_progress(state: dict[str, Any], checkpoint: Path, method: dict[str, An
     progress = as_saved(Progress, state["progress"], checkpoint)
     if progress.loss_scale:
         as_saved(LossScale, progress.loss_scale, checkpoint)
-    if progress.step < 0 or _types(progress.method) != _types(method):
+    half = (progress.best_step is None) != (progress.best_step_loss is None)
+    if progress.step < 0 or half or _types(progress.method) != _types(method):
         raise damaged_state(checkpoint, "progress")
     return progress
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -17,7 +17,6 @@ from swiftlite.checkpoint.saver import Saver
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
 from swiftlite.checkpoint.space import Space, check_space
 from swiftlite.checkpoint.state import (
-    copy_model,
     load_resume_state,
     plan_resume_file,
     read_trainer_state,
@@ -25,8 +24,7 @@ from swiftlite.checkpoint.state import (
     write_trainer_state,
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
-from swiftlite.config.changes import OF_THE_LOSS, OF_THE_ROWS, changed_settings
-from swiftlite.config.methods import PREFERENCE
+from swiftlite.config.changes import OF_THE_ROWS, changed_settings
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import LoadTokenizer, PreparedData, prepare_data
@@ -40,6 +38,7 @@ from swiftlite.parallel.world import World
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.training.agreement import check_same_rows
+from swiftlite.training.best import best_model, forget_lost_best, forget_other_losses
 from swiftlite.training.failures import StepFailed, other_memory_errors
 from swiftlite.training.interval import Interval
 from swiftlite.training.loop import Loop, Parts
@@ -149,6 +148,7 @@ class Session:
         self._optimizer = build_optimizer(trainee.trained(), config, trainee.mesh, trainee.matrices)
         self._progress = Progress()
         self._best: tuple[int | None, float | None] = None, None  # step and loss of the best checkpoint that is there
+        self._other_result = False  # than the settings of the run had asked for before it was resumed
         self._saved: Path | None = None  # the checkpoint that holds the present weights, or the last one written
         on_gpu = trainee.mesh.device.type == "cuda"
         background = config.async_save == "on" or (config.async_save == "auto" and on_gpu)
@@ -178,23 +178,14 @@ class Session:
         self._prepared.train.recount(progress.step)
         self._saved = checkpoint
         self._method.state = progress.method
-        self._forget_other_losses(checkpoint)
-        kept = progress.best_step is not None and step_folder(self._output, progress.best_step).is_dir()
-        if not self._mesh.any(kept):  # it lies in the folder that the run was started in
-            progress.best_step, progress.best_step_loss = None, None
+        settings = changed_settings(run_settings(checkpoint), self._config)
+        self._other_result = "result" in settings
+        forget_other_losses(progress, self._config, settings, self._reporter.message)
+        forget_lost_best(progress, self._config, self._is_there, self._reporter.message)
         self._best = progress.best_step, progress.best_step_loss
 
-    def _forget_other_losses(self, checkpoint: Path) -> None:
-        """Evaluations of a loss that is made otherwise now say nothing about those to come. Of sft and pretraining they
-        are always of the same."""
-        if self._config.method not in PREFERENCE:
-            return
-        settings = changed_settings(run_settings(checkpoint), self._config)
-        progress, changed = self._progress, [words for name, words in settings.items() if name in OF_THE_LOSS]
-        if changed and progress.best_loss is not None:
-            progress.best_loss = progress.best_step = progress.best_step_loss = None
-            progress.evaluations_without_gain = 0
-            self._reporter.message(f"the best evaluation so far is none any more: it had {', '.join(changed)}")
+    def _is_there(self, step: int) -> bool:
+        return self._mesh.any(step_folder(self._output, step).is_dir())
 
     def train(self, began: float) -> None:
         """Run the loop, then write model/, audit, plots and page. began: of the run, by time.monotonic."""
@@ -352,9 +343,10 @@ class Session:
 
     def _write_result(self) -> None:
         model = self._output / "model"
-        in_turn(self._saver.together, self._folder.keep if self._leads else nothing)
+        in_turn(self._saver.together, self._keep_place if self._leads else nothing)
         if not self._mesh.any(model.exists()):
-            parts = self._best_model() or (self._create_model, self._write_model)
+            best = best_model(self._config, self._best, self._output, self._is_there, self._reporter.message)
+            parts = best or (self._create_model, self._write_model)
             write_together(self._saver.together, model, *parts, manifest=False)
         if self._leads:
             self._folder.write_audit()
@@ -365,16 +357,10 @@ class Session:
         give_back()  # the plots need memory too, and in pieces of other sizes
         self._reporter.finish(model)
 
-    def _best_model(self) -> tuple[Callable[[Path], None], Callable[[Path], None]] | None:
-        """How the best checkpoint becomes the result; None where it is not to, or there is none."""
-        if self._config.result == "last":
-            return None
-        step, loss = self._best
-        if step is None:
-            self._reporter.message("warning: no checkpoint has an eval loss, so model/ has the last weights")
-            return None
-        self._reporter.message(f"model/ is step {step:,}, which has the least eval loss ({loss:.4g})")
-        return (lambda folder: copy_model(step_folder(self._output, step), folder)), lambda folder: None
+    def _keep_place(self) -> None:
+        self._folder.keep()
+        if self._other_result:
+            discard(self._output / "model")
 
     def _facts(self) -> dict[str, str]:
         config, trainee = self._config, self._trainee

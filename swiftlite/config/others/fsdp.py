@@ -29,12 +29,13 @@ WORDS = {**STRATEGIES, "offload": {"offload": "cpu"}, "auto_wrap": {}}
 
 
 def read_list(words: Iterable[str], where: str) -> dict[str, str]:
-    """The settings that `fsdp: [full_shard, auto_wrap]` says. Raises UserError for a word that has no equal here."""
-    found = {"parallel": "fsdp"}
+    """The settings that `fsdp: [full_shard, auto_wrap]` says, none where it is empty, as transformers has it without
+    FSDP. Raises UserError for a word that has no equal here."""
+    found: dict[str, str] = {}
     for word in words:
         if word not in WORDS:
             raise UserError(f"{word!r} has no equal here", where=where, fix=FIX)
-        found |= WORDS[word]
+        found |= {"parallel": "fsdp"} | WORDS[word]
     return found
 
 

@@ -91,7 +91,10 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "local_rank": (EVERY, "processes learn it from who starts them"),
     **dict.fromkeys(("average_tokens_across_devices", "calculate_per_token_loss"), (ON, _MEAN)),
     **dict.fromkeys(("ref_model_sync_steps", "ref_model_mixup_alpha"), (EVERY, "the reference stays as it was")),
-    **dict.fromkeys(("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"), (EVERY, _NO_SAMPLES)),
+    **dict.fromkeys(
+        ("max_new_tokens", "eval_max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"),
+        (EVERY, _NO_SAMPLES),
+    ),
     "use_hf": (ON, "models and data sets come from the Hugging Face hub"),
     "tuner_backend": (("peft",), "adapters are peft's"),
     "lora_task_type": (("causal_lm",), "the method says it"),
@@ -151,8 +154,8 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
          "double_quantization", "use_bnb_nested_quant", "dataset_exact_deduplication", "activation_offloading",
          "dataloader_drop_last", "eval_on_start", "use_cpu", "ignore_data_skip", "full_determinism", "use_vllm",
          "save_on_each_node", "load_args", "load_data_args", "data_parallel_random_init", "use_weighting",
-         "curriculum_sampling", "sample_packing_sequentially", "enable_dft_loss", "use_dft_loss", "use_asft_loss",
-         "use_eaft_loss"),
+         "curriculum_sampling", "sample_packing_sequentially", "eval_table_size", "enable_dft_loss",
+         "use_dft_loss", "use_asft_loss", "use_eaft_loss"),
         (OFF, "it is off in any case"),
     ),
 }  # fmt: skip

@@ -1,0 +1,63 @@
+"""The best checkpoint of a run: whether it still counts and is still there, and how it becomes the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swiftlite.checkpoint.folder import step_folder
+from swiftlite.checkpoint.state import copy_model
+from swiftlite.config.changes import OF_THE_LOSS
+from swiftlite.config.methods import PREFERENCE
+from swiftlite.training.progress import Progress
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+
+Say = Callable[[str], None]
+IsThere = Callable[[int], bool]  # whether some process has the checkpoint of a step in its output folder
+Parts = tuple[Callable[[Path], None], Callable[[Path], None]]
+
+
+def forget_other_losses(progress: Progress, config: RunConfig, settings: Mapping[str, str], say: Say) -> None:
+    """Evaluations of a loss that is made otherwise now say nothing about those to come. Of sft and pretraining they
+    are always of the same. settings: that have changed, in words."""
+    if config.method not in PREFERENCE:
+        return
+    changed = [words for name, words in settings.items() if name in OF_THE_LOSS]
+    if changed and progress.best_loss is not None:
+        progress.best_loss = progress.best_step = progress.best_step_loss = None
+        progress.evaluations_without_gain = 0
+        say(f"the best evaluation so far is none any more: it had {', '.join(changed)}")
+
+
+def forget_lost_best(progress: Progress, config: RunConfig, is_there: IsThere, say: Say) -> None:
+    """The best one may lie in the folder that the run was started in, or somebody has removed it."""
+    step, loss = progress.best_step, progress.best_step_loss
+    if step is None or is_there(step):
+        return
+    if config.result == "best":
+        say(
+            f"warning: step {step:,}, which has the least eval loss so far ({loss:.4g}), is not in "
+            f"{Path(config.output_dir) / 'checkpoints'}: --result best takes the best of those that follow"
+        )
+    progress.best_step, progress.best_step_loss = None, None
+
+
+def best_model(
+    config: RunConfig, best: tuple[int | None, float | None], output: Path, is_there: IsThere, say: Say
+) -> Parts | None:
+    """How the best checkpoint becomes the result, as `write_together` wants it; None where it is not to, or there is
+    none. best: its step and loss."""
+    if config.result == "last":
+        return None
+    step, loss = best
+    if step is None:
+        say("warning: no best checkpoint is known, so model/ has the last weights")
+        return None
+    if not is_there(step):
+        say(f"warning: step {step:,}, the best, is gone, so model/ has the last weights")
+        return None
+    say(f"model/ is step {step:,}, which has the least eval loss ({loss:.4g})")
+    return (lambda folder: copy_model(step_folder(output, step), folder)), lambda folder: None
