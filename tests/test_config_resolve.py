@@ -12,7 +12,7 @@ from swiftlite.config.batch import solve_batch, weigh
 from swiftlite.config.flags import all_flags, find_flag
 from swiftlite.config.layout import Layout, plan_layout
 from swiftlite.config.notes import PREFERENCE_SETTINGS
-from swiftlite.config.others.idle import IDLE, OFF
+from swiftlite.config.others.idle import IDLE
 from swiftlite.config.others.words import BEGINNINGS, INSTEAD, SETTING, VALUES, shown
 from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
@@ -158,12 +158,9 @@ def test_spellings_of_values(name, word, value):
 
 
 def test_what_is_told_of_other_tools_holds():
-    """Their names are no settings' own, but for switches that may be off, and what users are to write instead is
-    accepted."""
-    known = {name for flag in all_flags().values() for name in (flag.name, *flag.aliases)}
-    switches = {name for flag in all_flags().values() for name in flag.switches}
-    assert not known & (IDLE.keys() | INSTEAD.keys()) and not switches & INSTEAD.keys()
-    assert all(IDLE[name][0] == OFF for name in switches & IDLE.keys())
+    """Their names are no settings' own, and what users are to write instead is accepted."""
+    known = {name for flag in all_flags().values() for name in (flag.name, *flag.aliases, *flag.switches)}
+    assert not known & (IDLE.keys() | INSTEAD.keys())
     values = [(fix, setting) for setting, fixes in VALUES.items() for _, fix in fixes]
     texts = [*INSTEAD.values(), *(why for _, why in IDLE.values()), *(fix for fix, _ in values)]
     texts += [fix for _, fix in BEGINNINGS]

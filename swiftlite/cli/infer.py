@@ -11,7 +11,7 @@ import typer
 from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, given_path, model_option
 
 PRECISION = "auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs."
-TEMPLATE = "`chatml`, `instruction`, a Jinja file, or `none` for plain text. \\[default: the model's]"
+TEMPLATE = "A built-in name, a Jinja file, or `none` for plain text. \\[default: the model's]"
 TEMPERATURE = "0 takes the likeliest token, more is livelier."
 ROWS = "jsonl rows, also compressed: messages, prompt, Alpaca, ..."
 

@@ -149,8 +149,6 @@ class _Reader:
             flag, meant = switch
             if self._truth(option, value, negated and not find_switch(name)) == "true":
                 self._put(flag, option, [meant])
-            elif why := why_idle(name[3:] if negated else name, "false", in_recipe=False):
-                self._line.notes.append(f"{option} has no effect: {why}")
             else:
                 self._off[f"--{option[5:]}" if negated else option] = flag
             return

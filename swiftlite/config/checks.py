@@ -89,8 +89,10 @@ def _data_rules(config: RunConfig) -> list[Rule]:
 
 def _training_rules(config: RunConfig) -> list[Rule]:
     return [
-        *_evaluation_rules(config, "early_stopping_patience", "--early-stopping-patience"),
-        *_evaluation_rules(config, "result", "--result best"),
+        *_evaluation_rules(
+            config, config.early_stopping_patience is not None, "early_stopping_patience", "--early-stopping-patience"
+        ),
+        *_evaluation_rules(config, config.result == "best", "result", "--result best"),
         (
             config.result == "best" and config.save_steps == NEVER,
             "--result best is a checkpoint, and --save-steps is never",
@@ -138,9 +140,8 @@ def _training_rules(config: RunConfig) -> list[Rule]:
     ]
 
 
-def _evaluation_rules(config: RunConfig, name: str, flag: str) -> list[Rule]:
-    """Of a setting that looks at evaluations. flag: as it is written then."""
-    on = getattr(config, name) not in (None, "last")
+def _evaluation_rules(config: RunConfig, on: bool, name: str, flag: str) -> list[Rule]:
+    """Of a setting that looks at evaluations. on: it does; flag: as it is written then."""
     return [
         (
             on and not config.eval_dataset and config.eval_fraction == 0,

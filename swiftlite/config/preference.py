@@ -20,9 +20,9 @@ class PreferenceSettings(BaseModel):
         "kto: kto, apo_zero_unpaired; sft: cross_entropy, dft (weighted by each token's own probability).",
         "loss_type",
         "pref_loss",
-        phrases=dict.fromkeys(("rlhf_type", "rl"), {types.LOSSES_AS_METHODS: r"\1"}),
+        phrases=dict.fromkeys(("rlhf_type", "rl"), {types.LOSSES_AS_METHODS: r"\1"})
+        | dict.fromkeys(("enable_dft_loss", "use_dft_loss"), {types.ON_ALONE: "dft"}),
         shown="sigmoid; kto; cross_entropy",
-        switches={"enable_dft_loss": "dft", "use_dft_loss": "dft"},
         metavar="NAME[:WEIGHT] ...",
     )
     beta: Positive = flag(

@@ -43,7 +43,7 @@ from swiftlite.config.types import (
     Positive,
     Spelling,
     Whole,
-    ZeroForNone,
+    ZeroForNull,
 )
 
 
@@ -292,7 +292,7 @@ class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSetti
     on_nonfinite: Annotated[Literal["error", "skip"], Spelling()] = flag(
         "error", OPTIMIZATION, "A loss or gradient that is not finite: stop, or skip and count the step."
     )
-    neftune_noise_alpha: ZeroForNone = flag(
+    neftune_noise_alpha: ZeroForNull = flag(
         0.0, OPTIMIZATION, "sft, pretrain: noise on embeddings while training, times alpha / sqrt(tokens x width).",
         "neftune_alpha", "noisy_embedding_alpha",
     )  # fmt: skip

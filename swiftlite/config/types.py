@@ -196,9 +196,9 @@ def _null_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in NULL_WORDS else value
 
 
-def _one_if_null(value: Any) -> Any:
-    """Other tools' "no ratio"."""
-    return 1.0 if _null_word(value) is None else value
+def _null_is(meant: Any) -> BeforeValidator:
+    """For a setting that is never null: what a null of other tools' files says."""
+    return BeforeValidator(lambda value: meant if _null_word(value) is None else value)
 
 
 def _minus_one(value: Any) -> Any:
@@ -278,7 +278,7 @@ def seconds_of(text: str) -> int:
 
 Number = BeforeValidator(_no_bool)
 NullWord = BeforeValidator(_null_word)
-OffForNull = Annotated[bool, BeforeValidator(lambda value: False if _null_word(value) is None else value)]
+OffForNull = Annotated[bool, _null_is(False)]
 Names = Annotated[list[str], BeforeValidator(_to_list)]
 Targets = Annotated[list[str], BeforeValidator(_to_targets)]
 Columns = Annotated[dict[str, str], BeforeValidator(_to_columns)]
@@ -298,11 +298,11 @@ OptionalWhole = Annotated[Whole | None, NullWord]
 Integer = Annotated[int, Number]
 Positive = Annotated[float, Field(gt=0), Number]
 Passes = Annotated[float, Field(gt=0, le=1e6), Number]
-Ratio = Annotated[Positive, BeforeValidator(_one_if_null)]
+Ratio = Annotated[Positive, _null_is(1.0)]
 OptionalPositive = Annotated[Positive | None, NullWord]
 NotNegative = Annotated[float, Field(ge=0), Number]
 OptionalNotNegative = Annotated[NotNegative | None, NullWord]
-ZeroForNone = Annotated[NotNegative, BeforeValidator(lambda value: 0.0 if _null_word(value) is None else value)]
+ZeroForNull = Annotated[NotNegative, _null_is(0.0)]
 Fraction = Annotated[float, Field(ge=0, le=1), Number]
 BelowOne = Annotated[float, Field(ge=0, lt=1), Number]
 OptionalText = Annotated[str | None, NullWord]
