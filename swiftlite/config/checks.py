@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from swiftlite.config.losses import LOSSES, losses_of
+from swiftlite.config.losses import LOSSES, losses_of, weighs_by_probability
 from swiftlite.config.methods import PREFERENCE
 from swiftlite.config.types import NEVER
 from swiftlite.errors import UserError, all_in_one
@@ -174,12 +174,39 @@ def _method_rules(config: RunConfig) -> list[Rule]:
             ("neftune_noise_alpha",),
             "leave it out, or train by sft or pretrain first",
         ),
+        *_teacher_rules(config),
         (
             bool(config.router_aux_loss_coef) and config.method == "rm",
             "--router-aux-loss-coef weighs a loss that transformers has for language models alone, and rm trains a "
             "model that gives scores",
             ("router_aux_loss_coef",),
             "leave it out",
+        ),
+    ]
+
+
+def _teacher_rules(config: RunConfig) -> list[Rule]:
+    """Of a second model whose probabilities are learnt."""
+    if config.teacher is None:
+        return []
+    return [
+        (
+            config.method in PREFERENCE,
+            f"--teacher is learnt from token by token, and {config.method} compares whole answers",
+            ("teacher",),
+            "leave it out, or train by sft or pretrain",
+        ),
+        (
+            weighs_by_probability(config),
+            "--loss dft weighs the tokens of a text by their probability, and --teacher says itself what each counts",
+            ("loss", "teacher"),
+            "leave one of them out",
+        ),
+        (
+            bool(config.new_tokens),
+            "--teacher knows nothing of --new-tokens",
+            ("teacher", "new_tokens"),
+            "leave one of them out",
         ),
     ]
 

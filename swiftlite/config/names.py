@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 # The settings that name files and folders: what a run reads, its data sets, several names each, and where it writes.
-SOURCES = ("model", "tokenizer", "chat_template", "adapter")
+SOURCES = ("model", "teacher", "tokenizer", "chat_template", "adapter")
 DATASETS = ("dataset", "eval_dataset")
 NAMES = (*SOURCES, *DATASETS, "cache_dir", "output_dir", "resume")
 ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter

@@ -99,6 +99,8 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.adapter is not None:
         yield from ((name, "beside --adapter, which brings its own") for name in (*LORA_SHAPE, "modules_to_save"))
     yield from _ineffective_preference(config)
+    if config.teacher is None:
+        yield from ((name, "without --teacher") for name in ("teacher_weight", "teacher_tokens"))
     if config.lr_scheduler != "wsd":
         yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"
     if config.lr_scheduler.startswith("constant"):

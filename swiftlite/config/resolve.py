@@ -207,7 +207,8 @@ def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
     for name in SOURCES:
         value = getattr(config, name)
         named[name] = value and (placed(value, base) or value)
-    named["model"] = model_name(named["model"])
+    for name in ("model", "teacher"):
+        named[name] = named[name] and model_name(named[name])
     if config.system is not None:
         named["system"] = system_text(config.system, base)
     return named

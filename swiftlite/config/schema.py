@@ -22,6 +22,7 @@ from swiftlite.config.setting import (
 )
 from swiftlite.config.speed import SpeedSettings
 from swiftlite.config.survival import SurvivalSettings
+from swiftlite.config.teaching import TeacherSettings
 from swiftlite.config.tuning import TunerSettings
 from swiftlite.config.types import (
     BelowOne,
@@ -47,7 +48,7 @@ from swiftlite.config.types import (
 )
 
 
-class RunConfig(TunerSettings, PreferenceSettings, SurvivalSettings, OutputSettings, SpeedSettings):
+class RunConfig(TunerSettings, PreferenceSettings, TeacherSettings, SurvivalSettings, OutputSettings, SpeedSettings):
     """Everything that defines one run. Made by `resolve`; immutable afterwards."""
 
     model_config = ConfigDict(

@@ -44,6 +44,33 @@ class Completions:
 
 
 @dataclass(frozen=True)
+class Taught:
+    """What a teacher says of a micro-batch's trained tokens, or of those of one rank's slice of it.
+
+    ids: int64 `[trained tokens, k]`, the tokens that it finds likeliest at each place; probabilities: fp32 of the same
+    shape, 1 in sum at each; weight: what they count beside the token of the text, which counts the rest of 1.
+    """
+
+    ids: torch.Tensor
+    probabilities: torch.Tensor
+    weight: float
+
+    def to(self, device: torch.device) -> Taught:
+        """The same with its tensors on a device."""
+        return replace(self, **_on(device, self))
+
+    def beside(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, what each counts), `[trained tokens, 1 + k]`. targets: the tokens of the text."""
+        own = torch.full_like(self.probabilities[:, :1], 1 - self.weight)
+        ids = torch.cat([targets[:, None], self.ids], dim=1)
+        return ids, torch.cat([own, self.weight * self.probabilities], dim=1)
+
+    def entropy(self) -> torch.Tensor:
+        """Of the teacher's probabilities at each place, `[trained tokens]`."""
+        return torch.special.entr(self.probabilities).sum(-1)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The documents of some packs laid end to end; T tokens, D documents, no padding.
 
@@ -61,6 +88,7 @@ class MicroBatch:
     of each label in the order of the labels.
     noise: int64 `[3, T]`, of each token the key of its document's noise, its position there and the document's tokens;
     None where embeddings get no noise.
+    taught: what a teacher says of the trained tokens; None without one, or before it has been asked.
     """
 
     input_ids: torch.Tensor
@@ -79,6 +107,7 @@ class MicroBatch:
     owner: torch.Tensor | None = None
     completions: Completions | None = None
     noise: torch.Tensor | None = None
+    taught: Taught | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on a device."""
@@ -117,11 +146,11 @@ class MicroBatch:
         return self.padded([min(longest, more - begun) for begun in range(0, more, longest)])
 
 
-def _on(device: torch.device, holder: MicroBatch | Completions) -> dict[str, torch.Tensor | Completions]:
+def _on(device: torch.device, holder: MicroBatch | Completions | Taught) -> dict[str, object]:
     values = {field.name: getattr(holder, field.name) for field in fields(holder)}
     moved = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, torch.Tensor)}
     return moved | {
-        name: values[name].to(device) for name in ("completions", "context") if values.get(name) is not None
+        name: values[name].to(device) for name in ("completions", "context", "taught") if values.get(name) is not None
     }
 
 

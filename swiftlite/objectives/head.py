@@ -25,10 +25,19 @@ def chunk_tokens(vocabulary: int, device: torch.device, itemsize: int = 4) -> in
 
 
 @dataclass(frozen=True)
+class Soft:
+    """Several targets of each token. shares: fp32 `[n, c]`, what each counts, 1 in all over the whole vocabulary; own:
+    fp32 `[n]`, 1 where the first of them, the token of the text, is here."""
+
+    shares: torch.Tensor
+    own: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Options:
     """chunk: tokens of one; dtype: of the products; tokens: without those that they are filled up with; leaf: the
-    weight itself, where its gradient is added to its `.grad`: what autograd saves may come back as another tensor; the
-    rest as in `swiftlite.objectives.logprobs.token_logprobs`."""
+    weight itself, where its gradient is added to its `.grad`: what autograd saves may come back as another tensor;
+    soft: None where each token has one target; the rest as in `swiftlite.objectives.logprobs.token_logprobs`."""
 
     scale: float
     softcap: float | None
@@ -38,10 +47,20 @@ class Options:
     leaf: torch.Tensor | None
     upstream: torch.Tensor | None
     cast: torch.Tensor | None
+    soft: Soft | None = None
 
     def without_filling(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Of the tokens alone. No view, which FSDP does not like a module to return."""
         return logprobs if len(logprobs) == self.tokens else logprobs[: self.tokens].clone()
+
+    def results(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Where results go, one or two of each position."""
+        shape = (len(hidden),) if self.soft is None else (len(hidden), 2)
+        return hidden.new_empty(shape, dtype=torch.float32)
+
+    def of_means(self, upstream: torch.Tensor) -> torch.Tensor:
+        """Gradients `[n]` of the results that have one."""
+        return upstream if self.soft is None else upstream[:, 0]
 
     def parts(self, tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk) for start in range(0, tokens, self.chunk)]
@@ -80,14 +99,14 @@ class Head:
     def read(self, part: slice, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits of the targets, normalizers): fp32 `[chunk]` each. rows: the targets' rows of the weight."""
         logits = self._logits(part)
-        return logits.gather(-1, rows[:, None])[:, 0], logits.logsumexp(-1)
+        return self._picked(part, logits, rows), logits.logsumexp(-1)
 
     def learn(self, part: slice, rows: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
         """Add the gradients of a chunk whose results all count, if any are wanted. Returns log p, fp32 `[chunk]`."""
         logits = self._logits(part)
         slope = self._slope(logits)
         logits = _log_softmax(logits)
-        logprobs = logits.gather(-1, rows[:, None])[:, 0]
+        logprobs = self._picked(part, logits, rows)
         if self._learns:
             self._take_gradients(part, logits, slope, rows, upstream, upstream)
         return logprobs
@@ -106,6 +125,18 @@ class Head:
         weight = None if self.grad_weight is None or self.options.leaf is not None else self.grad_weight.total
         found = zip((self.grad_hidden, weight, self.grad_bias), self._types, strict=True)
         return [None if grad is None else grad.to(dtype) for grad, dtype in found]
+
+    def likeliest(self, part: slice, count: int, within: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, rows of the weight) of the `count` likeliest of the first `within` rows, `[chunk, count]` each."""
+        return self._logits(part)[:, :within].topk(count, -1)
+
+    def _picked(self, _part: slice, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of `[chunk, vocabulary]` those of the targets."""
+        return values.gather(-1, rows[:, None])[:, 0]
+
+    def _add_found(self, _part: slice, grad: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+        """To the gradients `[chunk, vocabulary]` what they are at the targets beside the softmax's."""
+        grad.scatter_add_(-1, rows[:, None], found[:, None].to(grad.dtype))
 
     def _raw_logits(self, part: slice) -> torch.Tensor:
         """In the type of the products."""
@@ -149,7 +180,7 @@ class Head:
     ) -> None:
         """d log p(y) / d logits = onehot(y) - p. logprobs: log p of the whole vocabulary, which is used up."""
         grad = logprobs.exp_().mul_(-upstream[:, None])
-        grad.scatter_add_(-1, rows[:, None], found[:, None].to(grad.dtype))
+        self._add_found(part, grad, rows, found)
         if slope is not None:
             grad *= slope
         if self.options.scale != 1.0:
@@ -184,8 +215,23 @@ class FusedHead(Head):
         self._add_products(part, logits)
 
 
-def kind_of_head(hidden: torch.Tensor) -> type[Head]:
+class SoftHead(Head):
+    """Several targets of each token, with shares. rows are `[chunk, c]`, and results `[chunk, 2]`: the sum over the
+    targets by their shares, which has a gradient, and the first target's own, to be read alone."""
+
+    def _picked(self, part: slice, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        soft = self.options.soft
+        picked = values.gather(-1, rows)
+        return torch.stack([(picked * soft.shares[part]).sum(-1), picked[:, 0] * soft.own[part]], dim=-1)
+
+    def _add_found(self, part: slice, grad: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+        grad.scatter_add_(-1, rows, (found[:, None] * self.options.soft.shares[part]).to(grad.dtype))
+
+
+def kind_of_head(hidden: torch.Tensor, soft: Soft | None = None) -> type[Head]:
     """The one for hidden states on their device."""
+    if soft is not None:
+        return SoftHead
     return FusedHead if hidden.is_cuda and can_fuse() else Head
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from swiftlite.dtensors import is_dtensor
 from swiftlite.models.embedding import takes_gradient
 from swiftlite.models.products import onednn_serves, rounded
-from swiftlite.objectives.head import Options, chunk_tokens, kind_of_head
+from swiftlite.objectives.head import Head, Options, Soft, chunk_tokens, kind_of_head
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -54,6 +54,7 @@ def token_logprobs(
     direct: bool = False,
     upstream: torch.Tensor | None = None,
     cast: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log p(target) at each position, in fp32.
 
@@ -66,25 +67,88 @@ def token_logprobs(
     direct: the weight's gradient is added to its `.grad` where it is made, if that can be; autograd gets none. Of a sum
     that needs upstream: a number, the gradient that each result will get. cast: the weight in the autocast type, where
     there is such a copy.
-    Returns `[n]`.
+    shares: fp32 `[n, c]`, each row 1 in sum: each position has several targets then, int64 `[n, c]`, and what is said
+    above of a result is of their mean.
+    Returns `[n]`; with shares `[n, 2]`: of a position the mean of log p over its targets, by their shares, and log p of
+    the first one, which is to be read alone and passes no gradient on.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    share = None
+    dtype, share, tokens, soft = product_type(hidden), None, len(targets), None
     if is_dtensor(weight):
         share = _share_of(weight)
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-    chunk = chunk or chunk_tokens(weight.shape[0], hidden.device, kind_of_head(hidden).logit_bytes(dtype))
+    if onednn_serves(hidden.device, dtype):  # filled up here once, not in each product
+        hidden, targets, shares = (_filled(x, rounded(tokens)) for x in (hidden, targets, shares))
+    if shares is not None:
+        targets, soft = _divided(targets, shares, share, weight.shape[0])
+    chunk = chunk or chunk_tokens(weight.shape[0], hidden.device, kind_of_head(hidden, soft).logit_bytes(dtype))
     at_once = summed and share is None and torch.is_grad_enabled()
     direct = direct and share is None and takes_gradient(weight) and not (at_once and upstream is None)
-    tokens = len(targets)
-    if onednn_serves(hidden.device, dtype):  # filled up here once, not in each product
-        more = rounded(tokens) - tokens
-        hidden, targets = F.pad(hidden, (0, 0, 0, more)), F.pad(targets, (0, more))
-    options = Options(scale, softcap, chunk, dtype, tokens, weight if direct else None, upstream, cast)
+    options = Options(scale, softcap, chunk, dtype, tokens, weight if direct else None, upstream, cast, soft)
     if at_once:
         return _SummedLogProbs.apply(hidden, weight, bias, targets, options)
     return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)
+
+
+def likeliest_tokens(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    count: int,
+    within: int,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    cast: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(probabilities, ids) of the `count` likeliest of the vocabulary's first `within` tokens at each position, fp32
+    and int64 `[n, count]`, the likeliest first; probabilities are of those tokens alone, 1 in sum.
+
+    The other parameters as in `token_logprobs`; under tensor parallelism the result is the same on all ranks.
+    """
+    dtype, share = product_type(hidden), None
+    if is_dtensor(weight):
+        share = _share_of(weight)
+        weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+    chunk = chunk_tokens(weight.shape[0], hidden.device)
+    options = Options(scale, softcap, chunk, dtype, len(hidden), None, None, cast)
+    head, first = Head(hidden, weight, bias, options), 0 if share is None else share.first
+    here = max(0, min(within - first, weight.shape[0]))
+    logits = torch.full((len(hidden), count), -torch.inf, device=hidden.device)
+    ids = torch.zeros(len(hidden), count, dtype=torch.int64, device=hidden.device)
+    for part in options.parts(len(hidden)) if here else ():
+        values, rows = head.likeliest(part, min(count, here), here)
+        logits[part, : values.shape[1]], ids[part, : rows.shape[1]] = values, rows + first
+    if share is not None:
+        logits, ids = (_beside(x, share.group) for x in (logits, ids))
+        logits, places = logits.topk(count, -1)
+        ids = ids.gather(-1, places)
+    return logits.softmax(-1), ids
+
+
+def product_type(hidden: torch.Tensor) -> torch.dtype:
+    """In which the head multiplies."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _filled(values: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """With zeros behind them."""
+    return None if values is None else F.pad(values, (*(0, 0) * (values.dim() - 1), 0, rows - len(values)))
+
+
+def _divided(targets: torch.Tensor, shares: torch.Tensor, share: _Share | None, rows: int) -> tuple[torch.Tensor, Soft]:
+    """(the rows here of targets `[n, c]`, what they count here)."""
+    if share is None:
+        return targets, Soft(shares, shares.new_ones(len(shares)))
+    here, targets = share.locate(targets, rows)
+    return targets, Soft(shares * here, here[:, 0].to(shares.dtype))
+
+
+def _beside(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All ranks' values `[n, count]` as `[n, ranks * count]`."""
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values, group=group)
+    return torch.cat(parts, dim=-1)
 
 
 def _share_of(weight: DTensor) -> _Share:
@@ -108,15 +172,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
         options: Options,
         share: _Share | None,
     ) -> torch.Tensor:
-        head = kind_of_head(hidden)(hidden, weight, bias, options)
-        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        normalizers = torch.empty_like(logprobs)
-        here, rows = (None, targets) if share is None else share.locate(targets, weight.shape[0])
+        head = kind_of_head(hidden, options.soft)(hidden, weight, bias, options)
+        logprobs, normalizers = options.results(hidden), hidden.new_empty(len(hidden), dtype=torch.float32)
+        here, rows = None, targets
+        if share is not None and options.soft is None:
+            here, rows = share.locate(targets, weight.shape[0])
         for part in options.parts(hidden.shape[0]):
             logprobs[part], normalizers[part] = head.read(part, rows[part])
         if share is not None:
             _complete(logprobs, normalizers, here, share.group)
-        logprobs -= normalizers
+        logprobs -= normalizers if options.soft is None else normalizers[:, None]
         ctx.save_for_backward(hidden, weight, bias, rows, here, normalizers)
         ctx.options, ctx.share = options, share
         return options.without_filling(logprobs)
@@ -124,8 +189,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, rows, here, normalizers = ctx.saved_tensors
-        upstream = F.pad(upstream, (0, len(hidden) - len(upstream)))
-        head = kind_of_head(hidden)(hidden, weight, bias, ctx.options, ctx.needs_input_grad)
+        upstream = _filled(ctx.options.of_means(upstream), len(hidden))
+        head = kind_of_head(hidden, ctx.options.soft)(hidden, weight, bias, ctx.options, ctx.needs_input_grad)
         found = upstream if here is None else upstream * here
         for part in ctx.options.parts(hidden.shape[0]):
             head.learn_again(part, rows[part], upstream[part], found[part], normalizers[part])
@@ -146,19 +211,20 @@ class _SummedLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         options: Options,
     ) -> torch.Tensor:
-        head = kind_of_head(hidden)(hidden, weight, bias, options, ctx.needs_input_grad)
-        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        head = kind_of_head(hidden, options.soft)(hidden, weight, bias, options, ctx.needs_input_grad)
+        logprobs = options.results(hidden)
         upstream = logprobs.new_ones(()) if options.upstream is None else options.upstream
-        upstream = F.pad(upstream.expand(options.tokens), (0, len(hidden) - options.tokens))
+        upstream = _filled(upstream.expand(options.tokens), len(hidden))
         for part in options.parts(hidden.shape[0]):
             logprobs[part] = head.learn(part, targets[part], upstream[part])
-        ctx.gradients, ctx.upstream = head.gradients(), options.upstream
+        ctx.gradients, ctx.upstream, ctx.means = head.gradients(), options.upstream, options.of_means
         return options.without_filling(logprobs)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so there is no second time
         if upstream.numel():
+            upstream = ctx.means(upstream)
             expected = upstream[0] if ctx.upstream is None else ctx.upstream
             torch._assert_async((upstream == expected).all(), "the loss is no multiple of the sum")
             if ctx.upstream is None:
@@ -166,11 +232,17 @@ class _SummedLogProbs(torch.autograd.Function):
         return *gradients, None, None
 
 
-def _complete(logits: torch.Tensor, normalizers: torch.Tensor, here: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Make one rank's logits of the targets and normalizers, `[n]` each, those of the whole vocabulary, in place."""
+def _complete(
+    logits: torch.Tensor, normalizers: torch.Tensor, here: torch.Tensor | None, group: dist.ProcessGroup
+) -> None:
+    """Make one rank's logits of the targets, `[n]` or `[n, 2]`, and normalizers, `[n]`, those of the whole vocabulary,
+    in place. here: of which targets; None where the logits of others are zero already."""
     largest = normalizers.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    sums = torch.stack([(normalizers - largest).exp_(), logits.masked_fill_(~here, 0)])
+    if here is not None:
+        logits.masked_fill_(~here, 0)
+    columns = logits[:, None] if logits.dim() == 1 else logits
+    sums = torch.cat([(normalizers - largest).exp_()[:, None], columns], dim=1)
     dist.all_reduce(sums, group=group)
-    normalizers.copy_(sums[0].log_().add_(largest))
-    logits.copy_(sums[1])
+    normalizers.copy_(sums[:, 0].log().add_(largest))
+    columns.copy_(sums[:, 1:])

@@ -19,7 +19,7 @@ from swiftlite.models.last_layer import PLACES
 from swiftlite.models.logits import unknown_transform
 from swiftlite.models.noise import EmbeddingNoise
 from swiftlite.objectives.completions import answer_scores
-from swiftlite.objectives.logprobs import token_logprobs
+from swiftlite.objectives.logprobs import likeliest_tokens, token_logprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,6 +72,7 @@ class TokenScorer(nn.Module):
         self._base = [base]  # in a list, so that its parameters are not registered a second time
         self._anatomy = dissect(base)
         self._noise = EmbeddingNoise(0.0)
+        self._tells: dict[str, int] | None = None
         self._routed = balances_router(base.config) and not self._anatomy.gives_scores
         if self._routed and not hasattr(base, "router_aux_loss_coef"):
             raise UserError(
@@ -88,6 +89,11 @@ class TokenScorer(nn.Module):
         """From now on the embeddings of micro-batches that say so get noise, once the model is divided."""
         self._noise = EmbeddingNoise(alpha)
         self._noise.attach(self._anatomy.embedding)
+
+    def tell_likeliest(self, count: int, within: int) -> None:
+        """From now on it is asked for the likeliest tokens: `logprobs` is fp32 `[2, trained tokens, count]`, their
+        probabilities and their ids, which fp32 holds exactly up to 2^24. within: see `likeliest_tokens`."""
+        self._tells = {"count": count, "within": within}
 
     def forward(self, batch: MicroBatch, upstream: torch.Tensor | None = None) -> Scores:
         """Score one micro-batch. upstream: see `token_logprobs`. Raises UserError where the model ignores the document
@@ -139,22 +145,28 @@ class TokenScorer(nn.Module):
     def _score(
         self, hidden: torch.Tensor, batch: MicroBatch | _Probe, upstream: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """log p of the trained tokens from the decoder's last hidden states `[1, T, hidden]`, or scores of answers."""
+        """log p of the trained tokens from the decoder's last hidden states `[1, T, hidden]`; of a classifier scores of
+        answers, of a teacher what it tells."""
         if self._anatomy.gives_scores:
             last = batch.completions.last if batch.context is None else batch.context.in_slice(batch.completions.last)
             return answer_scores(hidden[0], self._anatomy.head.weight, last)
         head, transform = self._anatomy.head, self._anatomy.transform
+        at_learnt = hidden[0].index_select(0, batch.learnt), head.weight, head.bias
+        options = {"scale": transform.scale, "softcap": transform.softcap, "cast": half_weight(head)}
+        if self._tells is not None:
+            probabilities, ids = likeliest_tokens(*at_learnt, **self._tells, **options)
+            return torch.stack([probabilities, ids.to(probabilities.dtype)])
+        targets, shares = batch.labels[0].index_select(0, batch.learnt), None
+        if batch.taught is not None:
+            targets, shares = batch.taught.beside(targets)
         return token_logprobs(
-            hidden[0].index_select(0, batch.learnt),
-            head.weight,
-            head.bias,
-            batch.labels[0].index_select(0, batch.learnt),
-            scale=transform.scale,
-            softcap=transform.softcap,
+            *at_learnt,
+            targets,
             summed=self._summed,
             direct=self._direct,
             upstream=upstream,
-            cast=half_weight(head),
+            shares=shares,
+            **options,
         )
 
     def _router_loss(self, outputs: MoeModelOutputWithPast | _Decoded, batch: MicroBatch) -> torch.Tensor:
@@ -350,6 +362,7 @@ class _Probe:
     context: None = None
     key_index: None = None
     noise: None = None
+    taught: None = None
 
     def second(self) -> _Probe:
         """The second document alone."""

@@ -203,7 +203,7 @@ def slice_for_context(
     The row is padded by documents of their own without labels. `input_ids`, `position_ids` and `labels` become
     `[1, slice]`, `noise` `[3, slice]`, `learnt` and `owner` those of the slice's labels, and the counts of tokens those
     of the slice, without padding: summed over the group they are the row's. Borders, keys, `max_document` and
-    `completions` go on describing the whole row.
+    `completions` go on describing the whole row; `taught` is the slice's already.
     """
     if group is None:
         return batch

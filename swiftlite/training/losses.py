@@ -47,6 +47,27 @@ class TokenLoss:
         return loss(logprobs, max(1, self.tokens)), ()
 
 
+@dataclass(frozen=True)
+class TaughtLoss:
+    """Knowledge distillation (arXiv 1503.02531, at temperature 1): `(1 - w) CE + w KL(teacher || model)` as a mean over
+    the step's trained tokens, of a teacher that says what it finds likeliest. tokens: N of the whole step."""
+
+    tokens: int
+    names: tuple[str, ...] = ("cross_entropy", "kl/teacher")
+
+    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
+        """logprobs: `[trained tokens, 2]`, see `token_logprobs`. The model's mean log p over text and teacher is what
+        is learnt; the teacher's own entropy makes a KL of it."""
+        if batch.taught is None:  # of a micro-batch of which nothing is learnt
+            return logprobs.sum(), (logprobs.detach().sum(), logprobs.detach().sum())
+        weight, entropy = batch.taught.weight, batch.taught.entropy()
+        means, own = logprobs.unbind(-1)
+        cross_entropy = -own.detach()
+        kl = (-means.detach() - (1 - weight) * cross_entropy) / weight - entropy
+        loss = -(means + weight * entropy).sum() / max(1, self.tokens)
+        return loss, (cross_entropy.sum(), kl.sum())
+
+
 PAIR_SUMS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin", "logps/chosen", "logps/rejected",
 )  # fmt: skip
@@ -131,8 +152,8 @@ def by_pair(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[::2], values[1::2]
 
 
-def reported(loss: torch.Tensor, sums: Sequence[torch.Tensor], batch: MicroBatch, step_loss: StepLoss) -> torch.Tensor:
+def reported(loss: torch.Tensor, sums: Sequence[torch.Tensor], batch: MicroBatch) -> torch.Tensor:
     """`[1 + names]`: this process's share of the numbers of a step. Ranks of a divided row that all know the whole
-    row's numbers share them out."""
+    row's numbers, which those of answers are, share them out."""
     values = torch.stack([loss.detach(), *(value.detach().to(loss.dtype) for value in sums)])
-    return values if batch.context is None or not step_loss.names else values / batch.context.size
+    return values if batch.context is None or batch.completions is None else values / batch.context.size

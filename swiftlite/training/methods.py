@@ -17,7 +17,7 @@ from swiftlite.errors import RunError
 from swiftlite.objectives.preference import Preference, RunningReward
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired, metric_means, reference_point
-from swiftlite.training.losses import PairLoss, RewardLoss, RowLoss, StepLoss, TokenLoss
+from swiftlite.training.losses import PairLoss, RewardLoss, RowLoss, StepLoss, TaughtLoss, TokenLoss
 from swiftlite.training.reference import Place, Reference
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from swiftlite.data.order import Pack, StepBatch
     from swiftlite.parallel.mesh import Mesh
     from swiftlite.training.share import StepShare
+    from swiftlite.training.teacher import Teacher
 
 MakeLoss = Callable[[int], StepLoss]  # from what the loss is divided by
 START_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -76,6 +77,17 @@ class Supervised(Method):
         """The cross-entropy in any case: -p log p is least both where p is 1 and where it is 0, so it tells no better
         model from a worse one."""
         return share, TokenLoss
+
+
+class Distilled(Supervised):
+    """SFT and pretraining with a teacher, which evaluations do without: their loss is the cross-entropy of the text."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        super().__init__()
+        self._teacher = teacher
+
+    def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        return replace(share, micro_batches=self._teacher.teach(share.micro_batches)), TaughtLoss
 
 
 class Paired(Method):

@@ -52,12 +52,20 @@ def weights_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
     return precision.dtype if config.tuner == "lora" else precision.masters
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A model that lies beside the trained one and is not trained. weights: its bytes as a whole."""
+
+    weights: float
+    flops: FlopCounter
+
+
 @dataclass
 class Outline:
     """A model before it is divided, on `meta`, tuned as it will be, and what layouts take of it.
 
     kernels: whose are used, `liger` or another's; trained, frozen: parameters; packed: of them, those of
-    quantized matrices; evaluates: there is no backward pass.
+    quantized matrices; evaluates: there is no backward pass; beside: a teacher, if there is one.
     """
 
     base: PreTrainedModel
@@ -69,6 +77,7 @@ class Outline:
     frozen: int
     packed: int
     evaluates: bool = False
+    beside: Beside | None = None
 
     @staticmethod
     def of(
@@ -145,6 +154,9 @@ class Outline:
             models=2 if config.reference == "model" else 1,
         )
         held = footprint(self.blocks, layout, stages, self.number_bytes(config), work)
+        if self.beside is not None and not work.offload:
+            shards = layout.tp * layout.pp * layout.dp_shard * layout.cp
+            held = replace(held, weights=held.weights + self.beside.weights / shards)
         if self.device.type != "cpu":
             return held
         return replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)

@@ -163,7 +163,7 @@ class PipelineStep:
         def objective(index: int, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
             batch = ready[index]
             loss, sums = step_loss(scores[0], batch)
-            values.append(reported(loss, sums, batch, step_loss))
+            values.append(reported(loss, sums, batch))
             for router_loss in scores[1:]:  # a mean per micro-batch, not per token
                 routers.append(router_loss.detach() / count)
                 loss = loss + router_loss / count
@@ -258,9 +258,9 @@ class PipelineStep:
     def evaluate(self, batches: Sequence[MicroBatch], step_loss: StepLoss) -> tuple[float, dict[str, float]]:
         """As `StepRunner.evaluate`."""
         total = torch.zeros(1 + len(step_loss.names), device=self._mesh.device)
-        for batch, logprobs in self._logprobs(batches):
+        for batch, logprobs in self._logprobs([self._place(batch) for batch in batches]):
             if logprobs is not None:
-                total += reported(*step_loss(logprobs, batch), batch, step_loss)
+                total += reported(*step_loss(logprobs, batch), batch)
         loss, *sums = self._mesh.sum_over_data(self._mesh.sum_over(total, "pp")).tolist()
         return loss, dict(zip(step_loss.names, sums, strict=True))
 
@@ -268,18 +268,28 @@ class PipelineStep:
     def score(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """As `StepRunner.score`; every stage learns of it."""
         found = []
-        for batch, logprobs in self._logprobs(batches):
+        for batch, logprobs in self._logprobs([self._place(batch) for batch in batches]):
             none = torch.zeros(len(batch.completions), dtype=torch.float64, device=self._mesh.device)
             found.append(none if logprobs is None else answer_sums(logprobs, batch))
         sizes = [len(sums) for sums in found]
         return list(self._mesh.sum_over(torch.cat(found), "pp").split(sizes)) if found else []
 
-    def _logprobs(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor | None]]:
-        """Each micro-batch with its log-probabilities on the last stage, None on the others.
+    @torch.no_grad()
+    def told(self, batches: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
+        """As `StepRunner.told`; every stage learns of it. Rows are as long as in training, where slices of them are
+        the same."""
+        found = []
+        for batch, told in self._logprobs(self._in_one_shape(batches, len(batches))):
+            found.append(torch.zeros(2, len(batch.learnt), count, device=self._mesh.device) if told is None else told)
+        sizes = [part.shape[1] for part in found]
+        return list(self._mesh.sum_over(torch.cat(found, dim=1), "pp").split(sizes, dim=1))
+
+    def _logprobs(self, ready: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor | None]]:
+        """Each micro-batch with its log-probabilities on the last stage, None on the others. ready: as `_place` makes
+        them.
 
         Forward passes through the stages in order, the same under every schedule.
         """
-        ready = [self._place(batch) for batch in batches]
         work = Work(ready, lambda *_: self._precision.compute(self._mesh.device))
         for scorer in self._scorers:
             scorer.begin(work)

@@ -41,6 +41,7 @@ from swiftlite.training.precision import Precision
 from swiftlite.training.setup import build_base, check_alone, check_config, check_division, precision_of
 from swiftlite.training.setup_method import count_more_forwards
 from swiftlite.training.sources import find_weights
+from swiftlite.training.teacher import beside_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -118,7 +119,9 @@ def outline_of(
     if config.fp8 != "none":
         check_served(dissect(base).layers)
     to_master_precision(model, precision.masters)
-    return Outline.of(config, base, model_config, precision, device, config.kernels)
+    outline = Outline.of(config, base, model_config, precision, device, config.kernels)
+    outline.beside = None if config.teacher is None else beside_of(config, device)
+    return outline
 
 
 def precision_on(config: RunConfig, device: torch.device, model_config: PretrainedConfig) -> Precision:
@@ -247,9 +250,10 @@ def _pace(
     matrices = (*outline.shape.layers.matrices, *outline.shape.experts.matrices)
     orthogonalizing = sum(map(orthogonalizing_flops, matrices)) if of.orthogonalized else 0
     documents = [config.max_length] * (config.global_batch_size * row // config.max_length)
+    taught = FORWARD * outline.beside.flops.step(documents) if outline.beside else 0
     return step_pace(
         layout,
-        outline.flops.step(documents) * (1 + again) + orthogonalizing,
+        outline.flops.step(documents) * (1 + again) + taught + orthogonalizing,
         step_traffic(layout, outline.shape, step),
         fleet.device,
         per_machine=fleet.per_machine,

@@ -53,6 +53,7 @@ from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabu
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
 from swiftlite.training.stopping import Stopped, stop_requests
+from swiftlite.training.teacher import Teacher, build_teacher, check_teacher
 from swiftlite.training.watchdog import watchdog
 
 if TYPE_CHECKING:
@@ -81,9 +82,11 @@ def run_training(
         load = tokenizer_loader(reading, reporter.message)
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, resume)
-            loss = preference_of(config)
+            loss, beside = preference_of(config), None
             if needs_reference(loss):
                 find_weights(config, None)  # the start of a run that goes on has to be there still
+            if config.teacher is not None:
+                beside = check_teacher(config, layout, world.device, load)
         for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
@@ -94,7 +97,7 @@ def run_training(
         with reporter.phase("loading the model"):
             check_same_rows(world, prepared.fingerprint)
             world.meet("data")
-            trainee = build_trainee(config, model_config, resume, load, world, layout)
+            trainee = build_trainee(config, model_config, resume, load, world, layout, beside=beside)
             trainee.check(config.max_length, compiled=config.compile)
         for note in trainee.notes:
             reporter.message(f"note: {note}")
@@ -102,7 +105,11 @@ def run_training(
         def build_start() -> Trainee:
             return build_trainee(config, model_config, None, load, world.within("start"), layout, trainee.choice)
 
-        parts = MethodParts(config, loss, prepared, trainee, resume is None, build_start, load, reporter, world.same)
+        def teacher() -> Teacher:
+            return build_teacher(config, trainee, load, world, layout, reporter.message)
+
+        starts = resume is None
+        parts = MethodParts(config, loss, prepared, trainee, starts, build_start, load, reporter, world.same, teacher)
         method = build_method(parts)
         folder = OutputFolder(config, claim, prepared, reporter)
         session = Session(config, folder, prepared, trainee, method, load, reporter)

@@ -56,7 +56,7 @@ from swiftlite.planning.memory import free_bytes
 from swiftlite.sizes import in_words
 from swiftlite.training.agreement import check_same_weights
 from swiftlite.training.divide import Divided, divide
-from swiftlite.training.needs import Outline, choose, weights_dtype
+from swiftlite.training.needs import Beside, Outline, choose, weights_dtype
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.sources import (
     find_weights,
@@ -211,9 +211,11 @@ def build_trainee(
     choice: Choice | None = None,
     *,
     evaluates: bool = False,
+    beside: Beside | None = None,
 ) -> Trainee:
     """Build, divide and load the model. resume: a checkpoint folder whose weights to take; choice: of a model that this
-    one lies beside, made when all memory was free; evaluates: nothing of it will be trained.
+    one lies beside, made when all memory was free; evaluates: nothing of it will be trained; beside: what will lie
+    beside it.
 
     Raises UserError where the model, the adapter or a flag does not fit.
     """
@@ -248,6 +250,7 @@ def build_trainee(
     kernels = _fuse(config, base, world.device, layout, notes.append)
     to_master_precision(model, precision.masters)
     outline = Outline.of(config, base, model_config, precision, world.device, kernels, evaluates=evaluates)
+    outline.beside = beside
     free = world.least("free memory", free_bytes(world.device))  # or ranks would decide differently
     choice = choice or choose(config, outline, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)

@@ -20,7 +20,16 @@ from swiftlite.models.tuners import adapters_off
 from swiftlite.objectives.preference import Preference
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired
-from swiftlite.training.methods import Judged, Method, Paired, Rewarded, Supervised, mismatched_of, preference_of
+from swiftlite.training.methods import (
+    Distilled,
+    Judged,
+    Method,
+    Paired,
+    Rewarded,
+    Supervised,
+    mismatched_of,
+    preference_of,
+)
 from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
 
 if TYPE_CHECKING:
@@ -28,12 +37,14 @@ if TYPE_CHECKING:
     from swiftlite.data.order import Pack
     from swiftlite.reporting.run import Reporter
     from swiftlite.training.setup import Trainee
+    from swiftlite.training.teacher import Teacher
 
 
 @dataclass(frozen=True)
 class MethodParts:
     """loss: of `preference_of`; trainee_starts: its weights are those before the first step; build_start: builds
-    another such model; same: of the world, what the first process says.
+    another such model; build_teacher: builds the model that is learnt from; same: of the world, what the first process
+    says.
     """
 
     config: RunConfig
@@ -45,6 +56,7 @@ class MethodParts:
     load_tokenizer: LoadTokenizer
     reporter: Reporter
     same: Callable[[str, str], str]
+    build_teacher: Callable[[], Teacher] | None = None
 
 
 def needs_reference(loss: Preference | Unpaired | RewardModel | None) -> bool:
@@ -69,6 +81,9 @@ def count_more_forwards(config: RunConfig) -> int:
 def build_method(parts: MethodParts) -> Method:
     """The method of the config, with the reference that it needs."""
     config, trainee, loss = parts.config, parts.trainee, parts.loss
+    if config.teacher is not None and parts.build_teacher is not None:
+        with parts.reporter.phase("loading the teacher"):
+            return Distilled(parts.build_teacher())
     if loss is None:
         return Supervised(dynamic=weighs_by_probability(config))
     if isinstance(loss, RewardModel):

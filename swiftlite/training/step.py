@@ -53,6 +53,10 @@ class StepRunner(Protocol):
     def score(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """log p of the answers of each of these micro-batches, fp64 `[answers]`, without gradient."""
 
+    def told(self, batches: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
+        """What a teacher tells of the trained tokens of each micro-batch, or of this rank's slice of it (see
+        `TokenScorer.tell_likeliest`), without gradient. batches: all of a step; count: tokens at each place."""
+
 
 class DirectStep:
     """Runs micro-batches one after another, or several at a time in lanes."""
@@ -106,7 +110,7 @@ class DirectStep:
             with self._forward():
                 scores = scorer(mine, upstream)
             loss, sums = step_loss(scores.logprobs, mine)
-        values = reported(loss, sums, mine, step_loss)
+        values = reported(loss, sums, mine)
         if scores.router_loss is not None:  # a mean per micro-batch, not per token
             part = scores.router_loss * (bool(batch.tokens) / count)
             router = part.detach()
@@ -123,7 +127,7 @@ class DirectStep:
         """As `StepRunner.evaluate`."""
         total = torch.zeros(1 + len(step_loss.names), device=self._mesh.device)
         for mine, logprobs in self._logprobs(batches):
-            total += reported(*step_loss(logprobs, mine), mine, step_loss)
+            total += reported(*step_loss(logprobs, mine), mine)
         loss, *sums = self._mesh.sum_over_data(total).tolist()
         return loss, dict(zip(step_loss.names, sums, strict=True))
 
@@ -131,6 +135,11 @@ class DirectStep:
     def score(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """As `StepRunner.score`."""
         return [answer_sums(logprobs, mine) for mine, logprobs in self._logprobs(batches)]
+
+    @torch.no_grad()
+    def told(self, batches: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
+        """As `StepRunner.told`."""
+        return [told for _, told in self._logprobs(batches)]
 
     def _logprobs(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         with half_weights(self._half_layers):
@@ -147,9 +156,10 @@ def _upstream(step_loss: StepLoss, batch: MicroBatch, scale: float) -> torch.Ten
     where there are none."""
     if not len(batch.learnt):
         return None
-    logprobs = torch.zeros(len(batch.learnt), device=batch.learnt.device, requires_grad=True)
+    shape = (len(batch.learnt),) if batch.taught is None else (len(batch.learnt), 2)
+    logprobs = torch.zeros(shape, device=batch.learnt.device, requires_grad=True)
     (gradient,) = torch.autograd.grad(step_loss(logprobs, batch)[0] * scale, logprobs)
-    return gradient[0]
+    return gradient.flatten()[0]
 
 
 def whole_outcome(

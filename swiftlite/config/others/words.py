@@ -27,6 +27,7 @@ _HOW_OFTEN = "write a number of steps, a part of the run such as 0.1, `epoch`, o
 _FILE = "there is no such file;"
 _IDENTITY = "write {model: NAME} for a model, {placeholders: name=NAME} for rows about itself"
 _NO_SAMPLING = "swiftlite trains without sampling: sft, pretrain, dpo, kto, rm"
+_TEACHER = "write {teacher: MODEL}, with {teacher_weight} and {teacher_tokens} for how much is learnt of it"
 _VISION = _OUT + "swiftlite trains the language model"
 
 # name -> what to do instead. A `key: value` alone is what to write.
@@ -174,7 +175,8 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("galore|badam|apollo", _GALORE),
     ("muon", _MUON),
     ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
-    ("vllm|num_generations|reward_funcs|teacher", _NO_SAMPLING),
+    ("vllm|num_generations|reward_funcs", _NO_SAMPLING),
+    ("teacher|kd_|gkd", _TEACHER),
     ("vit|aligner", _VISION),
     ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
 )
@@ -184,7 +186,8 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
     "method": (
         ("orpo|simpo|cpo|ipo", "write {method: dpo} and {loss: WORD}, with the {beta} that it takes"),
         ("reward|reward_model", "method: rm"),
-        ("grpo|gspo|ppo|gkd|rloo|opd", _NO_SAMPLING),
+        ("gkd", "write {method: sft} and {teacher: MODEL}, which is learnt from on the rows' own answers"),
+        ("grpo|gspo|ppo|rloo|opd", _NO_SAMPLING),
     ),
     "sharding": (
         ("zero-?3-offload", "write {sharding: full} and {offload: cpu}"),

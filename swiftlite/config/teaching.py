@@ -1,0 +1,32 @@
+"""The settings of knowledge distillation: a second model, whose next-token probabilities are learnt."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from swiftlite.config.setting import OPTIMIZATION, flag
+from swiftlite.config.types import Count, Number, OptionalText
+
+Share = Annotated[float, Field(gt=0, le=1), Number]
+
+
+class TeacherSettings(BaseModel):
+    """A part of `RunConfig`."""
+
+    teacher: OptionalText = flag(
+        None,
+        OPTIMIZATION,
+        "sft, pretrain: a larger model with the same tokens, whose next-token probabilities are learnt beside the text "
+        "(knowledge distillation); hub id, folder or short name.",
+        "teacher_model",
+        "teacher_model_name_or_path",
+        shown="none",
+        metavar="NAME|PATH",
+    )
+    teacher_weight: Share = flag(
+        0.5, OPTIMIZATION, "What the teacher counts in the loss; the text counts the rest of 1.", "kd_ratio"
+    )
+    teacher_tokens: Count = flag(
+        64, OPTIMIZATION, "How many of the tokens that the teacher finds likeliest are learnt at each place.",
+        "teacher_top_k", "gkd_logits_topk", "kd_top_k",
+    )  # fmt: skip
