@@ -1,15 +1,22 @@
 """Knowledge distillation: runs with a teacher against plain PyTorch, and what cannot teach."""
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
+from model_shapes import real_config
 from test_parity import check, metrics, plain_training, planned_rows, render_chat, settings, train_alone
+from test_plan import FOUR, GIB, LLAMA, outlined
 from test_verify import ZERO_BUBBLE, in_real_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swiftlite.config.resolve import resolve_config
+from swiftlite.config.resolve import resolve, resolve_config
+from swiftlite.config.validate import Given
+from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_config, write_toy
+from swiftlite.training.plan import settle
 from swiftlite.verification.cases import FULL, LORA, Subject
 
 
@@ -81,3 +88,115 @@ def test_four_processes_learn_the_same(tmp_path):
     chosen = ("hybrid 2x2", "tp 2 x pp 2", "tp 2 x cp 2", "pp 2 x cp 2")
     for verdict in in_real_processes(tmp_path, 4, chosen, Subject("llama", "full", FULL | flags)):
         assert verdict.passed and verdict.difference is not None, verdict
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path, tiny_model, write_rows, chat_rows):
+    """And is evaluated without the teacher: by the cross-entropy of a run that has none, before anything is learnt."""
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), eval_fraction=0.25)
+    values |= {"save_steps": 2, "eval_steps": 1, "keep_checkpoints": 9}
+    taught = values | {"teacher": str(tiny_model("qwen3")), "tuner": "lora", "lora_dropout": 0.2}
+    train_alone(resolve_config("sft", **taught))
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
+    train_alone(resolve_config("sft", **taught | {"output_dir": str(tmp_path / "again"), "resume": str(checkpoint)}))
+    kept = ("step", "loss", "grad_norm", "kl/teacher", "eval_loss")
+    first, again = ([[row[name] for name in kept] for row in metrics(tmp_path / name)] for name in ("out", "again"))
+    assert again == first[2:]
+    still = {"max_steps": 1, "learning_rate": 1e-12}
+    losses = []
+    for name, run in (("still", taught), ("alone", values)):
+        train_alone(resolve_config("sft", **run | still | {"output_dir": str(tmp_path / name)}))
+        losses.append(metrics(tmp_path / name)[0]["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_model_that_is_its_own_teacher_differs_in_nothing(tmp_path, tiny_model, write_rows, chat_rows):
+    model = str(tiny_model("gemma2"))
+    values = settings(tmp_path, model, write_rows("rows.jsonl", chat_rows), teacher=model, max_steps=1)
+    train_alone(resolve_config("sft", **values | {"teacher_weight": 1, "teacher_tokens": 10**6}))
+    (row,) = metrics(tmp_path / "out")
+    assert abs(row["loss"]) < 1e-6 and abs(row["kl/teacher"]) < 1e-6 and row["grad_norm"] < 1e-5
+    assert row["cross_entropy"] > 1
+
+
+# --- what cannot teach ----------------------------------------------------------------------------------------------
+
+
+def resolved(method="sft", **more):
+    given = {"model": "a/b", "dataset": ["c/d"], "teacher": "e/f"} | more
+    return resolve(method, {name: Given(value, name, "flag") for name, value in given.items()}, env={})
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "words"),
+    [
+        ("dpo", {}, "dpo compares whole answers"),
+        ("rm", {}, "rm compares whole answers"),
+        ("sft", {"loss": "dft"}, "--loss dft weighs"),
+        ("sft", {"new_tokens": ["<a>"]}, "knows nothing of --new-tokens"),
+        ("sft", {"teacher_weight": "0"}, "out of range"),
+        ("sft", {"teacher_weight": "1.01"}, "out of range"),
+        ("sft", {"teacher_tokens": "0"}, "out of range"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(method, more, words):
+    with pytest.raises(UserError, match=words):
+        resolved(method, **more)
+
+
+def test_a_short_name_is_a_teacher_and_its_weight_needs_one():
+    assert resolved(teacher="qwen-7b").config.teacher == "Qwen/Qwen2.5-7B-Instruct"
+    (note,) = [note for note in resolved(teacher=None, teacher_weight="0.2").notes if "teacher" in note]
+    assert note == "teacher_weight has no effect without --teacher"
+
+
+def other_words(folder):
+    """The tokenizer with one token changed for another."""
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_end|>", "<|turn_end|>"))
+
+
+def fewer_rows(folder):
+    """An embedding without the last tokens."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"vocab_size": values["vocab_size"] // 2}))
+
+
+def adapter(folder):
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_words, "the teacher has other tokens: 1 of the model's"),
+        (fewer_rows, "the teacher has other tokens"),
+        (adapter, "of the teacher: it is an adapter"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "of the teacher: the model folder has no tokenizer"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "of the teacher: "),
+    ],
+)
+def test_who_cannot_teach_is_refused_before_weights_load(tmp_path, tiny_model, write_rows, chat_rows, change, words):
+    folder = shutil.copytree(tiny_model("qwen3"), tmp_path / "teacher")
+    change(folder)
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), teacher=str(folder))
+    with pytest.raises(UserError, match=words) as refused:
+        train_alone(resolve_config("sft", **values))
+    assert str(folder) in refused.value.where
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_and_time_of_a_teacher_are_planned(tmp_path):
+    flags = {"tuner": "full", "tensor_parallel_size": 2, "parallel": "fsdp", "nproc_per_node": 4}
+    flags |= {"micro_batch_size": 1, "global_batch_size": 2, "activation_checkpointing": "none"}
+    teacher = tmp_path / "teacher"
+    real_config("meta-llama/Llama-3.1-70B-Instruct").save_pretrained(teacher)
+    alone, taught = (
+        settle(*outlined(tmp_path / str(number), LLAMA, **flags | more), FOUR)
+        for number, more in enumerate(({}, {"teacher": str(teacher)}))
+    )
+    weights = taught.footprint.weights - alone.footprint.weights
+    assert weights / GIB == pytest.approx(2 * 70.55e9 / 4 / GIB, rel=1e-3)  # in bf16, a quarter on each
+    assert taught.footprint.total - alone.footprint.total == pytest.approx(weights)
+    assert taught.pace.seconds > 3 * alone.pace.seconds  # a third of nine times the work

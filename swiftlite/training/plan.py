@@ -120,14 +120,18 @@ def outline_of(
         check_served(dissect(base).layers)
     to_master_precision(model, precision.masters)
     outline = Outline.of(config, base, model_config, precision, device, config.kernels)
-    outline.beside = None if config.teacher is None else beside_of(config, device)
+    if config.teacher is not None:
+        outline.beside = beside_of(config.model_copy(update={"precision": _precision_name(config, device)}), device)
     return outline
 
 
 def precision_on(config: RunConfig, device: torch.device, model_config: PretrainedConfig) -> Precision:
     """On a GPU that need not be here."""
-    name = "bf16" if config.precision == "auto" and device.type == "cuda" else config.precision
-    return precision_of(config, name, model_config, device)
+    return precision_of(config, _precision_name(config, device), model_config, device)
+
+
+def _precision_name(config: RunConfig, device: torch.device) -> str:
+    return "bf16" if config.precision == "auto" and device.type == "cuda" else config.precision
 
 
 def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:

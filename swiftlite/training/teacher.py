@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
+from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.data.batches import MicroBatch, Taught
 from swiftlite.errors import UserError
 from swiftlite.models.load import import_architecture, load_config
@@ -86,13 +87,15 @@ def check_teacher(
     """Everything that can be known of the teacher without its weights. load: the trained model's tokenizer. Raises
     UserError where it cannot teach.
     """
-    settings = settings_of(config)
+    settings, folder = settings_of(config), Path(config.teacher).expanduser()
     with _errors_of(config):
+        if any((place / ADAPTER_CONFIG).is_file() for place in (folder, folder / "model")):
+            raise UserError("it is an adapter", fix="merge it by `swiftlite export`, and name the result as --teacher")
         its_config = load_config(settings.model, trust_remote_code=config.trust_remote_code)
         check_config(settings, its_config)
         check_division(settings, layout, its_config)
         import_architecture(its_config)
-        if (folder := Path(settings.model).expanduser()).is_dir():
+        if folder.is_dir():
             inspect_model_folder(folder)
         theirs = load_tokenizer(settings.model, trust_remote_code=config.trust_remote_code)
     _check_tokens(config, load(), theirs, vocabulary_of(settings, its_config))
