@@ -32,7 +32,7 @@ def kinds(request, monkeypatch):
     """Tokens are filled up to what oneDNN likes; a GPU's head, in the operations that it fuses."""
     monkeypatch.setattr(logprobs, "onednn_serves", lambda *_: request.param == "filled")
     if request.param == "fused":
-        monkeypatch.setattr(logprobs, "kind_of_head", lambda _: FusedHead)
+        monkeypatch.setattr(logprobs, "kind_of_head", lambda *_: FusedHead)
 
 
 @pytest.mark.usefixtures("kinds")

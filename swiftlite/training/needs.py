@@ -87,13 +87,15 @@ class Outline:
         precision: Precision,
         device: torch.device,
         kernels: str,
+        beside: Beside | None = None,
         *,
         evaluates: bool = False,
     ) -> Outline:
         """base: with its adapters, and with what is frozen marked so. Raises UserError for an idle `--quantization`."""
         trained, total = count_parameters(base)
         packed = 0 if config.quantization == "none" else count_quantizable(dissect(base).layers)
-        return Outline(base, model_config, precision, device, kernels, trained, total - trained, packed, evaluates)
+        counted = trained, total - trained, packed
+        return Outline(base, model_config, precision, device, kernels, *counted, evaluates, beside)
 
     @property
     def layers(self) -> int:

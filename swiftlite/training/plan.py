@@ -119,10 +119,9 @@ def outline_of(
     if config.fp8 != "none":
         check_served(dissect(base).layers)
     to_master_precision(model, precision.masters)
-    outline = Outline.of(config, base, model_config, precision, device, config.kernels)
-    if config.teacher is not None:
-        outline.beside = beside_of(config.model_copy(update={"precision": _precision_name(config, device)}), device)
-    return outline
+    settled = config.model_copy(update={"precision": _precision_name(config, device)})
+    beside = beside_of(settled, device) if config.teacher is not None else None
+    return Outline.of(config, base, model_config, precision, device, config.kernels, beside)
 
 
 def precision_on(config: RunConfig, device: torch.device, model_config: PretrainedConfig) -> Precision:

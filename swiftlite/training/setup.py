@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from swiftlite.checkpoint.catalog import stored_tensors
+from swiftlite.checkpoint.catalog import Catalog, stored_tensors
 from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
@@ -100,11 +100,11 @@ class Trainee:
     trained_shapes: dict[str, tuple[int, ...]]
     matrices: frozenset[str]
     parameters: tuple[int, int]
-    has_new_head: bool = False
-    kernels: str = "none"
-    free: int = 0
-    alone: str | None = None
-    notes: list[str] = field(default_factory=list)
+    has_new_head: bool
+    kernels: str
+    free: int
+    alone: str | None
+    notes: list[str]
 
     @property
     def layout_words(self) -> str:
@@ -249,21 +249,28 @@ def build_trainee(
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout, notes.append)
     to_master_precision(model, precision.masters)
-    outline = Outline.of(config, base, model_config, precision, world.device, kernels, evaluates=evaluates)
-    outline.beside = beside
+    outline = Outline.of(config, base, model_config, precision, world.device, kernels, beside, evaluates=evaluates)
     free = world.least("free memory", free_bytes(world.device))  # or ranks would decide differently
     choice = choice or choose(config, outline, free, layout)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
-    trainee = _divide_on_meta(config, model, outline, choice, mesh, given)
-    trainee.has_new_head = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
-    trainee.kernels, trainee.alone, trainee.notes, trainee.free = kernels, alone, notes, free
-    for part in trainee.divided.parts:
-        materialize(part.scorer, torch.device("cpu") if choice.offload else world.device, world.device)
-        fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
-        if adapter is None:
-            start_dora(part.model)
+    is_new = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
+    known = {"has_new_head": is_new, "free": free, "notes": notes}
+    trainee = _divide_on_meta(config, model, outline, choice, mesh, given, known)
+    _give_values(trainee, sources, fresh, starts=adapter is None)
     world.meet("values")
     return trainee
+
+
+def _give_values(
+    trainee: Trainee, sources: list[tuple[TensorFolder, Catalog]], fresh: FreshValues, *, starts: bool
+) -> None:
+    """Memory, and what belongs there. starts: adapters are new."""
+    device = trainee.mesh.device
+    for part in trainee.divided.parts:
+        materialize(part.scorer, torch.device("cpu") if trainee.choice.offload else device, device)
+        fill(packing(part.model, ((name, tensor) for name, tensor, _ in part.tensors())), sources, fresh)
+        if starts:
+            start_dora(part.model)
 
 
 def _settle_trained(
@@ -348,15 +355,24 @@ def _describe_scores(model_config: PretrainedConfig, tokenizer: PreTrainedTokeni
 
 
 def _divide_on_meta(
-    config: RunConfig, model: nn.Module, outline: Outline, choice: Choice, mesh: Mesh, given: PretrainedConfig
+    config: RunConfig,
+    model: nn.Module,
+    outline: Outline,
+    choice: Choice,
+    mesh: Mesh,
+    given: PretrainedConfig,
+    known: dict[str, Any],
 ) -> Trainee:
-    """What is known of the whole model, and then its parts. given: the config of its files."""
+    """What is known of the whole model, and then its parts. given: the config of its files; known: fields of the
+    trainee."""
     base, precision = outline.base, outline.precision
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(given)
     files = plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size)
     balances = balances_router(base.config)
     hidden = hidden_matrices(base) if config.optimizer == "muon" else ()
-    known = {
+    known = known | {
+        "kernels": outline.kernels,
+        "alone": outline.alone,
         "files": files if balances == balances_router(given) else replace(files, gives_router_logits=not balances),
         "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         "matrices": frozenset(name for name, p in model.named_parameters() if p.requires_grad and id(p) in hidden),
