@@ -290,9 +290,10 @@ def test_columns_of_which_nothing_is_made_are_counted_and_told(prepare, write_ro
     ]
     prepared = prepare(write_rows("a.jsonl", [*chat_rows, *more]))
     assert prepared.audit["rows"]["unused_columns"] == {"id": 2, "score": 1, "system": 1}
-    assert losses_in_words(prepared.audit) == "columns not used: id, score, system"
+    repeated = "of 34 rows: 1 the same as one before; "  # with other columns, of which nothing is made
+    assert losses_in_words(prepared.audit) == repeated + "columns not used: id, score, system"
     index = prepare(write_rows("i.jsonl", [*chat_rows, chat_rows[0] | {"": 1}]))  # as pandas writes it to csv
-    assert losses_in_words(index.audit) == "columns not used: (unnamed)"
+    assert losses_in_words(index.audit) == "of 33 rows: 1 the same as one before; columns not used: (unnamed)"
     rows = [{"question": "a", "reply": "b", "answer": "c", "kind": "d"}]  # reply is the answer; the other is left over
     mapped = prepare(write_rows("b.jsonl", rows), columns={"answer": "reply"})
     assert mapped.audit["rows"]["unused_columns"] == {"answer": 1, "kind": 1}
@@ -633,3 +634,74 @@ def test_a_file_system_without_locks_keeps_a_cache(prepare, write_rows, chat_row
     monkeypatch.setattr(store.fcntl, "flock", none)
     path = write_rows("rows.jsonl", chat_rows)
     assert prepare(path).fingerprint == prepare(path).fingerprint and prepare.loads == 1
+
+
+# --- rows that are the same -----------------------------------------------------------------------------------------
+
+
+def test_repeated_rows_are_told_and_left_out_if_wanted(prepare, write_rows, chat_rows):
+    rows = [row | {"id": number} for number, row in enumerate(chat_rows)]  # of which nothing is made
+    first, second = write_rows("a.jsonl", rows[:20] + rows[3:8]), write_rows("b.jsonl", rows[18:])
+    told = prepare(first, second)
+    assert told.audit["rows"]["repeated"] == 7 and told.audit["rows"]["used"] == len(rows) + 7
+    assert [each["rows"].get("repeated") for each in told.audit["datasets"].values()] == [5, 2]
+    assert "7 the same as one before" in losses_in_words(told.audit)
+    left = prepare(first, second, deduplicate=True)
+    assert sorted(seen(left.train)) == sorted(
+        [f"{first}:{i}" for i in range(1, 21)] + [f"{second}:{i}" for i in range(3, len(rows) - 17)]
+    )
+    counts = left.audit["rows"]
+    assert (counts["used"], counts["dropped"], "repeated" in counts) == (len(rows), {"repeated": 7}, False)
+    assert "7 dropped (repeated 7)" in losses_in_words(left.audit)
+    assert left.fingerprint != told.fingerprint and prepare.loads == 2  # of tokens nothing is made again
+
+
+def test_what_is_learnt_of_a_row_tells_it_from_others(prepare, write_rows, chat_rows):
+    silent = json.loads(json.dumps(chat_rows[0]))
+    two = {"messages": silent["messages"] + silent["messages"]}
+    silent["messages"] = [*two["messages"]]
+    silent["messages"][-1] = silent["messages"][-1] | {"train": False}
+    path = write_rows("a.jsonl", [two, silent, two])
+    assert prepare(path).audit["rows"]["repeated"] == 1
+    assert lines(prepare(path, deduplicate=True).train) == [1, 2]
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    other = pair | {"chosen": "c", "rejected": "b"}
+    pairs = write_rows("p.jsonl", [pair, other, pair])
+    assert lines(prepare(pairs, method="dpo", deduplicate=True).train) == [1, 2]
+    judged = write_rows("j.jsonl", [{"prompt": "a", "completion": "b", "label": label} for label in (True, False) * 2])
+    assert lines(prepare(judged, method="kto", deduplicate=True).train) == [1, 2]
+    long = write_rows("t.jsonl", [{"text": text * 40} for text in ("a b c ", "a b d ", "a b c ")])
+    assert set(lines(prepare(long, method="pretrain", max_length=32, deduplicate=True).train)) == {1, 2}
+
+
+def test_rows_to_evaluate_that_are_trained_on_are_told_and_left_out_of_training(prepare, write_rows, chat_rows):
+    path, other = write_rows("a.jsonl", chat_rows), write_rows("b.jsonl", chat_rows[:9])
+    told = prepare(path, eval_dataset=[str(other)])
+    assert told.audit["eval"]["rows"]["trained_on"] == 9
+    assert "of 9 evaluation rows: 9 that are trained on as well" in losses_in_words(told.audit)
+    left = prepare(path, eval_dataset=[str(other)], deduplicate=True)
+    assert lines(left.train) == [*range(10, len(chat_rows) + 1)] and len(seen(left.eval)) == 9
+    assert "trained_on" not in left.audit["eval"]["rows"] and left.audit["rows"]["dropped"] == {"repeated": 9}
+    with pytest.raises(UserError, match="every row to train on is one of the evaluation's"):
+        prepare(other, eval_dataset=[str(path)], deduplicate=True)
+    both = prepare(
+        other, write_rows("c.jsonl", [*chat_rows[9:], *chat_rows]), eval_dataset=[str(other)], deduplicate=True
+    )
+    assert len(seen(both.train)) == len(chat_rows) - 9  # of one data set no row is left
+    assert [each["rows"]["used"] for each in both.audit["datasets"].values()] == [0, len(chat_rows) - 9]
+
+
+def test_rows_are_held_out_of_what_is_left(prepare, write_rows, chat_rows):
+    path = write_rows("a.jsonl", chat_rows * 2)
+    told = prepare(path, eval_fraction=0.25)
+    assert told.audit["eval"]["rows"]["trained_on"] > 0
+    left = prepare(path, eval_fraction=0.25, deduplicate=True)
+    train, held_out = set(lines(left.train)), set(lines(left.eval))
+    assert train.isdisjoint(held_out) and train | held_out == set(range(1, len(chat_rows) + 1))
+    assert "trained_on" not in left.audit["eval"]["rows"]
+
+
+def test_a_stream_is_not_compared_with_itself(prepare, write_rows):
+    path = write_rows("t.jsonl", [{"text": "a b c"}] * 3)
+    with pytest.raises(UserError, match="--deduplicate compares rows with all others"):
+        prepare(path, method="pretrain", streaming=True, max_steps=1, deduplicate=True)

@@ -64,6 +64,12 @@ def _data_rules(config: RunConfig) -> list[Rule]:
             "leave it out: --max-steps says how much is read",
         ),
         (
+            config.streaming and config.deduplicate,
+            "--deduplicate compares rows with all others, and a stream is read as it is trained",
+            ("streaming", "deduplicate"),
+            "leave one of them out",
+        ),
+        (
             config.overlong == "split" and config.method in PREFERENCE,
             f"--overlong split would tear answers apart that {config.method} compares",
             ("overlong",),

@@ -143,6 +143,10 @@ class RunConfig(TunerSettings, PreferenceSettings, TeacherSettings, SurvivalSett
         metavar="KEY=COLUMN ...",
     )
     max_samples: OptionalCount = flag(None, DATA, "Rows of each data set that names no #COUNT of its own.", shown="all")
+    deduplicate: bool = flag(
+        False, DATA, "Leave rows out of training that are the same as one before, or as a row of --eval-dataset.",
+        "dataset_exact_deduplication",
+    )  # fmt: skip
     system: str | None = flag(
         None,
         DATA,

@@ -21,6 +21,7 @@ ROUNDING = 0.005  # of weights that are told in three digits
 NAMES_TOLD = 3  # of files or columns
 # What may become of a row that is used, as `losses_in_words` says it; audit.json has these three in any case.
 CUT = {"truncated": "truncated", "split": "split", "split_by_template": "split by the template"}
+SAME = {"repeated": "the same as one before", "trained_on": "that are trained on as well"}
 CHANGED = {
     "tools_left_out": "without their tools",
     "messages_left_out": "without some of their messages",
@@ -47,6 +48,8 @@ def build_audit(
     `system_left_out`: so many are texts, which take none; `placeholders_filled`: so many held one,
     `placeholders_left`: so many still do; `unused_columns`: rows by column of which nothing is made, `messages.KEY` for
     a key of messages.
+    `repeated`: rows that are the same as one before, by their tokens and what is learnt of them; under `--deduplicate`
+    such rows, and those that are evaluated, are among `dropped`. `trained_on`: rows to evaluate that are trained on.
     `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read, or
     folders of runs and of models.
     """
@@ -120,12 +123,15 @@ def _rows(entries: list[Entry]) -> dict[str, Any]:
     def count(name: str) -> int:
         return sum(entry.meta["counts"].get(name, 0) for entry in entries)
 
+    repeated = sum(entry.repeated for entry in entries)
+    left_out = sum(entry.repeated for entry in entries if entry.rows is not None)
     return {
         "read": count("read"),
-        "used": count("used"),
-        "dropped": dropped_rows(entries),
+        "used": count("used") - left_out,
+        "dropped": dropped_rows(entries) | ({"repeated": left_out} if left_out else {}),
         **{name: count(name) for name in CUT},
         **{name: number for name in CHANGED if (number := count(name))},
+        **({"repeated": repeated} if repeated > left_out else {}),
         **unused_columns([entry.meta["unused"] for entry in entries]),
     }
 
@@ -137,7 +143,7 @@ def losses_in_words(audit: dict[str, Any]) -> str | None:
         rows = section["rows"]
         dropped = ", ".join(f"{reason} {count:,}" for reason, count in rows.get("dropped", {}).items())
         parts = [f"{sum(rows['dropped'].values()):,} dropped ({dropped})"] if dropped else []
-        parts += [f"{rows[key]:,} {words}" for key, words in (CUT | CHANGED).items() if rows.get(key)]
+        parts += [f"{rows[key]:,} {words}" for key, words in (CUT | CHANGED | SAME).items() if rows.get(key)]
         told += [f"of {rows['read']:,} {name}rows: {', '.join(parts)}"] if parts else []
         if unused := list(rows.get("unused_columns", ())):
             told.append(f"{name}columns not used: {_some(unused)}")

@@ -18,6 +18,7 @@ from swiftlite.config.methods import PAIRED, pack_capacity
 from swiftlite.data.audit import build_audit, check_anything_left, eval_section, unread_files
 from swiftlite.data.build import bad_row_error, build_entry, check_mapped, check_vocabulary
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
+from swiftlite.data.repeats import count_trained_on, first_rows
 from swiftlite.data.rows import check_columns
 from swiftlite.data.sources import Source, check_unchanged, content_hash, file_states, parse_spec, resolve
 from swiftlite.data.store import REJECTED, SEQUENCES, SequenceStore, load_or_build
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.schema import RunConfig
 
-FORMAT_VERSION = 13  # raise it when the same rows and options give other tokens or counts than before
+FORMAT_VERSION = 14  # raise it when the same rows and options give other tokens or counts than before
 Progress = Callable[[int, int], None]
 LoadTokenizer = Callable[[], "PreTrainedTokenizerBase"]
 
@@ -67,13 +68,17 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class Entry:
-    """One prepared data set. rejected: JSON lines of a mapped file: a cache that is cleared away does not take them."""
+    """One prepared data set. rejected: JSON lines of a mapped file: a cache that is cleared away does not take them;
+    rows: those that may take part, as places in `store.firsts`, None for all; repeated: how many there are of those
+    that are the same as others."""
 
     source: Source
     key: str
     store: SequenceStore
     meta: dict[str, Any]
     rejected: pa.Buffer
+    rows: np.ndarray | None = None
+    repeated: int = 0
 
     @property
     def tokens(self) -> str:
@@ -111,12 +116,16 @@ def prepare_data(
     train = [_prepare_one(config, source, identity, load_tokenizer, progress) for source in sources]
     _check_rows(train, vocabulary)
     _check_rows(held_out, vocabulary)
+    train = _with_unique(config, train, held_out)
     parts, eval_parts = _split(config, train, held_out)
     plan, eval_plan = BatchPlan(parts, _plan_options(config)), _eval_plan(config, eval_parts)
+    audit = build_audit(train, plan, held_out, eval_plan)
+    if known := count_trained_on(parts, eval_parts):
+        audit["eval"]["rows"]["trained_on"] = known
     return PreparedData(
         train=plan,
         eval=eval_plan,
-        audit=build_audit(train, plan, held_out, eval_plan),
+        audit=audit,
         rejected=Rejected([*train, *held_out]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
     )
@@ -276,18 +285,34 @@ def cache_root(config: RunConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache()
 
 
+def _with_unique(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> list[Entry]:
+    """The entries to train on with what is known of rows that are the same as others. Raises UserError where
+    `--deduplicate` leaves none."""
+    firsts = first_rows([entry.store for entry in train], [entry.store for entry in held_out if config.deduplicate])
+    repeated = [len(entry.store.firsts) - len(rows) for entry, rows in zip(train, firsts, strict=True)]
+    if not any(map(len, firsts)):
+        raise UserError(
+            "every row to train on is one of the evaluation's, and --deduplicate leaves such rows out",
+            where="--eval-dataset",
+            fix="give other rows to evaluate, or --eval-fraction",
+        )
+    rows = firsts if config.deduplicate else [None] * len(train)
+    return [replace(entry, rows=r, repeated=n) for entry, r, n in zip(train, rows, repeated, strict=True)]
+
+
 def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tuple[list[Part], list[Part]]:
     """(training parts, evaluation parts). `eval_fraction` holds out whole rows, so none is ever in both."""
     if not config.eval_fraction:
-        return [_part(entry) for entry in train], [_part(entry) for entry in held_out]
+        return [_part(entry, entry.rows) for entry in train], [_part(entry) for entry in held_out]
     _check_apart(train)
     parts, eval_parts = [], []
     for place, entry in enumerate(train):
-        order = permutation(len(entry.store.firsts), config.seed, "eval", place)
-        count = min(len(order) - 1, max(1, round(config.eval_fraction * len(order))))
+        rows = np.arange(len(entry.store.firsts), dtype=entry.store.firsts.dtype) if entry.rows is None else entry.rows
+        order = permutation(len(rows), config.seed, "eval", place)
+        count = max(0, min(len(order) - 1, max(1, round(config.eval_fraction * len(order)))))
         if count:
-            eval_parts.append(Part(entry.source.spec.text, entry.store, np.sort(order[:count])))
-        parts.append(_part(entry, np.sort(order[count:])))
+            eval_parts.append(Part(entry.source.spec.text, entry.store, rows[np.sort(order[:count])]))
+        parts.append(_part(entry, rows[np.sort(order[count:])]))
     if not eval_parts:
         raise UserError(
             "too few rows to hold any out", where="--eval-fraction", fix="give --eval-dataset, or more rows"
@@ -318,7 +343,7 @@ def _fingerprint(config: RunConfig, entries: list[Entry]) -> str:
     return _digest(
         [(entry.tokens, entry.source.spec.weight) for entry in entries],
         len(config.dataset), config.eval_fraction, config.seed, config.packing, config.shuffle,
-        config.global_batch_size, config.method, pack_capacity(config),
+        config.global_batch_size, config.method, pack_capacity(config), *(["unique"] if config.deduplicate else []),
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ SCHEMA = pa.schema(
         ("file", pa.int32()),
         ("line", pa.int64()),
         ("trained", pa.int32()),
+        ("digest", pa.int64()),  # of tokens, runs and answers
     ]
 )
 PREFERENCE_SCHEMA = pa.schema(
@@ -90,10 +91,21 @@ class SequenceWriter:
             _arrow(files, pa.int32()),
             _arrow(lines, pa.int64()),
             _arrow(trained, pa.int32()),
+            _arrow(_digests(batch), pa.int64()),
         ]
         for field in list(self._schema)[len(columns) :]:
             columns.append(pa.array([getattr(preference, field.name) for preference in batch.preferences], field.type))
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+
+
+def _digests(batch: TokenBatch) -> np.ndarray:
+    """Of each sequence 64 bits of a hash of all that is learnt of it."""
+    answers = [repr(preference).encode() for preference in batch.preferences] or [b""] * len(batch.ids)
+    found = [
+        hashlib.blake2b(b"".join((ids, b"/", runs, answer)), digest_size=8).digest()
+        for ids, runs, answer in zip(batch.ids, batch.runs, answers, strict=True)
+    ]
+    return np.frombuffer(b"".join(found), dtype=np.int64)
 
 
 def _list_array(parts: list[np.ndarray]) -> pa.ListArray:
@@ -131,7 +143,8 @@ class _Columns:
 class SequenceStore:
     """Reads the sequences of one prepared data set by index, zero-copy.
 
-    lengths, trained: tokens and trained tokens of each sequence, int32; firsts: the first sequence of each row that has
+    lengths, trained: tokens and trained tokens of each sequence, int32; digests: int64, the same for sequences that are
+    the same; firsts: the first sequence of each row that has
     any, ascending (a row that was split has several, one after another); preferences: column -> values, of the methods
     that compare answers, else None.
     """
@@ -147,6 +160,8 @@ class SequenceStore:
         empty = np.empty(0, dtype=np.int32)
         self.lengths = np.concatenate([empty, *(np.diff(columns.id_offsets) for columns in self._columns)])
         self.trained = np.concatenate([empty, *(_numpy(batch.column("trained")) for batch in batches)])
+        no_digest = np.empty(0, dtype=np.int64)
+        self.digests = np.concatenate([no_digest, *(_numpy(batch.column("digest")) for batch in batches)])
         self.firsts = self._find_firsts(batches)
         self.preferences = None
         if "prompt" in reader.schema.names:

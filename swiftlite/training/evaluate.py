@@ -197,6 +197,7 @@ def _each_set(config: RunConfig) -> Iterator[RunConfig]:
         yield config.model_copy(update={"streaming": False})
         return
     once = {"eval_dataset": [], "shuffle": False, "epochs": 1.0, "max_steps": None, "streaming": False}
+    once["deduplicate"] = False
     for name in config.dataset:
         yield config.model_copy(update={**once, "dataset": [name]})
     if len(config.dataset) > 1 and _of_other_rows(config):

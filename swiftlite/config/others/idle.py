@@ -151,7 +151,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
          "use_galore", "use_badam", "use_muon", "use_llama_pro", "use_ray", "auto_find_batch_size", "sync_ref_model",
          "enable_activation_offloading", "activation_cpu_offload", "save_adapter_weights_only", "dataset_streaming",
          "optimizer_cpu_offload", "use_distributed_optimizer", "pissa_init", "bnb_4bit_use_double_quant",
-         "double_quantization", "use_bnb_nested_quant", "dataset_exact_deduplication", "activation_offloading",
+         "double_quantization", "use_bnb_nested_quant", "activation_offloading",
          "dataloader_drop_last", "eval_on_start", "use_cpu", "ignore_data_skip", "full_determinism", "use_vllm",
          "save_on_each_node", "load_args", "load_data_args", "data_parallel_random_init", "use_weighting",
          "curriculum_sampling", "sample_packing_sequentially", "eval_table_size", "enable_dft_loss",

@@ -108,7 +108,6 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("tokenized_path", "cached_dataset"), "cache_dir: PATH"),
     "data_path": "write {dataset: PATH}, texts as they are, not tokens of preprocess_data.py",
     "split": "eval_fraction: 0.05",
-    "dataset_exact_deduplication": "leave copies out of the rows beforehand",
     **dict.fromkeys(("curriculum_sampling", "sample_packing_sequentially"), "shuffle: false"),
     **dict.fromkeys(("reward_model", "num_labels"), "use `swiftlite rm` with pairs of answers"),
     "pretraining_dataset": "use `swiftlite pretrain` with {dataset: PATH}; {streaming: true} reads while it trains",
