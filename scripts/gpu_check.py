@@ -30,7 +30,7 @@ from bench.gpu_ways import GLOBAL_BATCH, Shape, Way, shapes
 from bench.tables import fill, has_place, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = tuple(f"tests/test_{name}.py" for name in ("attention", "moments", "objectives", "parity", "run"))
+TESTS = tuple(f"tests/test_{name}.py" for name in ("attention", "moments", "muon", "objectives", "parity", "run"))
 MEASURED, SKIPPED = 5, 2  # steps; the first ones warm up the allocator and the kernels
 HEADER = ("model", "training", "rows a forward", "tokens/s", "MFU", "peak GiB", "loss of steps", "result")
 PARITY_HEADER = ("family", "precision", "documents", "loss differs by", "grad norm differs by", "result")

@@ -105,16 +105,28 @@ def test_a_header_is_true(name):
     if config.tuner == "lora":
         trained = f"{in_words(total.total)} x {FROZEN_BYTES} bytes + "
         trained += f"{in_words(total.adapters(config.lora_rank))} of LoRA x {FULL_BYTES} bytes"
-        trained = f"({trained})" if parts > 1 else trained
+    if config.teacher is not None:
+        trained += f" + {in_words(sizes(config.teacher).total)} of the teacher x {FROZEN_BYTES} bytes"
+    trained = f"({trained})" if " + " in trained and parts > 1 else trained
     among = f" / {parts} GPUs" if parts > 1 else ""
-    assert said.memory.startswith(f"{trained}{among} = {state_gib(config, layout):.1f} GiB ")
+    assert said.memory.startswith(f"{trained}{among} = {all_gib(name):.1f} GiB ")
+
+
+def all_gib(name: str) -> float:
+    """What the states of a recipe take of a GPU, and its teacher's weights."""
+    config, layout = resolved(name).config, resolved(name).layout
+    taught = 0 if config.teacher is None else FROZEN_BYTES * sizes(config.teacher).total / layout.shards / 2**30
+    return state_gib(config, layout) + taught
 
 
 def planned(name: str, gib: float, folder: Path) -> Proposal:
     """What `swiftlite plan` says of a recipe on devices with so much memory."""
-    shape = real_config(resolved(name).config.model)
-    shape.save_pretrained(folder)
-    config = resolved(name).config.model_copy(update={"model": str(folder)})
+    named = {key: value for key in ("model", "teacher") if (value := getattr(resolved(name).config, key))}
+    shapes = {key: real_config(model) for key, model in named.items()}
+    for key, each in shapes.items():
+        each.save_pretrained(folder / key)
+    shape = shapes["model"]
+    config = resolved(name).config.model_copy(update={key: str(folder / key) for key in named})
     found = replace(resolved(name), config=config, given=dict.fromkeys(type(config).model_fields, "recipe"))
     device = replace(find_device("h100"), memory=gib * 2**30)
     fleet = Fleet(device, header(name).nodes, header(name).processes)
@@ -128,7 +140,7 @@ def test_a_recipe_fits_its_hardware(name, tmp_path):
     held = found.footprint
     assert found.fits and found.flags.keys() <= {"activation_checkpointing"}
     states = held.weights + held.moments + held.moments / 2  # gradients in shards
-    assert states / 2**30 == pytest.approx(state_gib(resolved(name).config, resolved(name).layout), rel=UNEVEN)
+    assert states / 2**30 == pytest.approx(all_gib(name), rel=UNEVEN)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -377,6 +377,7 @@ class Session:
         return {
             "model": config.model,
             "method": f"{config.method}, {tuner}",
+            **({"teacher": config.teacher} if config.teacher else {}),
             "layout": trainee.layout_words,
             "parameters": f"{trained:,} trained of {total:,}",
             "data": "{rows:,} rows, {tokens:,} tokens, {packs:,} packs, {fill:.1%} full".format(**data),
