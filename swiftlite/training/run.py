@@ -155,6 +155,7 @@ class Session:
         self._optimizer = build_optimizer(trainee.trained(), config, trainee.mesh, trainee.matrices)
         self._progress = Progress()
         self._best: tuple[int | None, float | None] = None, None  # step and loss of the best checkpoint that is there
+        self._losses_told = losses_in_words(prepared.audit)  # of a stream, of what has been read of it
         self._other_result = False  # than the settings of the run had asked for before it was resumed
         self._saved: Path | None = None  # the checkpoint that holds the present weights, or the last one written
         on_gpu = trainee.mesh.device.type == "cuda"
@@ -357,7 +358,7 @@ class Session:
             write_together(self._saver.together, model, *parts, manifest=False)
         if self._leads:
             self._folder.write_audit()
-            if self._config.streaming and (losses := losses_in_words(self._prepared.audit)):
+            if (losses := losses_in_words(self._prepared.audit)) != self._losses_told:
                 self._reporter.message(f"note: {losses}")
         if skipped := self._progress.skipped_steps:
             self._reporter.message(f"note: steps that were skipped: {len(skipped):,}")
