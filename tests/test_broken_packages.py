@@ -159,3 +159,25 @@ def test_any_other_is_named(monkeypatch, broken, capsys):
     assert "the package needed_broken cannot be imported: RuntimeError: needed_broken was made for" in told
     assert show_error(RuntimeError("no import")) == 1
     assert "error: RuntimeError: no import\n" in capsys.readouterr().err
+
+
+def test_a_package_that_finds_no_room_for_temporary_files_is_not_broken(monkeypatch, tmp_path, capsys):
+    (tmp_path / "wants_room.py").write_text("import tempfile\ntempfile.gettempdir()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(tmp_path / "nowhere")])
+    with pytest.raises(FileNotFoundError) as error:
+        importlib.import_module("wants_room")
+    assert show_error(error.value) == 2
+    told = capsys.readouterr().err
+    assert "no folder in which temporary files can be written" in told and "set TMPDIR" in told
+
+
+def test_a_package_that_wants_docstrings_is_not_broken(broken):
+    run = "import sys; from swiftlite.cli.errors import show_error\ntry: import wants_docstrings\n"
+    run += "except RuntimeError as error: sys.exit(show_error(error))"
+    words = [sys.executable, "-OO", "-c", run]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(broken("wants_docstrings")), *sys.path])}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "wants_docstrings does not work without docstrings" in done.stderr
+    assert "install it again" not in done.stderr and "PYTHONOPTIMIZE=2, or -OO" in done.stderr

@@ -1,6 +1,7 @@
 """Files, names and folders that mean harm: each is refused with a clear error, or read without harm."""
 
 import datetime
+import errno
 import gzip
 import json
 import os
@@ -220,7 +221,13 @@ def test_dates_of_rejected_rows_can_be_written(tokenizer):
 
 # ---- names ----------------------------------------------------------------------------------------------------------
 
-IMPOSSIBLE = {"user": "~nobody-here/x", "nul": "a\0b", "long": "x" * 5000, "half": "a\ud800b"}
+IMPOSSIBLE = {
+    "user": "~nobody-here/x",
+    "nul": "a\0b",
+    "long": "x" * 5000,
+    "half": "a\ud800b",
+    "deep": "x/" * 2000 + "x",
+}
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
@@ -239,6 +246,40 @@ def test_names_that_no_file_can_have(tmp_path, name):
 def test_a_folder_that_is_not_there_is_no_name_of_the_hub(name):
     with pytest.raises(UserError, match="neither a folder nor a hub id"):
         check_model_path(name)
+
+
+def test_an_output_folder_leaves_room_for_the_files_in_it(tmp_path):
+    deep = f"{tmp_path}/" + "x/" * ((4000 - len(str(tmp_path))) // 2)  # the folder could be made, and no checkpoint
+    with pytest.raises(UserError, match="no file or folder can have this name"):
+        resolve_config("sft", model="m", dataset=["d.jsonl"], output_dir=deep)
+
+
+def test_what_may_not_be_read_is_told_as_that(tmp_path, model, monkeypatch, capsys):
+    def refused(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    folder = str(model())
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(UserError, match=r"config\.json cannot be read: Permission denied"):
+        check_model_path(folder)
+    with pytest.raises(PermissionError) as error:
+        (tmp_path / "closed").open()
+    assert show_error(error.value) == 2
+    told = capsys.readouterr().err
+    assert "cannot be used: Permission denied" in told and f"where: {tmp_path}/closed\n" in told
+
+
+def test_a_part_of_a_data_folder_that_is_closed_is_not_left_out_in_silence(tmp_path, monkeypatch):
+    for part in ("open", "closed", ".hidden"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "a.jsonl").write_text("{}\n")
+    spec, opened = parse_spec(str(tmp_path)), []
+    monkeypatch.setattr(os, "access", lambda path, _: opened.append(path) or path.name != ".hidden")
+    assert len(resolve_source(spec, "sft").files) == 2 and tmp_path / "closed" in opened
+    monkeypatch.setattr(os, "access", lambda path, _: path.name != "closed")  # root may look into all
+    with pytest.raises(UserError, match="cannot be looked into") as error:
+        resolve_source(spec, "sft")
+    assert error.value.where == str(tmp_path / "closed")
 
 
 def test_what_is_no_name_is_not_held_to_be_one():

@@ -6,9 +6,11 @@ import os
 import sys
 import traceback
 
-from swiftlite.errors import DISK_FULL, RunError, SwiftliteError, is_out_of_memory, kind_and_words
+from swiftlite.errors import DISK_FULL, RunError, SwiftliteError, UserError, is_out_of_memory, kind_and_words
 from swiftlite.imports import failed_import
 from swiftlite.untrusted import printable, without_secrets
+
+NO_TEMPORARY = "No usable temporary directory"  # words of Python's tempfile
 
 
 def show_error(error: BaseException, *, debug: bool = False) -> int:
@@ -26,7 +28,7 @@ def show_error(error: BaseException, *, debug: bool = False) -> int:
     return shown.exit_code
 
 
-def unforeseen(error: BaseException) -> RunError:
+def unforeseen(error: BaseException) -> SwiftliteError:
     """What was not turned into a message where it happened."""
     if is_out_of_memory(error):
         return RunError("out of memory", fix="use a smaller --model, --micro-batch-size or --max-length")
@@ -36,7 +38,27 @@ def unforeseen(error: BaseException) -> RunError:
             where=error.filename and str(error.filename),
             fix="free some space, or name another disk with --output-dir or --cache-dir; --resume auto goes on",
         )
-    if package := failed_import(root := _root(error)):
+    if isinstance(error, PermissionError) and error.filename:
+        return UserError(
+            f"the file or folder cannot be used: {error.strerror}",
+            where=os.fsdecode(error.filename),
+            fix="give whoever runs swiftlite the right to it, or name another one",
+        )
+    root = _root(error)
+    if isinstance(root, FileNotFoundError) and NO_TEMPORARY in str(root):  # often in an import, which is not to blame
+        return UserError(
+            "there is no folder in which temporary files can be written",
+            where="TMPDIR, /tmp, /var/tmp, /usr/tmp, the working folder",
+            fix="free some space in one of them, or set TMPDIR to a folder that can be written",
+        )
+    package = failed_import(root)
+    if package and sys.flags.optimize > 1:
+        return UserError(
+            f"the package {package} does not work without docstrings: {kind_and_words(root)}",
+            where="PYTHONOPTIMIZE=2, or -OO",
+            fix="unset it, or use 1: that leaves docstrings in",
+        )
+    if package:
         return RunError(
             f"the package {package} cannot be imported: {kind_and_words(root)}",
             fix="install it again, in a version that fits the other packages; --debug shows the traceback",

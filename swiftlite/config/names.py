@@ -5,6 +5,7 @@ An existing path always wins over a short name of the tables that ship with the 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -27,6 +28,7 @@ ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
 GENERATION_CONFIG = "generation_config.json"
 LONGEST_SYSTEM = 24 * 1024  # bytes of a system message, which is saved with the settings
 LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
+LONGEST_PATH = 4095  # bytes that Linux takes of a whole path
 # NAME[:SUBSET][@SPLIT][#COUNT][*WEIGHT]
 SPEC = re.compile(r"(?P<name>.+?)(?P<subset>:[^:@#*/\\]+)?(?P<split>@[^@#*]+)?(?P<count>#\d+)?(?P<weight>\*[\d.]+)?")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?![\w./-])", re.ASCII)  # OWNER/NAME, behind which more may stand
@@ -141,11 +143,12 @@ def check_text(text: str, where: str) -> None:
 
 
 def check_name(name: str, where: str) -> None:
-    """The same for a name, which also has to be one that a file or folder can have."""
+    """The same for a name, which also has to be one that a file or folder can have, with room for files in it."""
     check_text(name, where)
     try:
-        Path(name).expanduser()
-        possible = max(map(len, name.encode("utf-8").split(b"/"))) <= LONGEST_NAME and "\0" not in name
+        whole = os.fsencode(Path(name).expanduser().absolute())
+        short = max(map(len, name.encode("utf-8").split(b"/"))) <= LONGEST_NAME
+        possible = short and len(whole) + LONGEST_NAME < LONGEST_PATH and "\0" not in name
     except RuntimeError:  # an unknown ~user
         possible = False
     if not possible:

@@ -220,6 +220,17 @@ def missing_file(spec: DatasetSpec) -> UserError:
     return UserError("no such file", where=str(path), fix=fix)
 
 
+def _below(root: Path) -> list[Path]:
+    """What is in a folder and in those in it, but for hidden ones. Raises UserError for one that cannot be looked into,
+    which pathlib would pass over in silence."""
+    inside = [root, *root.rglob("*")] if root.is_dir() else []
+    seen = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+    closed = next((path for path in seen if path.is_dir() and not os.access(path, os.R_OK | os.X_OK)), None)
+    if closed is not None:
+        raise UserError("the folder cannot be looked into", where=str(closed), fix="check its rights, or move it away")
+    return seen
+
+
 def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[str]]:
     """Every readable file below a folder in the order of its path, or those of one split; and what may hold rows too.
 
@@ -230,13 +241,7 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
     if spec.subset == "..":
         raise UserError("the subset leaves the folder", where=spec.given, fix=f"give {GRAMMAR}")
     root = spec.path / spec.subset if spec.subset else spec.path
-    found = sorted(
-        path
-        for path in (root.rglob("*") if root.is_dir() else ())
-        if path.is_file()
-        and path.name not in SIDE_FILES
-        and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    )
+    found = sorted(path for path in _below(root) if path.is_file() and path.name not in SIDE_FILES)
     no_data = {path.parent for path in found if path.parent != root and _marks_no_data(path)}
     found = [path for path in found if no_data.isdisjoint(path.parents)]
     aside = {path for path in found if any(part.startswith("_") for part in path.relative_to(root).parts)}

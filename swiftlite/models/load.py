@@ -59,10 +59,13 @@ def result_inside(folder: Path, file: str) -> str:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What a small JSON file says. Raises UserError where it is none."""
+    """What a small JSON file says. Raises UserError where it is none, or cannot be read."""
     try:
         config = read_json_file(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        what = f"{path.name} cannot be read: {error.strerror}"
+        raise UserError(what, where=str(path), fix="check the file and its rights") from error
+    except ValueError as error:
         raise UserError(
             f"{path.name} is not valid JSON: {error}", where=str(path), fix="copy the file again"
         ) from error
