@@ -396,7 +396,7 @@ def test_a_signal_to_processes_that_do_not_yet_listen_ends_them_quietly(around, 
     ("number", "code", "said"),
     [(signal.SIGINT, 130, ""), (signal.SIGTERM, 1, "process 0 was killed by SIGTERM\n")],
 )
-def test_a_signal_to_one_process_that_loads_ends_the_others_too(number, code, said):
+def test_a_signal_to_one_process_that_loads_ends_the_others_too(tmp_path, number, code, said):
     script = (
         "import os, sys, time\n"
         "from multiprocessing.process import BaseProcess\n"
@@ -411,8 +411,10 @@ def test_a_signal_to_one_process_that_loads_ends_the_others_too(number, code, sa
         "    try: start_processes(Machines(2), time.sleep, 600)\n"
         "    except RunError as error: sys.exit(print(error.what) or 1)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, env=env)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")
+    assert not list(tmp_path.iterdir())  # nobody wants the launcher's folders for logs
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])

@@ -62,6 +62,7 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
     has too few GPUs.
     """
     with _no_word_of_sockets():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -84,6 +85,7 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
             monitor_interval=0.1,
             start_method="spawn",
             signals_to_handle="SIGQUIT",  # the others are passed on
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else each run leaves folders in TMPDIR
             **_rendezvous(machines),
         ),
         _begin,
