@@ -247,6 +247,20 @@ def test_answers_of_a_run_that_does_not_end_are_kept(tiny_model, tmp_path, monke
         answer_rows(tiny_model, tmp_path, rows)
 
 
+@pytest.mark.parametrize("name", ["out.jsonl.partial", "out.jsonl"])
+def test_answers_of_another_run_that_began_meanwhile_stay(tiny_model, tmp_path, monkeypatch, name):
+    encode = Answerer.encode
+
+    def another_begins(self, *words, **more):
+        (tmp_path / name).write_text("its answers\n")
+        return encode(self, *words, **more)
+
+    monkeypatch.setattr(Answerer, "encode", another_begins)
+    with pytest.raises(UserError, match="or has not yet, are there|the output file exists"):
+        answer_rows(tiny_model, tmp_path, [{"prompt": "fox"}])
+    assert [(path.name, path.read_text()) for path in tmp_path.glob("out*")] == [(name, "its answers\n")]
+
+
 def test_a_folder_has_no_revisions(tiny_model):
     with pytest.raises(UserError, match="no revisions"):
         load_for_answers(find_source(str(tiny_model("llama")), None), revision="v2")

@@ -147,8 +147,9 @@ def _check_output(output: Path) -> None:
         fix = "name a .jsonl file in it" if output.is_dir() else "move it, or name another file"
         raise UserError(what, where=f"--output {output}", fix=fix)
     if (partial := _aside(output)).exists():
-        what = "answers of a run that did not end are there"
-        raise UserError(what, where=str(partial), fix="move or delete that file, or name another --output")
+        what = "answers of a run that did not end, or has not yet, are there"
+        fix = "let it end; where it has, move or delete that file, or name another --output"
+        raise UserError(what, where=str(partial), fix=fix)
     if not output.absolute().parent.is_dir():
         raise UserError(
             "the folder of the output file does not exist",
@@ -237,8 +238,10 @@ def _written_aside(output: Path, wanted: int) -> Iterator[Callable[[list[str]], 
         file.flush()
         count, size = count + len(lines), file.tell()
 
+    _check_output(output)  # again: another run may have begun while this one loaded its model
+    file = partial.open("x", encoding="utf-8")  # nobody else's, which is not to be removed below
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with file:
             yield write
             os.fsync(file.fileno())
         partial.rename(output)
