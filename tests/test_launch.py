@@ -50,7 +50,8 @@ def flags(tmp_path, tiny_model, write_rows, chat_rows):
 
 
 def run(*words, **more):
-    return subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=180, env=ENV, **more)
+    more = {"env": ENV} | more
+    return subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=180, **more)
 
 
 def free_port() -> str:
@@ -523,6 +524,13 @@ def test_a_port_that_is_in_use_is_told(tmp_path, flags, own):
     assert done.returncode == 2, done.stderr
     assert "the port at which the processes meet is in use" in done.stderr
     assert ("--master-port" if own else "MASTER_PORT") in done.stderr
+
+
+def test_an_interface_that_is_not_there_is_told():
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    script = "from swiftlite.parallel.world import joined\nwith joined(): print('joined')"
+    told = run(sys.executable, "-c", script, env=ENV | one | {"GLOO_SOCKET_IFNAME": "nonesuch0"})
+    assert "no network interface with an address that is named nonesuch0\nwhere: GLOO_SOCKET_IFNAME" in told.stderr
 
 
 def test_a_machine_that_is_silent_is_not_waited_for(monkeypatch):

@@ -28,6 +28,7 @@ FAILED, INTERRUPTED = "failed", "interrupted"
 BECAUSE_OF_ANOTHER = 1  # exit code of a process that fails after another one
 # Whoever starts the processes ends all of them when the first one exits: that has to be the one that tells why.
 SECONDS_FOR_THE_FIRST = 10
+INTERFACE = "GLOO_SOCKET_IFNAME"
 PATIENCE = timedelta(minutes=10)  # of a collective; no rank prepares data or reads weights inside one
 
 
@@ -145,13 +146,14 @@ def joined() -> Iterator[World]:
         name = meet_in_store(store, rank, size, (lambda: None) if signs is None else signs.check)
         store = dist.PrefixStore(name, store)
         world = World(device, rank, size, dist.PrefixStore("notes", store), signs)
-        dist.init_process_group(
-            backend_for(device),
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=size,
-            timeout=PATIENCE,
-        )
+        with _interface_errors():
+            dist.init_process_group(
+                backend_for(device),
+                store=dist.PrefixStore("group", store),
+                rank=rank,
+                world_size=size,
+                timeout=PATIENCE,
+            )
         yield world
     dist.destroy_process_group()  # not after an error: the others may be in a collective that will never end
 
@@ -177,6 +179,21 @@ def port_errors(where: str) -> Iterator[None]:
             "the port at which the processes meet is in use",
             where=where,
             fix="give another one, or wait until the program that has it has ended",
+        ) from error
+
+
+@contextmanager
+def _interface_errors() -> Iterator[None]:
+    """UserError where the environment names a network interface that this machine lacks."""
+    try:
+        yield
+    except RuntimeError as error:
+        if INTERFACE not in os.environ or "Unable to find address" not in str(error):
+            raise
+        raise UserError(
+            f"this machine has no network interface with an address that is named {os.environ[INTERFACE]}",
+            where=INTERFACE,
+            fix="name one that `ip addr` shows, or unset it",
         ) from error
 
 
