@@ -30,5 +30,14 @@ def _main() -> None:
         raise
 
 
+def _working_folder_last() -> None:
+    """`python -m` looks for modules in the working folder first, where somebody's `random.py` or `tokenizers.py` would
+    be taken for the library's. Only a checkout that this package itself came from stays first."""
+    first, own = sys.path[0], os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    if first and not sys.flags.safe_path and os.path.realpath(first) != own:  # "": the folder is gone, as is told later
+        sys.path.append(sys.path.pop(0))
+
+
 if __name__ == "__main__":
+    _working_folder_last()
     main()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import swiftlite
 from swiftlite.errors import UserError
 from swiftlite.imports import default_cache
 from swiftlite.quick_imports import _remembered, quick_imports
@@ -306,3 +307,12 @@ def test_adapters_do_not_import_packages_for_layers_that_are_not_there() -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("name", ["random", "typer"])
+def test_modules_in_the_working_folder_are_not_taken_for_the_libraries(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('mine')")
+    env = os.environ | {"PYTHONPATH": str(Path(swiftlite.__file__).parent.parent)}
+    words = [sys.executable, "-m", "swiftlite", "recipes", "list"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
