@@ -421,6 +421,24 @@ def test_a_token_cache_that_is_removed_while_the_run_works_takes_nothing_from_it
     assert (tmp_path / "out" / "model" / "config.json").is_file()
 
 
+def test_a_model_folder_that_is_removed_while_the_run_works_takes_nothing_from_it(base, tmp_path, monkeypatch):
+    folder, real = tmp_path / "moved", loop_module.set_rate
+    shutil.copytree(base["model"], folder)
+    base |= {"model": str(folder), "max_steps": 2}
+    train(base, output_dir=str(tmp_path / "first"))  # from now on the rows are cached, and need no tokenizer
+
+    def remove(*arguments):
+        shutil.rmtree(folder, ignore_errors=True)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop_module, "set_rate", remove)
+    train(base)
+    assert not folder.exists() and same_weights(
+        *(tmp_path / name / "model" / "model.safetensors" for name in ("out", "first"))
+    )
+    assert (tmp_path / "out" / "model" / "tokenizer.json").is_file()
+
+
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_two_runs_cannot_have_one_output_folder(base, tmp_path, monkeypatch, resume):
     """The second one begins while the first trains, or has looked at the folder before the first made it."""

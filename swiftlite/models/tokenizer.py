@@ -38,7 +38,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 def tokenizer_loader(
     config: RunConfig, tell: Callable[[str], None] = lambda _text: None
 ) -> Callable[[], PreTrainedTokenizerBase]:
-    """A function that loads the run's tokenizer once, at its first call: a cached data set needs none to start.
+    """A function that loads the run's tokenizer once, at its first call: most processes need none for cached rows.
 
     tell: is told which of `--new-tokens` are not new.
     """

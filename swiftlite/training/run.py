@@ -99,6 +99,8 @@ def run_training(
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout, beside=beside)
             trainee.check(config.max_length, compiled=config.compile)
+            if world.rank == 0:
+                load()  # for checkpoints; by the first of them the model's folder may be gone
         for note in trainee.notes:
             reporter.message(f"note: {note}")
 
