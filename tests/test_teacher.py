@@ -12,11 +12,13 @@ from test_plan import FOUR, GIB, LLAMA, outlined
 from test_verify import ZERO_BUBBLE, in_real_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.training.plan import settle
+from swiftlite.training.teacher import check_teacher
 from swiftlite.verification.cases import FULL, LORA, Subject
 
 
@@ -185,6 +187,23 @@ def test_who_cannot_teach_is_refused_before_weights_load(tmp_path, tiny_model, w
         train_alone(resolve_config("sft", **values))
     assert str(folder) in refused.value.where
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "words"),
+    [
+        ("qwen3.5", Layout(tp=2), "of the teacher: documents of Qwen3_5ForCausalLM cannot share a row"),
+        ("llama", Layout(dp_shard=2, expert_parallel=2), "of the teacher: LlamaForCausalLM has no experts"),
+    ],
+)
+def test_a_layout_that_is_none_for_the_teacher_is_refused_before_weights_load(
+    tmp_path, tiny_model, write_rows, chat_rows, family, layout, words
+):
+    model = tiny_model("qwen3-moe")
+    values = settings(tmp_path, model, write_rows("rows.jsonl", chat_rows), teacher=str(tiny_model(family)))
+    config = resolve_config("sft", **values)
+    with pytest.raises(UserError, match=words):
+        check_teacher(config, layout, torch.device("cpu"), lambda: AutoTokenizer.from_pretrained(model))
 
 
 def test_memory_and_time_of_a_teacher_are_planned(tmp_path):

@@ -19,9 +19,11 @@ from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.data.batches import MicroBatch, Taught
 from swiftlite.errors import UserError
+from swiftlite.models.anatomy import why_alone
 from swiftlite.models.load import import_architecture, load_config
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import count_parameters
+from swiftlite.parallel.experts import check_expert_parallel
 from swiftlite.parallel.world import World
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.needs import Beside, weights_dtype
@@ -30,6 +32,7 @@ from swiftlite.training.setup import (
     Trainee,
     build_base,
     build_trainee,
+    check_alone,
     check_config,
     check_division,
     precision_of,
@@ -99,7 +102,7 @@ def check_teacher(
             inspect_model_folder(folder)
         theirs = load_tokenizer(settings.model, trust_remote_code=config.trust_remote_code)
     _check_tokens(config, load(), theirs, vocabulary_of(settings, its_config))
-    return beside_of(config, device, its_config)
+    return beside_of(config, device, its_config, layout)
 
 
 def _check_tokens(
@@ -131,13 +134,23 @@ def _in_half(config: RunConfig, its_config: PretrainedConfig, device: torch.devi
     return config.model_copy(update={"pure_bf16": dtype == torch.bfloat16})
 
 
-def beside_of(config: RunConfig, device: torch.device, its_config: PretrainedConfig | None = None) -> Beside:
-    """What the teacher takes of devices beside the trained model. its_config: as loaded."""
+def beside_of(
+    config: RunConfig,
+    device: torch.device,
+    its_config: PretrainedConfig | None = None,
+    layout: Layout | None = None,
+) -> Beside:
+    """What the teacher takes of devices beside the trained model. its_config: as loaded; layout: that it has to fit.
+    Raises UserError where it does not."""
     with _errors_of(config):
         its_config = its_config or load_config(config.teacher, trust_remote_code=config.trust_remote_code)
         settings = _in_half(settings_of(config), its_config, device)
         precision = precision_of(settings, settings.precision, its_config, device)
         base = build_base(settings.model, settings, its_config, precision)
+        if layout is not None:
+            check_expert_parallel(base, layout)
+            if alone := why_alone(base):
+                check_alone(settings, layout, base, alone)
     return Beside(count_parameters(base)[1] * weights_dtype(settings, precision).itemsize, FlopCounter(base))
 
 
