@@ -7,12 +7,14 @@ import shutil
 import pytest
 import torch
 from model_shapes import real_config
+from safetensors.torch import load_file, save_file
 from test_parity import check, metrics, plain_training, planned_rows, render_chat, settings, train_alone
 from test_plan import FOUR, GIB, LLAMA, outlined
 from test_verify import ZERO_BUBBLE, in_real_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftlite.config.layout import Layout
+from swiftlite.config.others.words import instead
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
@@ -151,6 +153,11 @@ def test_a_short_name_is_a_teacher_and_its_weight_needs_one():
     assert note == "teacher_weight has no effect without --teacher"
 
 
+@pytest.mark.parametrize("name", ["kd_ce_alpha", "kd_temperature", "kd_trainer", "gkd_beta", "teacher_server"])
+def test_other_tools_words_of_distillation_name_the_teacher(name):
+    assert "--teacher MODEL" in (instead(name, in_recipe=False) or "")
+
+
 def other_words(folder):
     """The tokenizer with one token changed for another."""
     file = folder / "tokenizer.json"
@@ -162,6 +169,19 @@ def fewer_rows(folder):
     file = folder / "config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps(values | {"vocab_size": values["vocab_size"] // 2}))
+
+
+def other_names(folder):
+    """A file that lacks a tensor of the model."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["strange.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file)
+
+
+def quantized(folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
 
 
 def adapter(folder):
@@ -177,15 +197,21 @@ def adapter(folder):
         (adapter, "of the teacher: it is an adapter"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "of the teacher: the model folder has no tokenizer"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "of the teacher: "),
+        (other_names, "of the teacher: tensors of the model are missing"),
+        (quantized, "of the teacher: the model's weights are quantized"),
     ],
 )
-def test_who_cannot_teach_is_refused_before_weights_load(tmp_path, tiny_model, write_rows, chat_rows, change, words):
+def test_who_cannot_teach_is_refused_before_weights_load(
+    tmp_path, tiny_model, write_rows, chat_rows, monkeypatch, change, words
+):
     folder = shutil.copytree(tiny_model("qwen3"), tmp_path / "teacher")
     change(folder)
     values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), teacher=str(folder))
+    monkeypatch.setattr("swiftlite.training.run.build_trainee", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(UserError, match=words) as refused:
         train_alone(resolve_config("sft", **values))
     assert str(folder) in refused.value.where
+    assert "--quantization" not in refused.value.fix  # which is the trained model's alone
     assert not (tmp_path / "out").exists()
 
 

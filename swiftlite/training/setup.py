@@ -177,10 +177,10 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     return model_config
 
 
-def check_config(config: RunConfig, model_config: PretrainedConfig) -> None:
-    """What no layout or device changes. Raises UserError."""
+def check_config(config: RunConfig, model_config: PretrainedConfig, plain_weights: str = PLAIN_WEIGHTS) -> None:
+    """What no layout or device changes. plain_weights: what to do where they are quantized. Raises UserError."""
     check_trainable_architecture(model_config)
-    check_plain_weights(model_config, f"--model {config.model}", PLAIN_WEIGHTS)
+    check_plain_weights(model_config, f"--model {config.model}", plain_weights)
     _check_length(config, model_config)
 
 

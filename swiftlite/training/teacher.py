@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
+from swiftlite.checkpoint.weights import TensorFolder
 from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.data.batches import MicroBatch, Taught
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import why_alone
-from swiftlite.models.load import import_architecture, load_config
+from swiftlite.models.load import import_architecture, load_config, model_folder
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import count_parameters
 from swiftlite.parallel.experts import check_expert_parallel
@@ -38,6 +39,7 @@ from swiftlite.training.setup import (
     precision_of,
     vocabulary_of,
 )
+from swiftlite.training.sources import match_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -58,6 +60,7 @@ OTHERWISE = {  # of the settings of a run, what is not the teacher's
     "router_aux_loss_coef": 0.0,
     "teacher": None,
 }
+PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32"
 
 
 class Teacher:
@@ -95,7 +98,7 @@ def check_teacher(
         if any((place / ADAPTER_CONFIG).is_file() for place in (folder, folder / "model")):
             raise UserError("it is an adapter", fix="merge it by `swiftlite export`, and name the result as --teacher")
         its_config = load_config(settings.model, trust_remote_code=config.trust_remote_code)
-        check_config(settings, its_config)
+        check_config(settings, its_config, PLAIN_WEIGHTS)
         check_division(settings, layout, its_config)
         import_architecture(its_config)
         if folder.is_dir():
@@ -151,6 +154,8 @@ def beside_of(
             check_expert_parallel(base, layout)
             if alone := why_alone(base):
                 check_alone(settings, layout, base, alone)
+            if Path(settings.model).expanduser().is_dir():
+                match_files(TensorFolder(model_folder(settings.model)), base)
     return Beside(count_parameters(base)[1] * weights_dtype(settings, precision).itemsize, FlopCounter(base))
 
 

@@ -175,7 +175,7 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("muon", _MUON),
     ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
     ("vllm|num_generations|reward_funcs", _NO_SAMPLING),
-    ("teacher|kd_|gkd", _TEACHER),
+    ("teacher|kd|gkd", _TEACHER),
     ("vit|aligner", _VISION),
     ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
 )
