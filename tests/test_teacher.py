@@ -19,7 +19,7 @@ from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_config, write_toy
-from swiftlite.training.plan import settle
+from swiftlite.training.plan import propose, settle
 from swiftlite.training.teacher import check_teacher
 from swiftlite.verification.cases import FULL, LORA, Subject
 
@@ -245,3 +245,10 @@ def test_memory_and_time_of_a_teacher_are_planned(tmp_path):
     assert weights / GIB == pytest.approx(2 * 70.55e9 / 4 / GIB, rel=1e-3)  # in bf16, a quarter on each
     assert taught.footprint.total - alone.footprint.total == pytest.approx(weights)
     assert taught.pace.seconds > 3 * alone.pace.seconds  # a third of nine times the work
+
+
+def test_no_layout_is_planned_that_the_teacher_does_not_take(tmp_path, tiny_model):
+    flags = {"tensor_parallel_size": 2, "parallel": "fsdp", "nproc_per_node": 4, "teacher": str(tiny_model("qwen3.5"))}
+    plan = propose(*outlined(tmp_path, LLAMA, **flags), FOUR)
+    assert not plan.proposals
+    assert "of the teacher: documents of Qwen3_5ForCausalLM cannot share a row" in str(plan.refused)

@@ -54,8 +54,9 @@ def weights_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Beside:
-    """A model that lies beside the trained one and is not trained. weights: its bytes as a whole."""
+    """A model that lies beside the trained one and is not trained. base: on `meta`; weights: its bytes as a whole."""
 
+    base: PreTrainedModel
     weights: float
     flops: FlopCounter
 

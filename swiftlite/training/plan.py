@@ -41,7 +41,7 @@ from swiftlite.training.precision import Precision
 from swiftlite.training.setup import build_base, check_alone, check_config, check_division, precision_of
 from swiftlite.training.setup_method import count_more_forwards
 from swiftlite.training.sources import find_weights
-from swiftlite.training.teacher import beside_of
+from swiftlite.training.teacher import beside_of, check_teaching_layout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -193,6 +193,8 @@ def _check(variant: Resolved, outline: Outline) -> None:
     check_expert_parallel(outline.base, layout)
     if outline.alone:
         check_alone(config, layout, outline.base, outline.alone)
+    if outline.beside is not None:
+        check_teaching_layout(config, layout, outline.beside.base)
 
 
 def _tried(variant: Resolved, flags: Mapping[str, Any], outline: Outline, fleet: Fleet) -> Iterator[Proposal]:

@@ -42,7 +42,7 @@ from swiftlite.training.setup import (
 from swiftlite.training.sources import match_files
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
@@ -99,13 +99,17 @@ def check_teacher(
             raise UserError("it is an adapter", fix="merge it by `swiftlite export`, and name the result as --teacher")
         its_config = load_config(settings.model, trust_remote_code=config.trust_remote_code)
         check_config(settings, its_config, PLAIN_WEIGHTS)
-        check_division(settings, layout, its_config)
         import_architecture(its_config)
         if folder.is_dir():
             inspect_model_folder(folder)
         theirs = load_tokenizer(settings.model, trust_remote_code=config.trust_remote_code)
     _check_tokens(config, load(), theirs, vocabulary_of(settings, its_config))
-    return beside_of(config, device, its_config, layout)
+    beside = beside_of(config, device, its_config)
+    check_teaching_layout(config, layout, beside.base)
+    if folder.is_dir():
+        with _errors_of(config):
+            match_files(TensorFolder(model_folder(settings.model)), beside.base)
+    return beside
 
 
 def _check_tokens(
@@ -137,26 +141,24 @@ def _in_half(config: RunConfig, its_config: PretrainedConfig, device: torch.devi
     return config.model_copy(update={"pure_bf16": dtype == torch.bfloat16})
 
 
-def beside_of(
-    config: RunConfig,
-    device: torch.device,
-    its_config: PretrainedConfig | None = None,
-    layout: Layout | None = None,
-) -> Beside:
-    """What the teacher takes of devices beside the trained model. its_config: as loaded; layout: that it has to fit.
-    Raises UserError where it does not."""
+def check_teaching_layout(config: RunConfig, layout: Layout, base: PreTrainedModel) -> None:
+    """What a layout asks of the teacher. base: on `meta` will do. Raises UserError where it does not fit."""
+    settings = settings_of(config)
+    with _errors_of(config):
+        check_division(settings, layout, base.config)
+        check_expert_parallel(base, layout)
+        if alone := why_alone(base):
+            check_alone(settings, layout, base, alone)
+
+
+def beside_of(config: RunConfig, device: torch.device, its_config: PretrainedConfig | None = None) -> Beside:
+    """What the teacher takes of devices beside the trained model. its_config: as loaded."""
     with _errors_of(config):
         its_config = its_config or load_config(config.teacher, trust_remote_code=config.trust_remote_code)
         settings = _in_half(settings_of(config), its_config, device)
         precision = precision_of(settings, settings.precision, its_config, device)
         base = build_base(settings.model, settings, its_config, precision)
-        if layout is not None:
-            check_expert_parallel(base, layout)
-            if alone := why_alone(base):
-                check_alone(settings, layout, base, alone)
-            if Path(settings.model).expanduser().is_dir():
-                match_files(TensorFolder(model_folder(settings.model)), base)
-    return Beside(count_parameters(base)[1] * weights_dtype(settings, precision).itemsize, FlopCounter(base))
+    return Beside(base, count_parameters(base)[1] * weights_dtype(settings, precision).itemsize, FlopCounter(base))
 
 
 def build_teacher(
