@@ -137,7 +137,7 @@ def resolved(method="sft", **more):
         ("rm", {}, "rm compares whole answers"),
         ("sft", {"loss": "dft"}, "--loss dft weighs"),
         ("sft", {"new_tokens": ["<a>"]}, "knows nothing of --new-tokens"),
-        ("sft", {"teacher_weight": "0"}, "out of range"),
+        ("sft", {"teacher_weight": "0.0009"}, "out of range"),
         ("sft", {"teacher_weight": "1.01"}, "out of range"),
         ("sft", {"teacher_tokens": "0"}, "out of range"),
     ],

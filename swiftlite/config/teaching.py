@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from swiftlite.config.setting import OPTIMIZATION, flag
 from swiftlite.config.types import Count, Number, OptionalText
 
-Share = Annotated[float, Field(gt=0, le=1), Number]
+Share = Annotated[float, Field(ge=0.001, le=1), Number]  # of less the KL, found as a rest, would not be exact
 
 
 class TeacherSettings(BaseModel):
@@ -17,11 +17,11 @@ class TeacherSettings(BaseModel):
         None,
         OPTIMIZATION,
         "sft, pretrain: a larger model with the same tokens, whose next-token probabilities are learnt beside the text "
-        "(knowledge distillation); hub id, folder or short name.",
+        "(knowledge distillation); named as --model is.",
         "teacher_model",
         "teacher_model_name_or_path",
         shown="none",
-        metavar="NAME|PATH",
+        metavar="NAME",
     )
     teacher_weight: Share = flag(
         0.5, OPTIMIZATION, "What the teacher counts in the loss; the text counts the rest of 1.", "kd_ratio"

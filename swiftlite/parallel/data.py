@@ -32,7 +32,7 @@ class DataParallel:
     offload: keep parameters, gradients and optimizer state on the CPU; min_params: smaller layers are no unit of
     their own; resharding False keeps whole weights between forward and backward whatever `sharding` says;
     background_sums: gradients may be summed up until the end of the backward pass, as nobody reads or adds to a sum
-    before it.
+    before it; evaluates: there is no backward pass, so weights that are divided are never kept whole.
     """
 
     dtype: torch.dtype
@@ -41,14 +41,16 @@ class DataParallel:
     min_params: int = 0
     resharding: bool = True
     background_sums: bool = False
+    evaluates: bool = False
 
     def unit(self, device: torch.device) -> dict[str, Any]:
         """The options of `fully_shard` for a layer."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
         pinned = device.type == "cuda"
+        resharding = self.sharding != "none" if self.evaluates else self.sharding == "full" and self.resharding
         return {
-            "reshard_after_forward": self.sharding == "full" and self.resharding,
+            "reshard_after_forward": resharding,
             "mp_policy": _policy(self.dtype),
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if self.offload else OffloadPolicy(),
         }

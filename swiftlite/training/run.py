@@ -81,12 +81,10 @@ def run_training(
         reading = without_gone_adapter(config, resume, reporter.message)
         load = tokenizer_loader(reading, reporter.message)
         with reporter.phase("checking the model"):
-            model_config = check_model(config, layout, world.device, resume)
-            loss, beside = preference_of(config), None
+            model_config, loss = check_model(config, layout, world.device, resume), preference_of(config)
             if needs_reference(loss):
                 find_weights(config, None)  # the start of a run that goes on has to be there still
-            if config.teacher is not None:
-                beside = check_teacher(config, layout, world.device, load)
+            beside = check_teacher(config, layout, world.device, load) if config.teacher else None
         for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
@@ -110,9 +108,8 @@ def run_training(
         def teacher() -> Teacher:
             return build_teacher(config, trainee, load, world, layout, reporter.message)
 
-        starts = resume is None
-        parts = MethodParts(config, loss, prepared, trainee, starts, build_start, load, reporter, world.same, teacher)
-        method = build_method(parts)
+        builders = build_start, load, reporter, world.same, teacher
+        method = build_method(MethodParts(config, loss, prepared, trainee, resume is None, *builders))
         folder = OutputFolder(config, claim, prepared, reporter)
         session = Session(config, folder, prepared, trainee, method, load, reporter)
         session.restore(resume)

@@ -384,6 +384,7 @@ def _divide_on_meta(
         offload=choice.offload,
         min_params=config.fsdp_min_params,
         background_sums=not (config.optimizer_in_backward or config.sync_every_microbatch or config.pure_bf16),
+        evaluates=outline.evaluates,
     )
     divided = divide(model, base, mesh, options, precision, choice.checkpointing, config)
     return Trainee(model, base, mesh, choice, precision, divided, **known)

@@ -53,6 +53,7 @@ OTHERWISE = {  # of the settings of a run, what is not the teacher's
     "tuner": "full",
     "adapter": None,
     "optimizer": "adamw",
+    "optimizer_in_backward": False,
     "lora_plus_ratio": 1.0,
     "quantization": "none",
     "fp8": "none",
