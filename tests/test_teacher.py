@@ -19,6 +19,7 @@ from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_config, write_toy
+from swiftlite.parallel.data import DataParallel
 from swiftlite.training.plan import propose, settle
 from swiftlite.training.teacher import check_teacher
 from swiftlite.verification.cases import FULL, LORA, Subject
@@ -252,3 +253,11 @@ def test_no_layout_is_planned_that_the_teacher_does_not_take(tmp_path, tiny_mode
     plan = propose(*outlined(tmp_path, LLAMA, **flags), FOUR)
     assert not plan.proposals
     assert "of the teacher: documents of Qwen3_5ForCausalLM cannot share a row" in str(plan.refused)
+
+
+@pytest.mark.parametrize(("sharding", "evaluated", "trained"), [("full", True, True), ("grad_op", True, False),
+                                                               ("none", False, False)])  # fmt: skip
+def test_without_a_backward_pass_divided_weights_are_never_kept_whole(sharding, evaluated, trained):
+    for evaluates, expected in ((True, evaluated), (False, trained)):
+        options = DataParallel(torch.float32, sharding, evaluates=evaluates).unit(torch.device("cpu"))
+        assert options["reshard_after_forward"] == expected
