@@ -309,6 +309,7 @@ def lay_out(documents, untrained=2):
         context=None,
         key_index=None,
         noise=None,
+        taught=None,
     )
 
 
