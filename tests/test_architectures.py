@@ -30,7 +30,7 @@ from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.memory import activation_bytes_per_token
-from swiftlite.training.setup import check_alone
+from swiftlite.training.fits import check_alone
 from swiftlite.training.share import Sharing, group_by_length
 from swiftlite.training.sources import match_files, new_scores, unread_in_words
 

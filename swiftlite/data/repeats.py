@@ -29,7 +29,7 @@ def first_rows(stores: Sequence[SequenceStore], evaluated: Sequence[SequenceStor
 
 def count_trained_on(parts: Sequence[Part], evaluated: Sequence[Part]) -> int:
     """How many rows that are evaluated are trained on as well."""
-    return int(np.isin(_rows(evaluated), _rows(parts)).sum())
+    return int(np.isin(_rows(evaluated), _rows(parts)).sum()) if evaluated else 0  # which sorts all that are trained on
 
 
 def _rows(parts: Sequence[Part]) -> np.ndarray:

@@ -144,9 +144,8 @@ class SequenceStore:
     """Reads the sequences of one prepared data set by index, zero-copy.
 
     lengths, trained: tokens and trained tokens of each sequence, int32; digests: int64, the same for sequences that are
-    the same; firsts: the first sequence of each row that has
-    any, ascending (a row that was split has several, one after another); preferences: column -> values, of the methods
-    that compare answers, else None.
+    the same; firsts: the first sequence of each row that has any, ascending (a row that was split has several, one
+    after another); preferences: column -> values, of the methods that compare answers, else None.
     """
 
     def __init__(self, folder: Path, labels: list[str]) -> None:

@@ -72,7 +72,7 @@ def token_logprobs(
     Returns `[n]`; with shares `[n, 2]`: of a position the mean of log p over its targets, by their shares, and log p of
     the first one, which is to be read alone and passes no gradient on.
     """
-    dtype, share, tokens, soft = product_type(hidden), None, len(targets), None
+    dtype, share, tokens, soft = _product_type(hidden), None, len(targets), None
     if is_dtensor(weight):
         share = _share_of(weight)
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()
@@ -105,7 +105,7 @@ def likeliest_tokens(
 
     The other parameters as in `token_logprobs`; under tensor parallelism the result is the same on all ranks.
     """
-    dtype, share = product_type(hidden), None
+    dtype, share = _product_type(hidden), None
     if is_dtensor(weight):
         share = _share_of(weight)
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()
@@ -125,7 +125,7 @@ def likeliest_tokens(
     return logits.softmax(-1), ids
 
 
-def product_type(hidden: torch.Tensor) -> torch.dtype:
+def _product_type(hidden: torch.Tensor) -> torch.dtype:
     """In which the head multiplies."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

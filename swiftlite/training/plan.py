@@ -28,17 +28,17 @@ from swiftlite.models.experts import find_experts
 from swiftlite.models.fp8 import check_fp8, check_served
 from swiftlite.models.load import import_architecture
 from swiftlite.models.tuners import apply_tuner, to_master_precision
-from swiftlite.parallel.experts import check_expert_parallel
 from swiftlite.parallel.stages import StagePlan, stage_costs
 from swiftlite.planning.choose import USABLE
 from swiftlite.planning.communication import Step, step_traffic
 from swiftlite.planning.footprint import STATE_BYTES, Footprint
 from swiftlite.planning.pace import AGAIN, FORWARD, WITH_ADAPTERS, Pace, step_pace
 from swiftlite.planning.search import candidates
+from swiftlite.training.fits import check_config, check_layout
 from swiftlite.training.muon import orthogonalizing_flops
 from swiftlite.training.needs import Outline, open_modes
 from swiftlite.training.precision import Precision
-from swiftlite.training.setup import build_base, check_alone, check_config, check_division, precision_of
+from swiftlite.training.setup import build_base, precision_of
 from swiftlite.training.setup_method import count_more_forwards
 from swiftlite.training.sources import find_weights
 from swiftlite.training.teacher import beside_of, check_teaching_layout
@@ -188,13 +188,9 @@ def _variant(resolved: Resolved, fleet: Fleet, flags: Mapping[str, Any]) -> Reso
 
 
 def _check(variant: Resolved, outline: Outline) -> None:
-    config, layout = variant.config, variant.layout
-    check_division(config, layout, outline.model_config)
-    check_expert_parallel(outline.base, layout)
-    if outline.alone:
-        check_alone(config, layout, outline.base, outline.alone)
+    check_layout(variant.config, variant.layout, outline.base)
     if outline.beside is not None:
-        check_teaching_layout(config, layout, outline.beside.base)
+        check_teaching_layout(variant.config, variant.layout, outline.beside.base)
 
 
 def _tried(variant: Resolved, flags: Mapping[str, Any], outline: Outline, fleet: Fleet) -> Iterator[Proposal]:

@@ -20,16 +20,12 @@ from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
-from swiftlite.config.methods import PAIRED
-from swiftlite.config.names import most_positions
 from swiftlite.data.stops import padding_token
 from swiftlite.errors import UserError
 from swiftlite.imports import import_package
 from swiftlite.models import attention, fp8
 from swiftlite.models.anatomy import (
     balances_router,
-    check_plain_weights,
-    check_trainable_architecture,
     decoder_of,
     expert_share,
     why_alone,
@@ -44,18 +40,16 @@ from swiftlite.models.matrices import hidden_matrices
 from swiftlite.models.quantize import NF4, packing
 from swiftlite.models.rotary import scale_by_document
 from swiftlite.models.tuners import apply_tuner, grow_vocabulary, to_master_precision
-from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
 from swiftlite.parallel.data import DataParallel, reshard
 from swiftlite.parallel.experts import check_expert_parallel
 from swiftlite.parallel.mesh import Mesh, build_mesh
-from swiftlite.parallel.stages import check_pipeline
-from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.parallel.world import World
 from swiftlite.planning.choose import Choice
 from swiftlite.planning.memory import free_bytes
 from swiftlite.sizes import in_words
 from swiftlite.training.agreement import check_same_weights
 from swiftlite.training.divide import Divided, divide
+from swiftlite.training.fits import check_alone, check_config, check_division
 from swiftlite.training.needs import Beside, Outline, choose, weights_dtype
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.sources import (
@@ -74,8 +68,6 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
-
-PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32; --quantization nf4 trains it in 4 bits"
 
 
 @dataclass
@@ -175,24 +167,6 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     check_division(config, layout, model_config)
     import_architecture(model_config, classifier=config.method == "rm")
     return model_config
-
-
-def check_config(config: RunConfig, model_config: PretrainedConfig, plain_weights: str = PLAIN_WEIGHTS) -> None:
-    """What no layout or device changes. plain_weights: what to do where they are quantized. Raises UserError."""
-    check_trainable_architecture(model_config)
-    check_plain_weights(model_config, f"--model {config.model}", plain_weights)
-    _check_length(config, model_config)
-
-
-def check_division(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:
-    """What tensor, context and pipeline parallelism ask of a model. Raises UserError naming what would work."""
-    check_tensor_parallel(model_config, layout.tp, compile_layers=config.compile)
-    check_context_parallel(model_config, layout, config.max_length)
-    if config.method in PAIRED and config.share_prompt:
-        check_shared_prompts(model_config, layout, config.max_length)
-    if layout.pp > 1:
-        number = config.num_microbatches
-        check_pipeline(model_config, layout, config.pipeline_schedule, number, compile_layers=config.compile)
 
 
 def vocabulary_of(config: RunConfig, model_config: PretrainedConfig) -> int | None:
@@ -310,21 +284,6 @@ def build_base(source: str, config: RunConfig, model_config: PretrainedConfig, p
     )
 
 
-def check_alone(config: RunConfig, layout: Layout, base: PreTrainedModel, why: str) -> None:
-    """Refuse what needs a row in several processes, or a step in one piece. Raises UserError."""
-    if max(layout.tp, layout.pp, layout.cp, layout.expert_parallel) > 1:
-        refused, fix = "tensor, pipeline, context or expert parallelism", "use --parallel fsdp or ddp"
-    elif config.optimizer_in_backward:  # it would update weights behind each of them
-        refused, fix = "--optimizer-in-backward", "leave it out"
-    else:
-        return
-    raise UserError(
-        f"documents of {type(base).__name__} cannot share a row, because of {why}: not possible with {refused}",
-        where=config.model,
-        fix=fix,
-    )
-
-
 def _grow(base: PreTrainedModel, config: RunConfig, load_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
     if config.new_tokens or config.adapter:  # which may have been trained with new tokens
         grow_vocabulary(base, len(load_tokenizer()))
@@ -388,13 +347,3 @@ def _divide_on_meta(
     )
     divided = divide(model, base, mesh, options, precision, choice.checkpointing, config)
     return Trainee(model, base, mesh, choice, precision, divided, **known)
-
-
-def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
-    longest = most_positions(model_config.get_text_config().to_dict())
-    if longest and config.max_length > longest:
-        raise UserError(
-            f"--max-length {config.max_length} is more than the {longest} positions of the model",
-            where=config.model,
-            fix=f"give --max-length {longest} or less",
-        )

@@ -20,12 +20,11 @@ from swiftlite.checkpoint.weights import TensorFolder
 from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.data.batches import MicroBatch, Taught
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import why_alone
 from swiftlite.models.load import import_architecture, load_config, model_folder
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import count_parameters
-from swiftlite.parallel.experts import check_expert_parallel
 from swiftlite.parallel.world import World
+from swiftlite.training.fits import check_config, check_layout
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.needs import Beside, weights_dtype
 from swiftlite.training.reference import evaluating
@@ -33,9 +32,6 @@ from swiftlite.training.setup import (
     Trainee,
     build_base,
     build_trainee,
-    check_alone,
-    check_config,
-    check_division,
     precision_of,
     vocabulary_of,
 )
@@ -144,12 +140,8 @@ def _in_half(config: RunConfig, its_config: PretrainedConfig, device: torch.devi
 
 def check_teaching_layout(config: RunConfig, layout: Layout, base: PreTrainedModel) -> None:
     """What a layout asks of the teacher. base: on `meta` will do. Raises UserError where it does not fit."""
-    settings = settings_of(config)
     with _errors_of(config):
-        check_division(settings, layout, base.config)
-        check_expert_parallel(base, layout)
-        if alone := why_alone(base):
-            check_alone(settings, layout, base, alone)
+        check_layout(settings_of(config), layout, base)
 
 
 def beside_of(config: RunConfig, device: torch.device, its_config: PretrainedConfig | None = None) -> Beside:

@@ -1,0 +1,73 @@
+"""What a model, the settings and a layout ask of each other, known without weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swiftlite.config.methods import PAIRED
+from swiftlite.config.names import most_positions
+from swiftlite.errors import UserError
+from swiftlite.models.anatomy import check_plain_weights, check_trainable_architecture, why_alone
+from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
+from swiftlite.parallel.experts import check_expert_parallel
+from swiftlite.parallel.stages import check_pipeline
+from swiftlite.parallel.tensor_plan import check_tensor_parallel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from swiftlite.config.layout import Layout
+    from swiftlite.config.schema import RunConfig
+
+PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32; --quantization nf4 trains it in 4 bits"
+
+
+def check_config(config: RunConfig, model_config: PretrainedConfig, plain_weights: str = PLAIN_WEIGHTS) -> None:
+    """What no layout or device changes. plain_weights: what to do where they are quantized. Raises UserError."""
+    check_trainable_architecture(model_config)
+    check_plain_weights(model_config, f"--model {config.model}", plain_weights)
+    _check_length(config, model_config)
+
+
+def check_division(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:
+    """What tensor, context and pipeline parallelism ask of a model. Raises UserError naming what would work."""
+    check_tensor_parallel(model_config, layout.tp, compile_layers=config.compile)
+    check_context_parallel(model_config, layout, config.max_length)
+    if config.method in PAIRED and config.share_prompt:
+        check_shared_prompts(model_config, layout, config.max_length)
+    if layout.pp > 1:
+        number = config.num_microbatches
+        check_pipeline(model_config, layout, config.pipeline_schedule, number, compile_layers=config.compile)
+
+
+def check_layout(config: RunConfig, layout: Layout, base: PreTrainedModel) -> None:
+    """Everything that a layout asks. base: on `meta` will do. Raises UserError where it does not fit."""
+    check_division(config, layout, base.config)
+    check_expert_parallel(base, layout)
+    if alone := why_alone(base):
+        check_alone(config, layout, base, alone)
+
+
+def check_alone(config: RunConfig, layout: Layout, base: PreTrainedModel, why: str) -> None:
+    """Refuse what needs a row in several processes, or a step in one piece. Raises UserError."""
+    if max(layout.tp, layout.pp, layout.cp, layout.expert_parallel) > 1:
+        refused, fix = "tensor, pipeline, context or expert parallelism", "use --parallel fsdp or ddp"
+    elif config.optimizer_in_backward:  # it would update weights behind each of them
+        refused, fix = "--optimizer-in-backward", "leave it out"
+    else:
+        return
+    raise UserError(
+        f"documents of {type(base).__name__} cannot share a row, because of {why}: not possible with {refused}",
+        where=config.model,
+        fix=fix,
+    )
+
+
+def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
+    longest = most_positions(model_config.get_text_config().to_dict())
+    if longest and config.max_length > longest:
+        raise UserError(
+            f"--max-length {config.max_length} is more than the {longest} positions of the model",
+            where=config.model,
+            fix=f"give --max-length {longest} or less",
+        )
