@@ -6,9 +6,10 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
 
+from swiftlite.data.questions import Message
 from swiftlite.errors import UserError
 from swiftlite.serving.generate import Answerer
-from swiftlite.serving.prompts import Message, check_utf8, not_utf8
+from swiftlite.serving.prompts import check_utf8, not_utf8
 
 HELP = "/clear starts a new conversation, /exit leaves; Ctrl-C stops an answer"
 

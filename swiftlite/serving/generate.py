@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftlite.config.names import most_positions
-from swiftlite.data.arguments import with_fitting_arguments
-from swiftlite.data.roles import with_known_roles
+from swiftlite.data.questions import opened, plain_ids
 from swiftlite.data.stops import stop_tokens
-from swiftlite.data.thoughts import thought_key, with_placed_thoughts
 from swiftlite.errors import UserError
 from swiftlite.serving.prompts import check_utf8
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swiftlite.serving.prompts import Message
+    from swiftlite.data.questions import Message
 
 SHORTER = "shorten it, or end the conversation and start a new one"
 
@@ -74,9 +72,7 @@ class Answerer:
         if self.has_template and not plain:
             render = partial(self._tokenizer.apply_chat_template, tools=tools, tokenize=False)
             try:
-                messages = with_placed_thoughts(with_known_roles(messages, render), partial(thought_key, render))
-                messages = with_fitting_arguments(messages, render)
-                text = render(messages, add_generation_prompt=True)
+                text = opened(messages, render)
             except Exception as error:  # a template is foreign code and may raise anything
                 raise UserError(
                     f"the chat template refuses the conversation: {error}",
@@ -92,7 +88,7 @@ class Answerer:
                 fix="give --chat-template chatml or a .jinja file, or ask with one message and no --system",
             )
         else:
-            ids = self._plain(messages[0]["content"])
+            ids = plain_ids(messages[0]["content"], self._tokenizer)
         if not ids:
             raise UserError("the prompt is empty", where=where, fix="give at least one word")
         if self._positions and len(ids) >= self._positions:
@@ -100,14 +96,6 @@ class Answerer:
                 f"the conversation has {len(ids)} tokens, the model takes {self._positions}", where=where, fix=SHORTER
             )
         return ids
-
-    def _plain(self, text: str) -> list[int]:
-        """As training has plain text, without the end that some tokenizers write."""
-        ids, bos, eos = self._tokenizer(text)["input_ids"], self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        bare = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        if eos is not None and ids[-1:] == [eos] != bare[-1:]:
-            ids = ids[:-1]
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def limit(self, prompt: list[int]) -> str:
         """In words, what ends an answer that does not end by itself."""

@@ -19,10 +19,11 @@ from swiftlite.data.sources import COMPRESSED, as_data_file
 from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
 from swiftlite.quick_imports import quick_imports
 from swiftlite.serving.evaluated import system_of_training
-from swiftlite.serving.prompts import Question, check_utf8, read_questions
+from swiftlite.serving.prompts import check_utf8, read_questions
 from swiftlite.serving.source import ModelSource, find_source, refuse_reward_model
 
 if TYPE_CHECKING:
+    from swiftlite.data.questions import Question
     from swiftlite.serving.generate import Answerer
 
 SHOWN_SYSTEM = 60  # characters

@@ -1,0 +1,108 @@
+"""Questions without their answers: what a model is asked with, out of rows of every format, as messages and as tokens.
+
+`swiftlite infer` answers them, and so does a model that is trained on its own answers (`swiftlite grpo`). Answers that
+stand behind the last question (training data often has them) are left out; the row itself is kept, so that what the
+model says can be compared with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from swiftlite.data.arguments import with_fitting_arguments
+from swiftlite.data.forms import BadRow, Completion
+from swiftlite.data.messages import (
+    QUESTIONS,
+    answer_to,
+    array,
+    behind,
+    messages_in,
+    messages_of,
+    opening,
+    optional_text,
+    question_of,
+    tools_of,
+    turns_of,
+)
+from swiftlite.data.roles import with_known_roles
+from swiftlite.data.system import has_system
+from swiftlite.data.thoughts import thought_key, with_placed_thoughts
+from swiftlite.untrusted import names_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+CONVERSATIONS = ("messages", "conversations")
+FORMATS = "messages, conversations, prompt, query, question, or instruction with input"
+
+
+@dataclass(frozen=True)
+class Question:
+    """row: as it was read; messages: what the model answers; where: `file.jsonl:17`; plain: one text to go on with, as
+    training takes a prompt and a completion that are strings."""
+
+    row: dict[str, Any]
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    where: str
+    plain: bool = False
+
+
+def read_question(row: dict[str, Any], where: str, system: str | None) -> Question:
+    """The question of a row. system: put before one that has no system message of its own. Raises BadRow."""
+    messages = _messages(row)
+    own = optional_text(row, "system")
+    tools = tools_of(row)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not any(message["role"] == "user" for message in messages):
+        raise BadRow("no_question", "the row has no question: it needs a user message")
+    if own is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": own})
+    elif system is not None and not has_system(messages):
+        messages.insert(0, {"role": "system", "content": system})
+    return Question(row, messages, tools, where, plain=len(messages) == 1 and _is_plain(row))
+
+
+def _is_plain(row: dict[str, Any]) -> bool:
+    """Whether training takes a row for a text that goes on."""
+    if any(row.get(key) is not None for key in CONVERSATIONS) or not row.get("prompt") or not row.get("completion"):
+        return False
+    try:
+        return isinstance(answer_to(row), Completion)
+    except BadRow:  # which training would leave out
+        return False
+
+
+def _messages(row: dict[str, Any]) -> list[Message]:
+    """What training would see of a row's conversation, or of its question. Raises BadRow."""
+    key = next((key for key in (*CONVERSATIONS, "prompt", *QUESTIONS) if row.get(key) is not None), None)
+    if key is None:
+        raise BadRow("unknown_keys", f"no row format fits these keys: {names_of(row)}; known: {FORMATS}")
+    if key in CONVERSATIONS:
+        turns = messages_of(array(row[key], key), key)
+    elif isinstance(said := messages_in(row[key]) if key == "prompt" else row[key], list):
+        turns = behind(opening(row), turns_of(said, key, "user"))
+    else:
+        turns = opening(row) + turns_of(question_of(row, key), key, "user")
+    return [message for message, _ in turns]
+
+
+def opened(messages: list[Message], render: Callable[..., str]) -> str:
+    """A conversation as text, with the opening of an answer. render: the chat template; takes messages and
+    `add_generation_prompt`, and what it raises is raised."""
+    messages = with_placed_thoughts(with_known_roles(messages, render), partial(thought_key, render))
+    return render(with_fitting_arguments(messages, render), add_generation_prompt=True)
+
+
+def plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A text to go on with as training has it, without the end that some tokenizers write."""
+    ids, bos, eos = tokenizer(text)["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if eos is not None and ids[-1:] == [eos] != bare[-1:]:
+        ids = ids[:-1]
+    return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
