@@ -312,13 +312,15 @@ def test_recipes_are_copied_but_never_over_a_file(run, tmp_path, monkeypatch):
     assert load_recipe(str(tmp_path / "qwen3-8b-sft-lora.yaml")).entries["dataset"].value == "alpaca-cleaned"
     source = tmp_path / "here"
     source.mkdir()
-    for name in ("a.jsonl", "my b.jsonl", "t.jinja"):
+    for name in ("a.jsonl", "my b.jsonl", "t.jinja", "r.py"):
         (source / name).touch()
     lines = "model: x/y\ndataset:\n  - a.jsonl#5\n  - 'my b.jsonl'\n  - c/d\nchat_template: t.jinja  # ours\n"
+    lines += "reward: r.py:one*0.5 package.module.two\n"
     (source / "r.yaml").write_text(lines)
     run("recipes", "copy", source / "r.yaml", tmp_path / "r.yaml")
     entries = load_recipe(str(tmp_path / "r.yaml")).entries
     assert entries["dataset"].value == [f"{source}/a.jsonl#5", f"{source}/my b.jsonl", "c/d"]
     assert (entries["model"].value, entries["chat_template"].value) == ("x/y", f"{source}/t.jinja")
+    assert entries["reward"].value == f"{source}/r.py:one*0.5 package.module.two"
     code, out, _ = run("recipes", "schema")
     assert "max_length" in json.loads(out)["properties"]

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from swiftlite.config.batch import solve_batch, weigh
 from swiftlite.config.flags import all_flags, find_flag
 from swiftlite.config.layout import Layout, plan_layout
-from swiftlite.config.notes import PREFERENCE_SETTINGS
+from swiftlite.config.notes import METHOD_SETTINGS
 from swiftlite.config.others.idle import IDLE
 from swiftlite.config.others.words import BEGINNINGS, INSTEAD, SETTING, VALUES, shown
 from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import RENDEZVOUS, resolve, resolve_config
+from swiftlite.config.sampling import SamplingSettings
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError
@@ -381,7 +382,7 @@ def test_preference_settings_without_effect_are_noted(method, values, named):
 
 
 def test_every_preference_setting_says_where_it_acts():
-    assert list(PREFERENCE_SETTINGS) == list(PreferenceSettings.model_fields)
+    assert list(METHOD_SETTINGS) == [*PreferenceSettings.model_fields, *SamplingSettings.model_fields]
 
 
 def test_method_of_command_and_recipe(tmp_path):

@@ -91,6 +91,9 @@ class FakeStore:
     def preference(self, index):
         return None
 
+    def asked(self, index):
+        return None
+
 
 def plan(lengths=None, *, weight=1.0, rows=None, **options):
     store = FakeStore("a", log_normal_lengths(200, 256) if lengths is None else lengths, rows)
@@ -217,7 +220,7 @@ def test_the_order_of_many_rows_takes_little_memory(packing):
 def test_sequences_are_found_across_record_batches(tmp_path, monkeypatch):
     monkeypatch.setattr("swiftlite.data.store.BATCH_TOKENS", 10)
     rows = [0, 1, 1, 4, 4, 4, 5]  # some were split, two were left out
-    with SequenceWriter(tmp_path, preferences=False) as writer:
+    with SequenceWriter(tmp_path) as writer:
         for number, row in enumerate(rows):
             ids, runs = np.full(4, number, dtype=np.int32), np.array([1, 3], dtype=np.int32)
             writer.append(TokenBatch(ids=[ids], runs=[runs], rows=[(row, 0, row + 1)]))

@@ -12,7 +12,7 @@ from rich.text import Text
 from swiftlite.cli.console import print_notes, wide_console
 from swiftlite.config.batch import ranks_in_words
 from swiftlite.config.flags import all_flags, shown_value
-from swiftlite.config.methods import PREFERENCE, pack_capacity
+from swiftlite.config.methods import PREFERENCE, SAMPLING, pack_capacity
 from swiftlite.untrusted import printable
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ def _check(config: RunConfig) -> None:
         from swiftlite.models.tokenizer import read_chat_template
 
         read_chat_template(config.chat_template)
+    if config.method in SAMPLING:
+        from swiftlite.training.rewards import parse_reward
+
+        for word in config.reward:
+            parse_reward(word)
     if config.method in PREFERENCE:
         from swiftlite.training.methods import preference_of  # seconds, for torch
 
@@ -111,6 +116,11 @@ def _plan(resolved: Resolved) -> Table:
     if layout.expert_parallel > 1:
         table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
     capacity = pack_capacity(config)
+    if config.method in SAMPLING:
+        answers = f"{config.global_batch_size} prompts with {config.samples} answers each"
+        table.add_row("a step", f"{answers}, of up to {config.max_new_tokens:,} tokens")
+        table.add_row("", f"then forward passes of {config.micro_batch_size} x {capacity:,} tokens at most")
+        return table
     table.add_row(
         "a step",
         f"{config.global_batch_size} {packs} of up to {capacity:,} tokens = {config.micro_batch_size} a forward "

@@ -12,6 +12,7 @@ from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
 from swiftlite.cli.options import RunCommand, json_flag, own_flag
 from swiftlite.cli.plan_json import plan_values
 from swiftlite.config.flags import all_flags
+from swiftlite.config.methods import SAMPLING
 from swiftlite.errors import UserError
 from swiftlite.sizes import in_words
 
@@ -81,6 +82,8 @@ def plan(
         write_output(plan_values(resolved.config, outline, target, plans, refused.values(), command), json)
     console.print(_table(shown))
     console.print(EXPLAINED, style="dim")
+    if resolved.config.method in SAMPLING:
+        console.print("Times are of training alone: how long answers take to sample is not known.", style="dim")
     _say_refused(console, refused.values())
     if not fitting:
         raise _nothing_fits(resolved, [proposal for _, proposal in shown])

@@ -108,9 +108,9 @@ def _names_in(text: str, source: Path) -> Iterator[tuple[ScalarNode, bool]]:
         return
     for key, value in root.value if isinstance(root, yaml.MappingNode) else []:
         flag = find_flag(str(key.value))
-        if flag is not None and flag.name in (*SOURCES, *DATASETS):
+        if flag is not None and flag.name in (*SOURCES, *DATASETS, "reward"):  # written as a data set with a subset is
             nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            yield from ((node, flag.name in DATASETS) for node in nodes if isinstance(node, yaml.ScalarNode))
+            yield from ((node, flag.name not in SOURCES) for node in nodes if isinstance(node, yaml.ScalarNode))
 
 
 def _whole(value: str, folder: Path, *, several: bool) -> str:

@@ -1,4 +1,4 @@
-"""`swiftlite sft`, `pretrain`, `dpo`, `kto`, `rm` and `train`."""
+"""`swiftlite sft`, `pretrain`, `dpo`, `kto`, `rm`, `grpo` and `train`."""
 
 from __future__ import annotations
 
@@ -29,5 +29,6 @@ TRAIN_COMMANDS = (
     RunCommand("dpo", train, "Learn from pairs of answers: DPO and its kin (--loss).", method="dpo"),
     RunCommand("kto", train, "Learn from single answers, each wanted or not.", method="kto"),
     RunCommand("rm", train, "Train a reward model on pairs of answers.", method="rm"),
+    RunCommand("grpo", train, "Learn from the model's own answers, which functions reward.", method="grpo"),
     RunCommand("train", train, "Train as a recipe says, which names the method."),
 )

@@ -29,7 +29,7 @@ UNTOLD = (
 OF_THE_ROWS = (
     "model", "tokenizer", "chat_template", "new_tokens", "method", "dataset", "eval_dataset", "eval_fraction",
     "columns", "max_samples", "deduplicate", "system", "placeholders", "streaming", "sample_by", "max_length",
-    "overlong", "share_prompt", "train_on", "packing", "shuffle", "global_batch_size", "seed",
+    "overlong", "share_prompt", "train_on", "packing", "shuffle", "global_batch_size", "seed", "max_new_tokens",
 )  # fmt: skip
 # Evaluations under others of these are no measure for each other.
 OF_THE_LOSS = (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from swiftlite.config.losses import LOSSES, losses_of, weighs_by_probability
-from swiftlite.config.methods import PREFERENCE
+from swiftlite.config.methods import PREFERENCE, SAMPLING, prompt_limit
 from swiftlite.config.types import NEVER
 from swiftlite.errors import UserError, all_in_one
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 Rule = tuple[bool, str, tuple[str, ...], str]  # broken, what is wrong, the settings, what to do
-REFERRING = ("dpo", "kto")  # the methods that may compare with a reference
+REFERRING = ("dpo", "kto", *SAMPLING)  # the methods that may compare with a reference
 
 
 def check_together(config: RunConfig, where: Mapping[str, str]) -> None:
@@ -174,12 +174,13 @@ def _method_rules(config: RunConfig) -> list[Rule]:
             "leave it out",
         ),
         (
-            config.neftune_noise_alpha > 0 and config.method in PREFERENCE,
+            config.neftune_noise_alpha > 0 and config.method in (*PREFERENCE, *SAMPLING),
             f"--neftune-noise-alpha is scaled by the length of a text, and {config.method} compares answers of several "
             "lengths to one prompt, whose noise would be part of what is compared",
             ("neftune_noise_alpha",),
             "leave it out, or train by sft or pretrain first",
         ),
+        *_sampling_rules(config),
         *_teacher_rules(config),
         (
             bool(config.router_aux_loss_coef) and config.method == "rm",
@@ -191,13 +192,57 @@ def _method_rules(config: RunConfig) -> list[Rule]:
     ]
 
 
+def _sampling_rules(config: RunConfig) -> list[Rule]:
+    """Of methods whose answers are the model's own."""
+    if config.method not in SAMPLING:
+        return []
+    return [
+        (
+            not config.reward,
+            f"{config.method} learns from rewards, and nothing says what is rewarded",
+            ("reward",),
+            "give --reward FILE.py:NAME, a function that gets answers and returns a number for each",
+        ),
+        (
+            prompt_limit(config) < 1,
+            f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in --max-length {config.max_length}",
+            ("max_new_tokens", "max_length"),
+            "raise --max-length, or lower --max-new-tokens",
+        ),
+        (
+            bool(config.eval_dataset) or config.eval_fraction > 0,
+            f"{config.method} evaluates no rows while it trains: each step's `reward` says how good its answers are",
+            ("eval_dataset", "eval_fraction"),
+            "leave it out, and answer held-out rows by `swiftlite infer --input`",
+        ),
+        (
+            config.overlong in ("truncate", "split"),
+            f"--overlong {config.overlong} would make another question of a prompt",
+            ("overlong",),
+            "use drop or error",
+        ),
+        (
+            config.reference == "precompute",
+            f"--reference precompute scores answers before training, and {config.method} has none then",
+            ("reference",),
+            "use --reference model, or leave it out",
+        ),
+        (
+            config.optimizer_in_backward,
+            "--optimizer-in-backward takes the gradient of one forward, and nobody knows how many the answers need",
+            ("optimizer_in_backward",),
+            "leave it out",
+        ),
+    ]
+
+
 def _teacher_rules(config: RunConfig) -> list[Rule]:
     """Of a second model whose probabilities are learnt."""
     if config.teacher is None:
         return []
     return [
         (
-            config.method in PREFERENCE,
+            config.method in (*PREFERENCE, *SAMPLING),
             f"--teacher is learnt from token by token, and {config.method} compares whole answers",
             ("teacher",),
             "leave it out, or train by sft or pretrain",

@@ -32,7 +32,10 @@ PAIR_LOSSES = (
 )
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired")
 CROSS_ENTROPY, DYNAMIC = SUPERVISED_LOSSES = ("cross_entropy", "dft")
-LOSSES = {"sft": SUPERVISED_LOSSES, "dpo": PAIR_LOSSES, "kto": UNPAIRED_LOSSES}  # of the methods that have several
+POLICY_LOSSES = ("dapo", "grpo", "dr_grpo")
+LOSSES = {  # of the methods that have several
+    "sft": SUPERVISED_LOSSES, "dpo": PAIR_LOSSES, "kto": UNPAIRED_LOSSES, "grpo": POLICY_LOSSES,
+}  # fmt: skip
 
 REFERENCE_FREE = ("simpo", "cpo", "orpo", "sft")
 
@@ -64,8 +67,8 @@ def parse_losses(
 
 
 def losses_of(method: str, words: Sequence[str], where: str = "--loss") -> list[tuple[str, float]]:
-    """(name, weight) of the losses of sft, dpo or kto; the method's first where no word is given. Raises UserError as
-    `parse_losses`, and for several or weighted losses of sft or kto.
+    """(name, weight) of the losses of a method; its first where no word is given. Raises UserError as `parse_losses`,
+    and for several or weighted losses of others than dpo.
     """
     known = LOSSES[method]
     losses = parse_losses(words or known[:1], known, where)

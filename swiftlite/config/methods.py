@@ -7,12 +7,34 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
-Method = Literal["sft", "pretrain", "dpo", "kto", "rm"]
+Method = Literal["sft", "pretrain", "dpo", "kto", "rm", "grpo"]
 
 PAIRED = ("dpo", "rm")  # compare two answers to one prompt
 PREFERENCE = (*PAIRED, "kto")
+SAMPLING = ("grpo",)  # learn from answers that the model itself gives to each step's prompts
 
 
 def pack_capacity(config: RunConfig) -> int:
     """Tokens that a pack may hold: of the methods that compare two answers, as many as a pair may have."""
     return config.max_length * (2 if config.method in PAIRED else 1)
+
+
+def prompt_limit(config: RunConfig) -> int:
+    """Tokens that a prompt may have which is answered while training."""
+    return config.max_length - config.max_new_tokens
+
+
+def step_packs(config: RunConfig) -> int:
+    """Packs of a step; at most, where they hold as many answers as the prompts get."""
+    return config.global_batch_size * (config.samples if config.method in SAMPLING else 1)
+
+
+def switches_adapters_off(config: RunConfig) -> bool:
+    """Whether the trained model without its adapters is the reference, where one is wanted."""
+    return config.reference is None and config.tuner == "lora" and config.adapter is None
+
+
+def keeps_second(config: RunConfig) -> bool:
+    """Whether the reference is surely a second model, which is there while training."""
+    sampling = config.method in SAMPLING and config.beta > 0
+    return config.reference == "model" or (sampling and not switches_adapters_off(config))

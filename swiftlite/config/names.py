@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,12 +168,23 @@ def with_absolute_names(config: RunConfig) -> RunConfig:
     """The config whose files and folders are found from any folder. What is not there, such as a hub id, stays."""
     found: dict[str, object] = {name: _absolute(getattr(config, name)) for name in NAMES if name not in DATASETS}
     found |= {name: [_absolute_spec(spec) for spec in getattr(config, name)] for name in DATASETS}
+    found["reward"] = [_of_file(word, _absolute) for word in config.reward]
     return config.model_copy(update=found)
 
 
 def _absolute(name: str | None) -> str | None:
     path = existing(name) if name else None
     return name if path is None else str(path.absolute())
+
+
+def placed_reward(word: str, base: Path | None) -> str:
+    """A word of `--reward` with the path of its file, if it names one that exists, found as `placed` does."""
+    return _of_file(word, lambda file: placed(file, base))
+
+
+def _of_file(word: str, place: Callable[[str], str | None]) -> str:
+    file, colon, function = word.rpartition(":")
+    return f"{place(file) or file}:{function}" if colon else word
 
 
 def _absolute_spec(spec: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.checks import REFERRING
 from swiftlite.config.flags import all_flags
 from swiftlite.config.losses import LOSSES, REFERENCE_FREE, losses_of
-from swiftlite.config.methods import pack_capacity
+from swiftlite.config.methods import SAMPLING, pack_capacity
 from swiftlite.config.names import has_count, may_hold_texts
 from swiftlite.config.types import NEVER
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.config.validate import Given
 
-PREFERENCE_SETTINGS = {  # what acts in which methods
+METHOD_SETTINGS = {  # what acts in which methods
     "loss": tuple(LOSSES),
     "beta": REFERRING,
     "label_smoothing": ("dpo",),
@@ -28,7 +28,10 @@ PREFERENCE_SETTINGS = {  # what acts in which methods
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "center_rewards": ("rm",),
-    "share_prompt": ("dpo", "rm"),
+    "share_prompt": ("dpo", "rm", *SAMPLING),
+    **dict.fromkeys(
+        ("reward", "samples", "max_new_tokens", "temperature", "scale_rewards", "answers_at_once"), SAMPLING
+    ),
 }
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
 DEFAULT_SCALE = 2.0  # of LoRA's update
@@ -151,8 +154,10 @@ def _ineffective_layout(config: RunConfig, layout: Layout) -> Iterator[tuple[str
 
 def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from (
-        (name, f"with {config.method}") for name, where in PREFERENCE_SETTINGS.items() if config.method not in where
+        (name, f"with {config.method}") for name, where in METHOD_SETTINGS.items() if config.method not in where
     )
+    if config.method in SAMPLING and not config.beta:
+        yield "reference", "without --beta, the weight of the distance to it"
     if config.method == "dpo":
         named = _losses_named(config)
         if named == ["sft"]:

@@ -17,17 +17,18 @@ class PreferenceSettings(BaseModel):
         PREFERENCE,
         "What is made of log-probabilities; several are added up: `sigmoid:0.8 sft:1.0`. dpo: sigmoid, hinge, ipo, "
         "robust, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, simpo, cpo, orpo, sft; "
-        "kto: kto, apo_zero_unpaired; sft: cross_entropy, dft (weighted by each token's own probability).",
+        "kto: kto, apo_zero_unpaired; sft: cross_entropy, dft (weighted by each token's own probability); grpo: dapo, "
+        "grpo, dr_grpo, which divide by the step's tokens, each answer's own, and --max-new-tokens.",
         "loss_type",
         "pref_loss",
         phrases=dict.fromkeys(("rlhf_type", "rl"), {types.LOSSES_AS_METHODS: r"\1"})
         | dict.fromkeys(("enable_dft_loss", "use_dft_loss"), {types.ON_ALONE: "dft"}),
-        shown="sigmoid; kto; cross_entropy",
+        shown="sigmoid; kto; cross_entropy; dapo",
         metavar="NAME[:WEIGHT] ...",
     )
-    beta: Positive = flag(
-        0.1, PREFERENCE, "How strongly the model is held to the reference; lambda of orpo.", "pref_beta", "rl_beta",
-        "orpo_alpha",
+    beta: OptionalNotNegative = flag(
+        None, PREFERENCE, "How strongly the model is held to the reference; lambda of orpo.", "pref_beta", "rl_beta",
+        "orpo_alpha", "kl_coeff", "kl_loss_coef", shown="0.1; 0 for grpo",
     )  # fmt: skip
     label_smoothing: NotNegative = flag(
         0.0, PREFERENCE, "Share of labels taken to be wrong, below 0.5; for sigmoid, robust and exo_pair."
@@ -56,4 +57,4 @@ class PreferenceSettings(BaseModel):
         "rm: weight of the squared sum of a pair's scores, which keeps them around 0.",
         "center_rewards_coefficient",
     )
-    share_prompt: bool = flag(True, PREFERENCE, "Compute the prompt of a pair once for both answers.")
+    share_prompt: bool = flag(True, PREFERENCE, "Compute the prompt of a pair, or of a group, once for its answers.")

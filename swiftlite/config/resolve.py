@@ -16,6 +16,7 @@ from swiftlite.config.batch import ACCUMULATION, ALL, DEFAULT_GLOBAL, GLOBAL, MI
 from swiftlite.config.checks import check_together
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
+from swiftlite.config.methods import SAMPLING
 from swiftlite.config.names import (
     ADAPTER_CONFIG,
     DATASETS,
@@ -25,6 +26,7 @@ from swiftlite.config.names import (
     model_name,
     most_positions,
     placed,
+    placed_reward,
     system_text,
 )
 from swiftlite.config.notes import unsaid, unused
@@ -50,8 +52,12 @@ ANSWER_RATES = {"lora": 1e-4, "full": 1e-5, "freeze": 1e-5}
 TEXT_RATES = {"lora": 1e-4, "full": 2e-5, "freeze": 2e-5}
 PREFERENCE_RATES = {"lora": 1e-5, "full": 1e-6, "freeze": 1e-6}
 LEARNING_RATES = {
-    "sft": ANSWER_RATES, "rm": ANSWER_RATES, "pretrain": TEXT_RATES, "dpo": PREFERENCE_RATES, "kto": PREFERENCE_RATES
+    "sft": ANSWER_RATES, "rm": ANSWER_RATES, "pretrain": TEXT_RATES, "dpo": PREFERENCE_RATES, "kto": PREFERENCE_RATES,
+    "grpo": PREFERENCE_RATES,
 }  # fmt: skip
+
+BETAS = {"dpo": 0.1, "kto": 0.1, **dict.fromkeys(SAMPLING, 0.0)}
+OVERLONG = {"pretrain": "split", **dict.fromkeys(SAMPLING, "drop")}
 
 
 @dataclass(frozen=True)
@@ -209,6 +215,7 @@ def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
         named[name] = value and (placed(value, base) or value)
     for name in ("model", "teacher"):
         named[name] = named[name] and model_name(named[name])
+    named["reward"] = [placed_reward(word, base) for word in config.reward]
     if config.system is not None:
         named["system"] = system_text(config.system, base)
     return named
@@ -261,8 +268,9 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "pipeline_schedule": config.pipeline_schedule or ("1f1b" if pipeline else None),
         "tokenizer": config.tokenizer or _adapters_tokenizer(config),
         "tuner": tuner,
-        "overlong": config.overlong or ("split" if pretrain else "truncate"),
+        "overlong": config.overlong or OVERLONG.get(config.method, "truncate"),
         "learning_rate": config.learning_rate or LEARNING_RATES[config.method][tuner],
+        "beta": BETAS.get(config.method) if config.beta is None else config.beta,
         "eval_steps": config.eval_steps or (_as_saving(config) if evaluates else None),
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),

@@ -12,6 +12,7 @@ from swiftlite.config import types
 from swiftlite.config.methods import Method
 from swiftlite.config.output import OutputSettings
 from swiftlite.config.preference import PreferenceSettings
+from swiftlite.config.sampling import SamplingSettings
 from swiftlite.config.setting import (
     DATA,
     MODEL,
@@ -48,7 +49,15 @@ from swiftlite.config.types import (
 )
 
 
-class RunConfig(TunerSettings, PreferenceSettings, TeacherSettings, SurvivalSettings, OutputSettings, SpeedSettings):
+class RunConfig(
+    TunerSettings,
+    PreferenceSettings,
+    SamplingSettings,
+    TeacherSettings,
+    SurvivalSettings,
+    OutputSettings,
+    SpeedSettings,
+):
     """Everything that defines one run. Made by `resolve`; immutable afterwards."""
 
     model_config = ConfigDict(
@@ -58,7 +67,7 @@ class RunConfig(TunerSettings, PreferenceSettings, TeacherSettings, SurvivalSett
     method: Annotated[Method, Spelling({"pt": "pretrain"})] = flag(
         "sft",
         RUN,
-        "What to train: `sft` on answers, `pretrain` on texts, the others on preferences.",
+        "What to train: `sft` on answers, `pretrain` on texts, `grpo` on its own answers, the others on preferences.",
         "stage",
         "rlhf_type",
         "rl",
@@ -186,7 +195,7 @@ class RunConfig(TunerSettings, PreferenceSettings, TeacherSettings, SurvivalSett
             DATA,
             "What to do with rows longer than `--max-length`; always counted.",
             "truncation_strategy",
-            shown="truncate; split for pretrain",
+            shown="truncate; split for pretrain, drop for grpo",
         )
     )
     on_bad_row: Annotated[Literal["error", "skip"], Spelling()] = flag(

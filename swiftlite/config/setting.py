@@ -5,9 +5,12 @@ from typing import Any
 from pydantic import Field
 
 MODEL, DATA, TUNER, OPTIMIZATION = "Model", "Data", "Tuner", "Optimization"
-PREFERENCE, PARALLELISM, MEMORY = "Preference", "Parallelism", "Memory and speed"
+PREFERENCE, REINFORCEMENT = "Preference", "Reinforcement"
+PARALLELISM, MEMORY = "Parallelism", "Memory and speed"
 CHECKPOINTS, LOGGING, RUN = "Checkpoints", "Logging", "Run"
-PANELS = (MODEL, DATA, TUNER, PREFERENCE, OPTIMIZATION, PARALLELISM, MEMORY, CHECKPOINTS, LOGGING, RUN)
+PANELS = (
+    MODEL, DATA, TUNER, PREFERENCE, REINFORCEMENT, OPTIMIZATION, PARALLELISM, MEMORY, CHECKPOINTS, LOGGING, RUN,
+)  # fmt: skip
 
 
 def flag(default: Any, panel: str, text: str, *aliases: str, shown: str | None = None, **more: Any) -> Any:

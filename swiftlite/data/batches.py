@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ class Completions:
     pair: int64 `[C]`, which pair (or, of single answers, which row) it belongs to, counted from 0 in the micro-batch.
     chosen: bool `[C]`, whether it is the chosen one of its pair, or a single answer that is wanted.
     tokens: int64 `[C]`, its trained tokens. last: int64 `[C]`, the place of its last token in the row.
-    margin: fp32 `[C]`, of its pair. identity: int64 `[C, 2]`, data set and sequence; -1 where there is none.
+    margin: fp32 `[C]`, of its pair; of an answer of the model's own its advantage. identity: int64 `[C, 2]`, data set
+    and sequence; -1 where there is none.
     reference: fp64 `[C]`, log p under the reference, None where that is not wanted or not known yet.
     """
 
@@ -88,7 +90,8 @@ class MicroBatch:
     of each label in the order of the labels.
     noise: int64 `[3, T]`, of each token the key of its document's noise, its position there and the document's tokens;
     None where embeddings get no noise.
-    taught: what a teacher says of the trained tokens; None without one, or before it has been asked.
+    taught: what a teacher says of the trained tokens; None without one, or before it has been asked. reference: fp32
+    `[trained tokens]`, or those of one rank's slice: their log p under the reference, where a loss wants each.
     """
 
     input_ids: torch.Tensor
@@ -108,6 +111,7 @@ class MicroBatch:
     completions: Completions | None = None
     noise: torch.Tensor | None = None
     taught: Taught | None = None
+    reference: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on a device."""
@@ -205,15 +209,15 @@ def _segments(documents: list[Document]) -> list[_Segment]:
     found, start = [], 0
     for document in documents:
         tokens, layout, nothing = len(document.input_ids), document.preference, range(0)
-        if layout is None or not layout.is_pair:
+        answers = () if layout is None else layout.behind_prompt(tokens)
+        if not answers:
             found.append(_Segment(start, tokens, nothing, layout is not None))
         else:
             prompt = range(start, start + layout.prompt)
             if prompt:
                 found.append(_Segment(start, len(prompt), nothing, answer=False))
-            found.append(_Segment(prompt.stop, layout.chosen, prompt, answer=True))
-            rest = tokens - layout.prompt - layout.chosen
-            found.append(_Segment(prompt.stop + layout.chosen, rest, prompt, answer=True))
+            borders = accumulate(answers, initial=prompt.stop)
+            found += [_Segment(begun, own, prompt, answer=True) for begun, own in zip(borders, answers, strict=False)]
         start += tokens
     return found
 
@@ -231,8 +235,8 @@ def _answers(
 ) -> dict[str, torch.Tensor | Completions]:
     """segments: those of the answers; trained: bool `[T]`."""
     layouts = [document.preference for document in documents]
-    pair = np.repeat(np.arange(len(documents)), [1 + layout.is_pair for layout in layouts])
-    chosen = [flag for layout in layouts for flag in ((True, False) if layout.is_pair else (layout.desirable,))]
+    pair = np.repeat(np.arange(len(documents)), [len(layout.wanted) for layout in layouts])
+    chosen = [flag for layout in layouts for flag in layout.wanted]
     identity = np.asarray([document.identity or (-1, -1) for document in documents], dtype=np.int64)
     ends = [segment.start + segment.tokens for segment in segments]
     tokens = torch.tensor([int(trained[part.start : part.start + part.tokens].sum()) for part in segments])
@@ -241,7 +245,7 @@ def _answers(
         chosen=torch.tensor(chosen),
         tokens=tokens,
         last=torch.tensor(ends) - 1,
-        margin=torch.tensor([layouts[place].margin for place in pair], dtype=torch.float32),
+        margin=torch.tensor([margin for layout in layouts for margin in layout.margins], dtype=torch.float32),
         identity=torch.from_numpy(identity[pair]),
     )
     return {"completions": completions, "owner": torch.arange(len(segments)).repeat_interleave(tokens)}

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swiftlite.config.methods import PREFERENCE
+from swiftlite.config.methods import SAMPLING
 from swiftlite.data.forms import BadRow
 from swiftlite.data.order import permutation
+from swiftlite.data.prompts import PromptTokenizer
 from swiftlite.data.readers import Payload, parse_payload, read_rows
 from swiftlite.data.rows import count_columns, detect_format, rename_columns
 from swiftlite.data.sources import DataFile, Source
-from swiftlite.data.store import SequenceWriter
+from swiftlite.data.store import SequenceWriter, schema_of
 from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
 from swiftlite.errors import RunError, UserError
 from swiftlite.untrusted import names_of
@@ -39,6 +40,8 @@ CHUNK_BYTES = 2 << 20  # of their text: what a tokenizer returns takes a hundred
 POOL_FROM_ROWS = 500  # below it, starting processes costs more than it gains
 FIRST_ROWS = 100  # of each file, where mapped columns are looked for first
 IN_FLIGHT = 3  # tasks a process, so that memory stays flat when the writer is slow
+
+Tokenize = Callable[[list[RawRow]], TokenBatch]
 
 
 def build_entry(
@@ -62,12 +65,11 @@ def build_entry(
     dropped: Counter[str] = Counter()
     unused: Counter[str] = Counter()
     rows = raw_rows(source, options, sample_by, seed)
-    run = RowTokenizer(tokenizer, options, source.files)
+    run = (PromptTokenizer if options.method in SAMPLING else RowTokenizer)(tokenizer, options, source.files)
     largest = -1
     processes = _processes(workers) if expected_rows > POOL_FROM_ROWS else 1
-    preferences = options.method in PREFERENCE
     with (
-        SequenceWriter(folder, preferences=preferences) as writer,
+        SequenceWriter(folder, schema_of(options.method)) as writer,
         closing(_map_in_order(run, chunks(rows), processes)) as batches,
     ):
         for batch in batches:
@@ -143,6 +145,8 @@ def format_of(file: DataFile, options: TokenOptions, sample_by: str) -> str | No
 
     Raises UserError for a format of another method, and where none is known and a mapped column is missing.
     """
+    if options.method in SAMPLING:  # whose rows need no answer, and so have no format
+        return None
     first = None
     for line, row in _sound_rows(file, sample_by):
         first = first or (line, row)
@@ -216,7 +220,7 @@ def _text_size(payload: Payload) -> int:
     return len(payload) if isinstance(payload, bytes) else 0
 
 
-def _map_in_order(run: RowTokenizer, chunks: Iterator[list[RawRow]], processes: int) -> Iterator[TokenBatch]:
+def _map_in_order(run: Tokenize, chunks: Iterator[list[RawRow]], processes: int) -> Iterator[TokenBatch]:
     if processes == 1:
         yield from map(run, chunks)
         return
@@ -238,10 +242,10 @@ def _map_in_order(run: RowTokenizer, chunks: Iterator[list[RawRow]], processes: 
             pool.shutdown(cancel_futures=True)  # and wait: a process that ends before its workers are told never ends
 
 
-_worker_run: RowTokenizer | None = None
+_worker_run: Tokenize | None = None
 
 
-def _start_worker(run: RowTokenizer) -> None:
+def _start_worker(run: Tokenize) -> None:
     """In a fresh process: keep the tokenizer, and keep it to one thread, since there is a process a core.
 
     Ctrl-C is the parent's to answer, and a worker does not outlive a parent that was killed.

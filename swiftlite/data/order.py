@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from swiftlite.data.packing import Packs, best_fit_decreasing, number_type, ranges
-from swiftlite.data.preference_tokens import Preference
+from swiftlite.data.preference_tokens import Group, Preference
 from swiftlite.data.store import SequenceStore
 from swiftlite.seeds import key_digest
 
@@ -26,17 +26,19 @@ class Sequence:
     """One document, or a pair of answers: input_ids int32 `[n]`, trained bool `[n]` (is this token learnt), where
     `file:line`.
 
-    preference: of the methods that compare answers; identity: the data set's number in the plan and the sequence's
-    number in the data set, None of sequences that are made while training; noise: the key of what is added to its
-    embeddings, None for nothing.
+    preference: of the methods that compare answers, or learn from several to one prompt; identity: the data set's
+    number in the plan and the sequence's number in the data set, None of sequences that are made while training; noise:
+    the key of what is added to its embeddings, None for nothing; asked: of a prompt that is answered while training,
+    its row as JSON.
     """
 
     input_ids: np.ndarray
     trained: np.ndarray
     where: str
-    preference: Preference | None = None
+    preference: Preference | Group | None = None
     identity: tuple[int, int] | None = None
     noise: int | None = None
+    asked: str | None = None
 
 
 Pack = list[Sequence]
@@ -212,7 +214,8 @@ class BatchPlan:
         for index in pack:
             which = int(np.searchsorted(self._offsets, index, side="right")) - 1
             store, place = self._parts[which].store, index - int(self._offsets[which])
-            read.append(Sequence(*store.read(place), preference=store.preference(place), identity=(which, place)))
+            beside = {"preference": store.preference(place), "asked": store.asked(place), "identity": (which, place)}
+            read.append(Sequence(*store.read(place), **beside))
         return read
 
     def _epoch_steps(self, epoch: int) -> int:

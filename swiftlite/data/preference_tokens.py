@@ -33,6 +33,42 @@ class Preference:
     def is_pair(self) -> bool:
         return self.chosen > 0
 
+    def behind_prompt(self, tokens: int) -> tuple[int, ...]:
+        """Tokens of each answer that goes on from the prompt, of a sequence of so many; none of a single answer, which
+        is one document with its prompt."""
+        return (self.chosen, tokens - self.prompt - self.chosen) if self.is_pair else ()
+
+    @property
+    def wanted(self) -> tuple[bool, ...]:
+        """Of each answer."""
+        return (True, False) if self.is_pair else (self.desirable,)
+
+    @property
+    def margins(self) -> tuple[float, ...]:
+        """Of each answer."""
+        return (self.margin,) * len(self.wanted)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a sequence of several answers to one prompt is made of, laid out as a pair is: `prompt` tokens of P, then
+    `answers` tokens of each; advantages: by how much each is better than the others. Asked as a `Preference` is."""
+
+    prompt: int
+    answers: tuple[int, ...]
+    advantages: tuple[float, ...]
+
+    def behind_prompt(self, tokens: int) -> tuple[int, ...]:
+        return self.answers
+
+    @property
+    def wanted(self) -> tuple[bool, ...]:
+        return (True,) * len(self.answers)
+
+    @property
+    def margins(self) -> tuple[float, ...]:
+        return self.advantages
+
 
 def prompt_length(answers: list[Tokens]) -> int:
     """Tokens that all answers begin with, up to the first token that any of them trains.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from swiftlite.config.methods import PAIRED, pack_capacity
+from swiftlite.config.methods import PAIRED, SAMPLING, pack_capacity, prompt_limit
 from swiftlite.data.audit import build_audit, check_anything_left, eval_section, unread_files
 from swiftlite.data.build import bad_row_error, build_entry, check_mapped, check_vocabulary
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
@@ -142,7 +142,7 @@ def _plan_options(config: RunConfig) -> PlanOptions:
     return PlanOptions(
         seed=config.seed,
         capacity=pack_capacity(config),
-        packing=config.packing,
+        packing=config.packing and config.method not in SAMPLING,  # prompts: their answers are packed
         shuffle=config.shuffle,
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
@@ -269,7 +269,7 @@ def token_options(config: RunConfig) -> TokenOptions:
     """What of the config decides the tokens of a row."""
     return TokenOptions(
         method=config.method,
-        max_length=config.max_length,
+        max_length=prompt_limit(config) if config.method in SAMPLING else config.max_length,
         overlong=config.overlong,
         template_date=config.template_date,
         columns=dict(config.columns),

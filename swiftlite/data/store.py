@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
+from swiftlite.config.methods import PREFERENCE, SAMPLING
 from swiftlite.data.packing import number_type
 from swiftlite.data.preference_tokens import Preference
 from swiftlite.data.tokenize import TokenBatch, flags_of
@@ -45,16 +46,24 @@ SCHEMA = pa.schema(
 PREFERENCE_SCHEMA = pa.schema(
     [*SCHEMA, ("prompt", pa.int32()), ("chosen", pa.int32()), ("desirable", pa.bool_()), ("margin", pa.float32())]
 )
+PROMPT_SCHEMA = pa.schema([*SCHEMA, ("asked", pa.string())])
 SEQUENCES, REJECTED, META = "sequences.arrow", "rejected.jsonl", "meta.json"
 BATCH_TOKENS = 1 << 18  # of a record batch: each takes some kilobytes of memory while it is read
+
+
+def schema_of(method: str) -> pa.Schema:
+    """What is kept of a sequence."""
+    if method in SAMPLING:
+        return PROMPT_SCHEMA
+    return PREFERENCE_SCHEMA if method in PREFERENCE else SCHEMA
 
 
 class SequenceWriter:
     """Appends TokenBatches to an Arrow file; a context manager."""
 
-    def __init__(self, folder: Path, *, preferences: bool) -> None:
-        """preferences: whether the sequences have one each."""
-        self._schema = PREFERENCE_SCHEMA if preferences else SCHEMA
+    def __init__(self, folder: Path, schema: pa.Schema = SCHEMA) -> None:
+        """schema: of `schema_of`."""
+        self._schema = schema
         self._writer = pa.ipc.new_file(str(folder / SEQUENCES), self._schema)
         self._rejected = (folder / REJECTED).open("w", encoding="utf-8")
         self._waiting, self._tokens = TokenBatch(), 0
@@ -71,7 +80,7 @@ class SequenceWriter:
         """Write the sequences, in record batches of many, and the rejected rows as JSON lines."""
         for row in batch.rejected:
             self._rejected.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-        for column in ("ids", "runs", "rows", "preferences"):
+        for column in ("ids", "runs", "rows", "preferences", "asked"):
             getattr(self._waiting, column).extend(getattr(batch, column))
         self._tokens += sum(map(len, batch.ids))
         if self._tokens >= BATCH_TOKENS:
@@ -93,14 +102,17 @@ class SequenceWriter:
             _arrow(trained, pa.int32()),
             _arrow(_digests(batch), pa.int64()),
         ]
+        if self._schema is PROMPT_SCHEMA:
+            columns.append(pa.array(batch.asked, pa.string()))
         for field in list(self._schema)[len(columns) :]:
             columns.append(pa.array([getattr(preference, field.name) for preference in batch.preferences], field.type))
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
 
 
 def _digests(batch: TokenBatch) -> np.ndarray:
-    """Of each sequence 64 bits of a hash of all that is learnt of it."""
-    answers = [repr(preference).encode() for preference in batch.preferences] or [b""] * len(batch.ids)
+    """Of each sequence 64 bits of a hash of all that is learnt of it, or asked in it."""
+    answers = [repr(preference).encode() for preference in batch.preferences]
+    answers = answers or [asked.encode() for asked in batch.asked] or [b""] * len(batch.ids)
     found = [
         hashlib.blake2b(b"".join((ids, b"/", runs, answer)), digest_size=8).digest()
         for ids, runs, answer in zip(batch.ids, batch.runs, answers, strict=True)
@@ -155,6 +167,7 @@ class SequenceStore:
         reader = pa.ipc.open_file(self._source)
         batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
         self._columns = [_numpy_columns(batch) for batch in batches]
+        self._asked = [batch.column("asked") for batch in batches] if "asked" in reader.schema.names else None
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
         empty = np.empty(0, dtype=np.int32)
         self.lengths = np.concatenate([empty, *(np.diff(columns.id_offsets) for columns in self._columns)])
@@ -182,11 +195,23 @@ class SequenceStore:
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray, str]:
         """(ids int32 `[n]`, trained bool `[n]`, `file:line`) of one sequence."""
-        which = int(np.searchsorted(self._starts, index, side="right")) - 1
-        columns, place = self._columns[which], index - int(self._starts[which])
+        which, place = self._find(index)
+        columns = self._columns[which]
         ids = columns.ids[columns.id_offsets[place] : columns.id_offsets[place + 1]]
         runs = columns.runs[columns.run_offsets[place] : columns.run_offsets[place + 1]]
         return ids, flags_of(runs, len(ids)), f"{self._labels[columns.file[place]]}:{columns.line[place]}"
+
+    def asked(self, index: int) -> str | None:
+        """The row of a prompt as JSON, None where sequences are no prompts."""
+        if self._asked is None:
+            return None
+        which, place = self._find(index)
+        return self._asked[which][place].as_py()
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """(record batch, place in it) of a sequence."""
+        which = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return which, index - int(self._starts[which])
 
     def where_from(self, token: int) -> str:
         """`file:line` of the first sequence that holds this token or a higher one; there has to be one."""

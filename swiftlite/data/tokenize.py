@@ -65,12 +65,14 @@ class RawRow:
 @dataclass
 class TokenBatch:
     """Sequences of some rows, laid end to end. runs: trained `[start, end)` pairs of each sequence, flat; preferences:
-    of each sequence, for the methods that compare answers; unused: rows by column that nothing was made of."""
+    of each sequence, for the methods that compare answers; asked: of each prompt that is answered while training, its
+    row as JSON; unused: rows by column that nothing was made of."""
 
     ids: list[np.ndarray] = field(default_factory=list)
     runs: list[np.ndarray] = field(default_factory=list)
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # (row number, file, line) per sequence
     preferences: list[Preference] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
@@ -78,7 +80,7 @@ class TokenBatch:
 
     def extend(self, other: TokenBatch) -> None:
         """Put the sequences and counts of further rows behind these."""
-        for name in ("ids", "runs", "rows", "preferences", "rejected"):
+        for name in ("ids", "runs", "rows", "preferences", "asked", "rejected"):
             getattr(self, name).extend(getattr(other, name))
         self.counts.update(other.counts)
         self.dropped.update(other.dropped)
@@ -133,7 +135,7 @@ class RowTokenizer:
                 row = said if self._options.system is None else with_system(said, self._options.system)
                 sound.append((raw, row, self._texts(row)))
             except BadRow as bad:
-                _reject(batch, raw, self._files, bad)
+                reject(batch, raw, self._files, bad)
             else:
                 batch.counts["system_added"] += row is not said
                 batch.counts["system_left_out"] += self._options.system is not None and isinstance(row, Text)
@@ -333,7 +335,8 @@ def _keep(batch: TokenBatch, row: RawRow, tokens: Tokens, preference: Preference
         batch.preferences.append(preference)
 
 
-def _reject(batch: TokenBatch, row: RawRow, files: list[DataFile], bad: BadRow) -> None:
+def reject(batch: TokenBatch, row: RawRow, files: list[DataFile], bad: BadRow) -> None:
+    """Count and keep a row that cannot be used. files: what `RawRow.file` points into."""
     batch.dropped[bad.reason] += 1
     shown = row.payload.decode("utf-8", "replace") if isinstance(row.payload, bytes) else row.payload
     rejected = {

@@ -73,6 +73,7 @@ class TokenScorer(nn.Module):
         self._anatomy = dissect(base)
         self._noise = EmbeddingNoise(0.0)
         self._tells: dict[str, int] | None = None
+        self._temperature = 1.0
         self._routed = balances_router(base.config) and not self._anatomy.gives_scores
         if self._routed and not hasattr(base, "router_aux_loss_coef"):
             raise UserError(
@@ -94,6 +95,10 @@ class TokenScorer(nn.Module):
         """From now on it is asked for the likeliest tokens: `logprobs` is fp32 `[2, trained tokens, count]`, their
         probabilities and their ids, which fp32 holds exactly up to 2^24. within: see `likeliest_tokens`."""
         self._tells = {"count": count, "within": within}
+
+    def temper(self, temperature: float) -> None:
+        """From now on probabilities are those of logits divided by a temperature."""
+        self._temperature = temperature
 
     def forward(self, batch: MicroBatch, upstream: torch.Tensor | None = None) -> Scores:
         """Score one micro-batch. upstream: see `token_logprobs`. Raises UserError where the model ignores the document
@@ -152,7 +157,8 @@ class TokenScorer(nn.Module):
             return answer_scores(hidden[0], self._anatomy.head.weight, last)
         head, transform = self._anatomy.head, self._anatomy.transform
         at_learnt = hidden[0].index_select(0, batch.learnt), head.weight, head.bias
-        options = {"scale": transform.scale, "softcap": transform.softcap, "cast": half_weight(head)}
+        scale, softcap = (part and part / self._temperature for part in (transform.scale, transform.softcap))
+        options = {"scale": scale, "softcap": softcap, "cast": half_weight(head)}
         if self._tells is not None:
             probabilities, ids = likeliest_tokens(*at_learnt, **self._tells, **options)
             return torch.stack([probabilities, ids.to(probabilities.dtype)])

@@ -113,6 +113,14 @@ def activation_bytes_per_token(
     return round(kept.whole * model_config.get_text_config().num_hidden_layers)
 
 
+def cache_bytes_per_token(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that all layers keep of a token while a model answers. Sliding windows keep fewer, and
+    layers without attention none."""
+    shape = model_config.get_text_config()
+    kv_heads = shape.to_dict().get("num_key_value_heads") or attention_heads(shape)
+    return sum(head_sizes(shape)) * kv_heads * shape.num_hidden_layers * dtype.itemsize
+
+
 def free_bytes(device: torch.device) -> int:
     """Of one process: the processes of a machine share its memory where they compute on its CPU."""
     if device.type == "cuda":

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from swiftlite.reporting.curves import Average, Curve
+from swiftlite.reporting.curves import Average, Curve, curve_of
 from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, short, sparkline, spent
 
 WIDEST = 120  # columns of the panel
@@ -43,9 +43,11 @@ class Board:
         self.eval_loss: float | None = None
         self._evaluated: dict[str, float | None] = {}  # what preference methods measured last, as `eval_rewards/margin`
         self.events: deque[str] = deque(maxlen=3)
-        self.last_loss: float | None = None
+        self.curve = "loss"  # the key of what is drawn, see `curve_of`
+        self.first: float | None = None
+        self.last: float | None = None
         self.smooth: float | None = None
-        self._average, self._losses, self._smooths = Average(total), Curve(), Curve()
+        self._average, self._values, self._smooths = Average(total), Curve(), Curve()
         self._clock, self._started = clock, clock()
         self._marks: deque[tuple[float, int]] = deque([(self._started, start_step)], maxlen=50)
         self._lock = threading.Lock()
@@ -70,10 +72,11 @@ class Board:
 
     def _take(self, row: dict[str, Any]) -> None:
         self._changes += 1
-        if row.get("loss") is not None:
-            self.last_loss = row["loss"]
-            self.smooth = self._average.add(row["loss"])
-            self._losses.add(row["loss"])
+        self.curve, _ = curve_of([row])
+        if (value := row.get(self.curve)) is not None:
+            self.first = value if self.first is None else self.first
+            self.last, self.smooth = value, self._average.add(value)
+            self._values.add(value)
             self._smooths.add(self.smooth)
         if row.get("eval_loss") is not None:
             self.eval_loss = row["eval_loss"]
@@ -158,14 +161,14 @@ class Board:
         if room >= SMALLEST_CHART:
             return Group(self._chart(inner, min(TALLEST_CHART, room)), Text(), cells)
         if room >= 0:
-            return Group(Text(sparkline(self._losses.values, inner), style="cyan", no_wrap=True), cells)
+            return Group(Text(sparkline(self._values.values, inner), style="cyan", no_wrap=True), cells)
         return cells
 
     def _chart(self, width: int, height: int) -> RenderableType:
-        """The loss so far, each step pale and their moving average bright."""
-        values, smooth = self._losses.values, self._smooths.values
+        """The loss or reward so far, each step pale and their moving average bright."""
+        values, smooth = self._values.values, self._smooths.values
         if not values:
-            return Text("the loss appears here after the first step".ljust(width)[:width], style="dim")
+            return Text("the curve appears here after the first step".ljust(width)[:width], style="dim")
         low, high = min(values), max(values)
         digits = next((some for some in (2, 4, 6) if short(high, some) != short(low, some)), 4)
         labels = [short(high, digits), *[""] * (height - 2), short(low, digits)]
@@ -188,7 +191,7 @@ class Board:
             return form(row[key]) if row.get(key) is not None else (short(None) if key in row else empty)
 
         cells = [
-            ("loss", shown("loss", short)),
+            (self.curve, shown(self.curve, short)),
             ("smoothed", short(self.smooth) if self.smooth is not None else WAITING),
             ("eval loss", short(self.eval_loss) if self.eval_loss is not None else "–"),
             ("grad norm", shown("grad_norm", lambda v: short(v, 3))),

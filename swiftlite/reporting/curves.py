@@ -60,14 +60,21 @@ def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]
     return [step for step, _ in points], [value for _, value in points]
 
 
-def preference_groups(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The keys that preference methods add, such as `rewards/margin`, by what is drawn on one scale."""
+def added_groups(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The keys that some methods add, such as `rewards/margin`, by what is drawn on one scale."""
     groups: dict[str, list[str]] = {}
     for key in sorted({key for row in rows for key in row if "/" in key}):
-        groups.setdefault("accuracy" if key.endswith("/accuracy") else key.split("/")[0], []).append(key)
+        kind, _, name = key.partition("/")
+        scale = key if kind == "answers" else "accuracy" if name == "accuracy" else kind
+        groups.setdefault(scale, []).append(key)
     return groups
 
 
-def loss_words(rows: list[dict[str, Any]]) -> str:
-    """What the loss is the mean over: preference methods and reward models count pairs, or single answers."""
-    return "loss per pair or answer" if preference_groups(rows) else "loss per trained token"
+def curve_of(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """(the key that tells how a run goes, what it is in words): of a model that learns from its own answers their
+    reward, since the loss of such answers is about 0 however good they are; else the loss, as a mean over trained
+    tokens, or over pairs or single answers."""
+    if any("reward" in row for row in rows):
+        return "reward", "reward per answer"
+    compared = any("/" in key for row in rows for key in row)
+    return "loss", "loss per pair or answer" if compared else "loss per trained token"

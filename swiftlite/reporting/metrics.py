@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a logged step, each line complete or not there."""
+"""`metrics.jsonl` and `answers.jsonl`: one JSON object a step, each line complete or not there."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from swiftlite.reporting.files import disk_errors, write_whole
 from swiftlite.untrusted import parse_json
 
-METRICS = "metrics.jsonl"
+METRICS, ANSWERS = "metrics.jsonl", "answers.jsonl"
 MOST_STEPS = 2**53  # a larger number is damage, and none that can be drawn
 
 
 class MetricsFile:
     """Appends rows. On resume the rows of steps that are trained again are dropped first."""
 
-    def __init__(self, output: Path, start_step: int = 0) -> None:
+    def __init__(self, output: Path, start_step: int = 0, name: str = METRICS) -> None:
         """kept: the rows up to `start_step`, for `take_kept`; damage: which lines were left out, in words, if any.
         Raises RunError where the file cannot be written."""
-        self._path = output / METRICS
-        rows = _read(output)
+        self._path = output / name
+        rows = _read(output, name)
         self.damage = _in_words(rows)
         self._kept = [row for row in rows if row is not None and row["step"] <= start_step]
         text = "".join(map(_line, self._kept))
@@ -83,9 +83,9 @@ def _in_words(rows: list[dict[str, Any] | None]) -> str | None:
     return f"left out of {METRICS}: {lines} no step" if damaged else None
 
 
-def _read(output: Path) -> list[dict[str, Any] | None]:
+def _read(output: Path, name: str = METRICS) -> list[dict[str, Any] | None]:
     """A row a line, None for one that holds none; blank lines are none."""
-    path = output / METRICS
+    path = output / name
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return [_row(line) for line in text.splitlines() if line.strip()]
 

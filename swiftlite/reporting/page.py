@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from swiftlite.reporting.charts import Line, chart
-from swiftlite.reporting.curves import loss_words, preference_groups, series, smoothed
+from swiftlite.reporting.curves import added_groups, curve_of, series, smoothed
 from swiftlite.reporting.files import read_json, read_run_state, write_whole
 from swiftlite.reporting.metrics import read_metrics
 from swiftlite.reporting.words import duration, short
@@ -21,6 +21,8 @@ SINGLE_CHARTS = {
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm before clipping",
     "router_loss": "Router loss of the experts",
+    "reward_std": "Spread of the rewards of a prompt's answers",
+    "entropy": "Entropy of the tokens sampled",
     "tokens_per_second": "Tokens per second",
     "peak_memory_gib": "Peak memory, GiB",
     "mfu": "Model FLOPs utilisation",
@@ -68,13 +70,14 @@ def state_in_words(rows: Rows, state: dict[str, Any], *, alive: bool) -> str:
 
 def figures(rows: Rows, state: dict[str, Any]) -> dict[str, str]:
     """What a run came to, in a few words each. rows: one at least."""
-    losses, evals = series(rows, "loss")[1], series(rows, "eval_loss")[1]
+    key, _ = curve_of(rows)
+    values, evals = series(rows, key)[1], series(rows, "eval_loss")[1]
     speeds, memory = series(rows, "tokens_per_second")[1], series(rows, "peak_memory_gib")[1]
     total = state.get("total_steps")
     found = {"steps": f"{rows[-1]['step']:,}" + (f"/{total:,}" if total else "")}
-    if losses:
-        found |= {"first loss": short(losses[0]), "last loss": short(losses[-1])}
-        found["smoothed"] = short(smoothed(losses)[-1])
+    if values:
+        found |= {f"first {key}": short(values[0]), f"last {key}": short(values[-1])}
+        found["smoothed"] = short(smoothed(values)[-1])
     if evals:
         found["best eval loss"] = short(min(evals))
     if speeds:
@@ -120,20 +123,22 @@ def _cards(rows: Rows, state: dict[str, Any]) -> str:
 
 
 def _charts(rows: Rows) -> list[str]:
-    steps, losses = series(rows, "loss")
+    key, words = curve_of(rows)
+    steps, values = series(rows, key)
     lines = [
-        Line("loss", "raw", (steps, losses)),
-        Line("smoothed", "main", (steps, smoothed(losses))),
+        Line(key, "raw", (steps, values)),
+        Line("smoothed", "main", (steps, smoothed(values))),
         Line("eval loss", "eval", series(rows, "eval_loss")),
     ]
-    charts = [chart(loss_words(rows).capitalize(), lines, large=True)]
+    charts = [chart(words.capitalize(), lines, large=True)]
     charts += [chart(title, [Line(title, "main", series(rows, key))]) for key, title in SINGLE_CHARTS.items()]
     seconds = [
         Line("whole step", "main", series(rows, "step_seconds")),
         Line("waiting for data", "eval2", series(rows, "data_seconds")),
+        Line("sampling answers", "eval", series(rows, "sampling_seconds")),
     ]
     charts.append(chart("Seconds per step", seconds))
-    for title, keys in preference_groups(rows).items():
+    for title, keys in added_groups(rows).items():
         lines = [Line(key, f"c{number % 4}", series(rows, key)) for number, key in enumerate(keys)]
         charts.append(chart(title.replace("_", " ").capitalize(), lines))
     return charts

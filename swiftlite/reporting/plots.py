@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.imports import import_package
-from swiftlite.reporting.curves import loss_words, preference_groups, series, smoothed
+from swiftlite.reporting.curves import added_groups, curve_of, series, smoothed
 from swiftlite.reporting.files import write_whole
 from swiftlite.reporting.metrics import read_metrics
 
@@ -20,7 +20,7 @@ LONGEST_TITLE = 90  # letters
 
 
 def write_loss_plot(output: Path) -> Path | None:
-    """Draw loss, evaluation, learning rate and gradient norm, and preference curves where there are any.
+    """Draw loss or reward, evaluation, learning rate and gradient norm, and what the method adds.
 
     None where no step is logged. Raises RunError where the file cannot be written, UserError where matplotlib fails.
     """
@@ -28,12 +28,12 @@ def write_loss_plot(output: Path) -> Path | None:
     if not rows:
         return None
     figures = import_package("matplotlib.figure", "loss.png")  # without pyplot: no window system, nothing global
-    groups = preference_groups(rows)
+    groups = added_groups(rows)
     figure = figures.Figure(figsize=(10, 5.6 + 2.6 * len(groups)), layout="constrained")
     grid = figure.add_gridspec(2 + len(groups), 2, height_ratios=[3.2, 1.4, *[1.8] * len(groups)])
     name = output.resolve().name
     shown = name if len(name) <= LONGEST_TITLE else name[: LONGEST_TITLE - 1] + "…"  # the curves would make room for it
-    _loss(figure.add_subplot(grid[0, :]), rows, shown)
+    _main(figure.add_subplot(grid[0, :]), rows, shown)
     _small(figure.add_subplot(grid[1, 0]), rows, "learning_rate", "learning rate", GREEN)
     _small(figure.add_subplot(grid[1, 1]), rows, "grad_norm", "gradient norm", GREY)
     for number, (title, keys) in enumerate(groups.items()):
@@ -48,15 +48,16 @@ def write_loss_plot(output: Path) -> Path | None:
         return write_whole(output / "loss.png", lambda path: figure.savefig(path, dpi=130, format="png"))
 
 
-def _loss(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
-    steps, losses = series(rows, "loss")
-    _line(axes, steps, losses, color=PALE, linewidth=1, label="loss")
-    axes.plot(steps, smoothed(losses), color=BLUE, linewidth=2, label="smoothed")
+def _main(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
+    key, words = curve_of(rows)
+    steps, values = series(rows, key)
+    _line(axes, steps, values, color=PALE, linewidth=1, label=key)
+    axes.plot(steps, smoothed(values), color=BLUE, linewidth=2, label="smoothed")
     eval_steps, eval_losses = series(rows, "eval_loss")
     if eval_losses:
         axes.plot(eval_steps, eval_losses, "o-", color=ORANGE, markersize=4, linewidth=1, label="eval loss")
     axes.set_title(title, fontsize=11, loc="left", parse_math=False)
-    axes.set_ylabel(loss_words(rows))
+    axes.set_ylabel(words)
     axes.legend(frameon=False)
     _plain(axes)
 

@@ -15,11 +15,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from swiftlite import __version__
+from swiftlite.config.methods import SAMPLING
 from swiftlite.errors import RunError, UserError, first_line, kind_and_words
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
-from swiftlite.reporting.metrics import MetricsFile
+from swiftlite.reporting.metrics import ANSWERS, MetricsFile
 from swiftlite.reporting.trackers import Tracker, check_trackers, open_trackers
 from swiftlite.reporting.words import duration, in_one_line, short
 from swiftlite.untrusted import without_secrets
@@ -37,6 +38,7 @@ class Reporter(Protocol):
     def phase(self, text: str, total: int | None = None) -> AbstractContextManager[Update]: ...
     def start(self, total_steps: int, facts: dict[str, str], *, start_step: int = 0) -> None: ...
     def log(self, row: dict[str, Any]) -> None: ...
+    def answers(self, row: dict[str, Any]) -> None: ...
     def message(self, text: str) -> None: ...
     def finish(self, model: Path) -> None: ...
 
@@ -54,6 +56,9 @@ class QuietReporter(AbstractContextManager["QuietReporter"]):
         """Rank 0 tells of it."""
 
     def log(self, row: dict[str, Any]) -> None:
+        """Rank 0 tells of it."""
+
+    def answers(self, row: dict[str, Any]) -> None:
         """Rank 0 tells of it."""
 
     def message(self, text: str) -> None:
@@ -117,6 +122,10 @@ class RunReporter:
         self._running.log(row, self.message)
         self._display.row(row, self._running.board)
 
+    def answers(self, row: dict[str, Any]) -> None:
+        """One row of answers.jsonl: what the model said in a step. Raises RunError where the disk is full."""
+        self._running.answers.write(row)
+
     def message(self, text: str) -> None:
         """Something that happened, such as a saved checkpoint."""
         text = in_one_line(text)
@@ -129,11 +138,11 @@ class RunReporter:
         running = self._running
         running.finished = True
         lines = {}
-        if running.first_loss is not None:
-            last, smooth = running.board.last_loss, running.board.smooth
-            lines["loss"] = f"{short(running.first_loss)} → {short(last)} (smoothed {short(smooth)})"
-        if running.board.eval_loss is not None:
-            lines["eval loss"] = short(running.board.eval_loss)
+        board = running.board
+        if board.first is not None:
+            lines[board.curve] = f"{short(board.first)} → {short(board.last)} (smoothed {short(board.smooth)})"
+        if board.eval_loss is not None:
+            lines["eval loss"] = short(board.eval_loss)
         lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
         if self._config.method != "rm":  # which gives scores, not answers
@@ -185,10 +194,10 @@ class _Running:
         }
         self._seconds_before = before.get("seconds", 0.0)
         self._metrics = MetricsFile(output, start_step)
+        self.answers = MetricsFile(output, start_step, ANSWERS) if config.method in SAMPLING else None
         self.damage = self._metrics.damage
         kept = self._metrics.take_kept()
         self.board = Board(total_steps, facts, start_step, kept)
-        self.first_loss = next((row["loss"] for row in kept if row.get("loss") is not None), None)
         self.finished = False
         self._tokens, self._token_seconds = 0, 0.0
         self.write_state("running")
@@ -197,8 +206,6 @@ class _Running:
         """message: told where a tracker fails, which ends that tracker and not the run."""
         self._metrics.write(row)
         self.board.add(row)
-        if self.first_loss is None:
-            self.first_loss = row.get("loss")
         if row.get("tokens_per_second") and row.get("tokens"):
             self._tokens += row["tokens"]
             self._token_seconds += row["tokens"] / row["tokens_per_second"]
@@ -236,6 +243,8 @@ class _Running:
     def close(self, error: BaseException | None, message: Callable[[str], None]) -> None:
         """error: what ends the run, if anything; nothing that goes wrong here may hide it. message: as for `log`."""
         self._metrics.close()
+        if self.answers is not None:
+            self.answers.close()
         unfinished = None if self.finished else self._how_it_ended(error)
         if unfinished:
             with suppress(RunError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftlite.config.flags import all_flags
+from swiftlite.config.methods import SAMPLING
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import is_run
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE, TUNER
@@ -49,6 +50,7 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
         raise UserError("an evaluation resumes nothing", where=where, fix=fix)
     if recipe is not None:
         recipe = _only(recipe, _of_panels(*PANELS, PARALLELISM) - OF_TRAINING | BESIDE | OF_A_RECIPE, given)
+        recipe = _with_rows_loss(recipe, given)
     model, adapter = given.get("model"), given.get("adapter")
     settled = {**given, "resume": Given("never", "swiftlite eval", "flag")}
     named = adapter or model
@@ -65,6 +67,7 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
         del settled["adapter" if adapter else "model"]  # what the weights began as is in the recipe
     else:
         settled |= {"model": Given(source.base, named.where, "flag"), **ANY_TUNER, **_on_base(source, adapter)}
+    recipe = _with_rows_loss(recipe, given)
     if source.is_classifier() and (recipe is None or "method" not in recipe.entries):
         settled.setdefault("method", Given("rm", named.where, "flag"))
     return settled, recipe
@@ -106,6 +109,20 @@ def _settings(run: Path, given: Collection[str]) -> Recipe:
     """What of a run's settings changes a loss."""
     names = _of_panels(*PANELS, TUNER) - NOT_OF_A_RUN - OF_TRAINING
     return _only(load_recipe(str(run / "config.yaml")), names | BESIDE, given)
+
+
+def _with_rows_loss(recipe: Recipe | None, given: Mapping[str, Given]) -> Recipe | None:
+    """Without the loss of a method that has none on rows. Raises UserError where no flag names another method."""
+    if recipe is None or "method" not in recipe.entries or recipe.entries["method"].value not in SAMPLING:
+        return recipe
+    method = recipe.entries["method"].value
+    if "method" not in given:
+        raise UserError(
+            f"{method} learns from the model's own answers, and has no loss on rows",
+            where=str(recipe.path),
+            fix="answer rows by `swiftlite infer --input ROWS --output FILE`, or give --method sft for given ones",
+        )
+    return replace(recipe, entries={name: entry for name, entry in recipe.entries.items() if name != "loss"})
 
 
 def _of_panels(*panels: str) -> set[str]:

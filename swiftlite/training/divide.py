@@ -18,7 +18,7 @@ from torch import nn
 
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.losses import weighs_by_probability
-from swiftlite.config.methods import PAIRED, PREFERENCE, pack_capacity
+from swiftlite.config.methods import PAIRED, PREFERENCE, SAMPLING, pack_capacity
 from swiftlite.dtensors import is_fsdp_module
 from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
@@ -185,7 +185,7 @@ def _cut_to_stages(
 
 def _is_summed(config: RunConfig) -> bool:
     """Whether the loss is a plain sum over tokens, all of one weight."""
-    return config.method not in PREFERENCE and not weighs_by_probability(config)
+    return config.method not in (*PREFERENCE, *SAMPLING) and not weighs_by_probability(config)
 
 
 def _side_by_side(config: RunConfig, mesh: Mesh, base: PreTrainedModel) -> int:

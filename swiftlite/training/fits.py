@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swiftlite.config.methods import PAIRED
+from swiftlite.config.methods import PAIRED, SAMPLING
 from swiftlite.config.names import most_positions
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import check_plain_weights, check_trainable_architecture, why_alone
@@ -33,7 +33,7 @@ def check_division(config: RunConfig, layout: Layout, model_config: PretrainedCo
     """What tensor, context and pipeline parallelism ask of a model. Raises UserError naming what would work."""
     check_tensor_parallel(model_config, layout.tp, compile_layers=config.compile)
     check_context_parallel(model_config, layout, config.max_length)
-    if config.method in PAIRED and config.share_prompt:
+    if config.method in (*PAIRED, *SAMPLING) and config.share_prompt:
         check_shared_prompts(model_config, layout, config.max_length)
     if layout.pp > 1:
         number = config.num_microbatches

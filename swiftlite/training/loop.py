@@ -194,10 +194,12 @@ class Loop:
                 batch = next(steps, None)
             if batch is None:
                 return
+            found = time.perf_counter()
+            batch, answered = self._parts.method.answered(batch), time.perf_counter()
             noisy = self._parts.config.neftune_noise_alpha > 0
             packs = with_noise(batch.packs, self._parts.config.seed, batch.step) if noisy else batch.packs
             share = self._parts.share(packs)
-            yield batch, share, time.perf_counter() - started
+            yield batch, share, found - started + time.perf_counter() - answered
 
     def _profile(self) -> None:
         profiler = self._parts.profiler
@@ -253,7 +255,7 @@ class Loop:
     def _may_update(self, step: int, share: StepShare, outcome: StepOutcome, norm: float) -> bool:
         """False where the update is skipped, which is said. Raises RunError on non-finite numbers by default."""
         if share.trained_tokens == 0:
-            self._skip(step, "no trained token in the whole step")
+            self._skip(step, self._parts.method.learns_nothing)
             return False
         if self.progress.step == 0:
             self._look_for_gradients(step, norm)

@@ -14,6 +14,7 @@ import torch
 
 from swiftlite.data.batches import MicroBatch
 from swiftlite.objectives.completions import completion_sums
+from swiftlite.objectives.policy import Policy
 from swiftlite.objectives.preference import PairScores, Preference
 from swiftlite.objectives.reward import RewardModel, reward_metrics
 from swiftlite.objectives.supervised import dynamic_loss, supervised_loss
@@ -138,6 +139,29 @@ class RowLoss:
         loss = self.unpaired.per_row(scores, self.z0).sum() / max(1, self.rows)
         metrics = self.unpaired.metrics(scores, self.z0)
         return loss, tuple(metrics[name] for name in self.names)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What the answers that a model has just given are to it, by their advantages, which stand where pairs have their
+    margin."""
+
+    policy: Policy
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("entropy", "kl/reference") if self.policy.beta else ("entropy",)
+
+    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
+        answers = batch.completions
+        shares, advantages = (of[batch.owner] for of in (self.policy.shares(answers.tokens), answers.margin))
+        losses, kl = self.policy.per_token(logprobs, advantages, batch.reference)
+        surprise = -logprobs.detach().sum()  # of what was sampled: its mean is the entropy
+        loss, *sums = (shares * losses).sum(), surprise, kl.sum()
+        if batch.context is not None:  # each rank of a row tells of all of it, see `reported`
+            whole = [batch.context.sum(value) for value in (loss.detach(), *sums)]
+            loss, sums = loss - loss.detach() + whole[0], whole[1:]
+        return loss, tuple(sums[: len(self.names)])
 
 
 def answer_sums(logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

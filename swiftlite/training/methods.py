@@ -17,13 +17,14 @@ from swiftlite.errors import RunError
 from swiftlite.objectives.preference import Preference, RunningReward
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired, metric_means, reference_point
-from swiftlite.training.losses import PairLoss, RewardLoss, RowLoss, StepLoss, TaughtLoss, TokenLoss
-from swiftlite.training.reference import Place, Reference
+from swiftlite.training.losses import PairLoss, PolicyLoss, RewardLoss, RowLoss, StepLoss, TaughtLoss, TokenLoss
+from swiftlite.training.reference import LiveReference, Place, Reference
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import Pack, StepBatch
     from swiftlite.parallel.mesh import Mesh
+    from swiftlite.training.rollouts import Rollouts
     from swiftlite.training.share import StepShare
     from swiftlite.training.teacher import Teacher
 
@@ -35,6 +36,11 @@ class Method(ABC):
     """One method, and what most of them have in common. state: what a checkpoint keeps of it, as JSON."""
 
     state: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
+    learns_nothing = "no trained token in the whole step"  # why a step can be without any
+
+    def answered(self, batch: StepBatch) -> StepBatch:
+        """The step as it is trained, of methods whose rows are made while training."""
+        return batch
 
     @abstractmethod
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
@@ -167,6 +173,32 @@ class Judged(Method):
 
     def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
         return metric_means(sums)
+
+
+class Reinforced(Method):
+    """GRPO and its kin: the model's own answers, as much as they are better than others to the same prompt."""
+
+    learns_nothing = "each prompt's answers have the same reward"
+
+    def __init__(self, rollouts: Rollouts, reference: LiveReference | None) -> None:
+        """reference: that the model is held to, if it is."""
+        self._rollouts, self._reference = rollouts, reference
+
+    def answered(self, batch: StepBatch) -> StepBatch:
+        return self._rollouts(batch)
+
+    def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        if self._reference is not None:
+            told = self._reference.tokens(share.micro_batches)
+            batches = [replace(one, reference=of) for one, of in zip(share.micro_batches, told, strict=True)]
+            share = replace(share, micro_batches=batches)
+        return share, lambda _count: PolicyLoss(self._rollouts.policy)
+
+    def count(self, share: StepShare) -> int:
+        return share.trained_tokens
+
+    def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
+        return self._rollouts.told | super().metrics(sums, count)
 
 
 def with_reference(share: StepShare, reference: Reference, place: Place) -> StepShare:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.config.methods import pack_capacity
+from swiftlite.config.methods import SAMPLING, keeps_second, pack_capacity
 from swiftlite.models.anatomy import dissect, has_head_norms, why_alone
 from swiftlite.models.quantize import bytes_a_number, count_quantizable
+from swiftlite.models.sampling import DRAWN_BYTES
 from swiftlite.models.tuners import count_parameters
 from swiftlite.objectives.head import CHUNK_BYTES
 from swiftlite.parallel.stages import StagePlan, choose_schedule, plan_stages
@@ -27,7 +28,13 @@ from swiftlite.planning.footprint import (
     matrix_moment_bytes,
     moment_bytes,
 )
-from swiftlite.planning.memory import Kept, Written, activation_bytes_per_token, layer_keeps
+from swiftlite.planning.memory import (
+    Kept,
+    Written,
+    activation_bytes_per_token,
+    cache_bytes_per_token,
+    layer_keeps,
+)
 from swiftlite.training.divide import spares_cheap_results
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.muon import orthogonalized_in
@@ -154,15 +161,27 @@ class Outline:
             divides_tokens=self.device.type != "cpu" and not config.compile,
             accumulates=not config.sync_every_microbatch,
             offload=config.offload == "cpu" and self.device.type != "cpu",  # where states lie in the same memory
-            models=2 if config.reference == "model" else 1,
+            models=2 if keeps_second(config) else 1,
         )
         held = footprint(self.blocks, layout, stages, self.number_bytes(config), work)
         if self.beside is not None and not work.offload:
             shards = layout.tp * layout.pp * layout.dp_shard * layout.cp
             held = replace(held, weights=held.weights + self.beside.weights / shards)
+        if config.method in SAMPLING:
+            held = self._with_answers(held, config, layout)
         if self.device.type != "cpu":
             return held
         return replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)
+
+    def _with_answers(self, held: Footprint, config: RunConfig, layout: Layout) -> Footprint:
+        """With the whole copy that answers where a model is divided, or its states are elsewhere; and at least what a
+        batch of answers takes, at which time nothing is kept for a backward pass."""
+        size, rows = self.precision.dtype.itemsize, config.answers_at_once
+        copied = layout.world > 1 or config.offload == "cpu"
+        cache = cache_bytes_per_token(self.model_config, self.precision.dtype) * rows * config.max_length
+        drawn = rows * self.model_config.get_text_config().vocab_size * DRAWN_BYTES
+        weights = held.weights + (self.trained + self.frozen) * size * copied
+        return replace(held, weights=weights, activations=max(held.activations, cache + drawn))
 
     def _kept(self, config: RunConfig) -> Kept:
         """Of a token for the backward pass, if there is one."""

@@ -275,14 +275,16 @@ class PipelineStep:
         return list(self._mesh.sum_over(torch.cat(found), "pp").split(sizes)) if found else []
 
     @torch.no_grad()
-    def told(self, batches: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
+    def told(self, batches: Sequence[MicroBatch], count: int | None = None) -> list[torch.Tensor]:
         """As `StepRunner.told`; every stage learns of it. Rows are as long as in training, where slices of them are
         the same."""
         found = []
         for batch, told in self._logprobs(self._in_one_shape(batches, len(batches))):
-            found.append(torch.zeros(2, len(batch.learnt), count, device=self._mesh.device) if told is None else told)
-        sizes = [part.shape[1] for part in found]
-        return list(self._mesh.sum_over(torch.cat(found, dim=1), "pp").split(sizes, dim=1))
+            shape = (len(batch.learnt),) if count is None else (2, len(batch.learnt), count)
+            found.append(torch.zeros(shape, device=self._mesh.device) if told is None else told)
+        places = 0 if count is None else 1  # the dimension of the tokens
+        sizes = [part.shape[places] for part in found]
+        return list(self._mesh.sum_over(torch.cat(found, dim=places), "pp").split(sizes, dim=places))
 
     def _logprobs(self, ready: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor | None]]:
         """Each micro-batch with its log-probabilities on the last stage, None on the others. ready: as `_place` makes

@@ -19,7 +19,7 @@ import torch
 from swiftlite.config.batch import ACCUMULATION, GLOBAL, MICRO
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout
-from swiftlite.config.methods import pack_capacity
+from swiftlite.config.methods import pack_capacity, step_packs
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
@@ -211,7 +211,7 @@ def _tried(variant: Resolved, flags: Mapping[str, Any], outline: Outline, fleet:
             pace = _pace(settled, layout, stages, unevenness, outline, fleet)
             more = {name: value for name, value in chosen.items() if value != getattr(config, name)}
             more |= {GLOBAL: config.global_batch_size} if MICRO in more else {}
-            tokens = settled.global_batch_size * pack_capacity(settled)
+            tokens = step_packs(settled) * pack_capacity(settled)
             yield Proposal(
                 {name: value for name, value in flags.items() if value != 1} | more,
                 settled, layout, held, pace, tokens, USABLE * fleet.device.memory,
@@ -228,7 +228,8 @@ def _syncs(config: RunConfig, layout: Layout, count: int, given: Mapping[str, st
 def _pace(
     config: RunConfig, layout: Layout, stages: StagePlan | None, unevenness: float, outline: Outline, fleet: Fleet
 ) -> Pace:
-    row, count = pack_capacity(config), config.gradient_accumulation_steps
+    row, count = pack_capacity(config), config.gradient_accumulation_steps * step_packs(config)
+    count //= config.global_batch_size
     adapted = outline.trained < outline.frozen
     again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) + count_more_forwards(config) * FORWARD
     again *= WITH_ADAPTERS if adapted else 1
@@ -250,7 +251,7 @@ def _pace(
     )
     matrices = (*outline.shape.layers.matrices, *outline.shape.experts.matrices)
     orthogonalizing = sum(map(orthogonalizing_flops, matrices)) if of.orthogonalized else 0
-    documents = [config.max_length] * (config.global_batch_size * row // config.max_length)
+    documents = [config.max_length] * (step_packs(config) * row // config.max_length)
     taught = FORWARD * outline.beside.flops.step(documents) if outline.beside else 0
     return step_pace(
         layout,

@@ -65,6 +65,11 @@ class LiveReference:
         with evaluating(self._modules), self._switched():
             return self._runner.score(batches)
 
+    def tokens(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """log p of the trained tokens of each micro-batch under the reference, as `StepRunner.told`."""
+        with evaluating(self._modules), self._switched():
+            return self._runner.told(batches)
+
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:

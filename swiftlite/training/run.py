@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from swiftlite.checkpoint.state import (
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.changes import OF_THE_ROWS, changed_settings
+from swiftlite.config.methods import SAMPLING
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import LoadTokenizer, PreparedData, prepare_data
@@ -49,11 +50,13 @@ from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
 from swiftlite.training.progress import Progress, saved_progress
 from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
+from swiftlite.training.rewards import load_rewards
+from swiftlite.training.rollouts import build_rollouts
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
 from swiftlite.training.stopping import Stopped, stop_requests
-from swiftlite.training.teacher import Teacher, build_teacher, check_teacher
+from swiftlite.training.teacher import build_teacher, check_teacher
 from swiftlite.training.watchdog import watchdog
 
 if TYPE_CHECKING:
@@ -85,6 +88,7 @@ def run_training(
             if needs_reference(loss):
                 find_weights(config, None)  # the start of a run that goes on has to be there still
             beside = check_teacher(config, layout, world.device, load) if config.teacher else None
+            rewards = load_rewards(config.reward) if config.method in SAMPLING else []
         for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
@@ -105,10 +109,9 @@ def run_training(
         def build_start() -> Trainee:
             return build_trainee(config, model_config, None, load, world.within("start"), layout, trainee.choice)
 
-        def teacher() -> Teacher:
-            return build_teacher(config, trainee, load, world, layout, reporter.message)
-
-        builders = build_start, load, reporter, world.same, teacher
+        teacher = partial(build_teacher, config, trainee, load, world, layout, reporter.message)
+        rollouts = partial(build_rollouts, config, model_config, trainee, load, world, rewards, reporter.answers)
+        builders = build_start, load, reporter, world.same, teacher, rollouts
         method = build_method(MethodParts(config, loss, prepared, trainee, resume is None, *builders))
         folder = OutputFolder(config, claim, prepared, reporter)
         session = Session(config, folder, prepared, trainee, method, load, reporter)

@@ -13,6 +13,7 @@ from torch import nn
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.config.losses import weighs_by_probability
+from swiftlite.config.methods import SAMPLING, switches_adapters_off
 from swiftlite.data.batches import MicroBatch
 from swiftlite.data.prepare import LoadTokenizer, PreparedData, cache_root
 from swiftlite.models.load import model_folder
@@ -25,6 +26,7 @@ from swiftlite.training.methods import (
     Judged,
     Method,
     Paired,
+    Reinforced,
     Rewarded,
     Supervised,
     mismatched_of,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import Pack
     from swiftlite.reporting.run import Reporter
+    from swiftlite.training.rollouts import Rollouts
     from swiftlite.training.setup import Trainee
     from swiftlite.training.teacher import Teacher
 
@@ -43,8 +46,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MethodParts:
     """loss: of `preference_of`; trainee_starts: its weights are those before the first step; build_start: builds
-    another such model; build_teacher: builds the model that is learnt from; same: of the world, what the first process
-    says.
+    another such model; build_teacher: builds the model that is learnt from; build_rollouts: what answers each step's
+    prompts; same: of the world, what the first process says.
     """
 
     config: RunConfig
@@ -57,6 +60,7 @@ class MethodParts:
     reporter: Reporter
     same: Callable[[str, str], str]
     build_teacher: Callable[[], Teacher] | None = None
+    build_rollouts: Callable[[], Rollouts] | None = None
 
 
 def needs_reference(loss: Preference | Unpaired | RewardModel | None) -> bool:
@@ -64,16 +68,12 @@ def needs_reference(loss: Preference | Unpaired | RewardModel | None) -> bool:
     return isinstance(loss, Unpaired) or (isinstance(loss, Preference) and loss.needs_reference)
 
 
-def switches_adapters_off(config: RunConfig) -> bool:
-    """Whether the trained model without its adapters is the reference."""
-    return config.reference is None and config.tuner == "lora" and config.adapter is None
-
-
 def count_more_forwards(config: RunConfig) -> int:
     """Forward passes without gradient over the tokens of a step, beside its own: of a reference that is there while
     training, and of both models over prompts with other rows' answers."""
     loss = preference_of(config)
     live = needs_reference(loss) and (config.reference == "model" or switches_adapters_off(config))
+    live = live or (config.method in SAMPLING and config.beta > 0)
     mismatched = isinstance(loss, Unpaired) and loss.needs_mismatched
     return live + mismatched * (1 + live)
 
@@ -84,6 +84,9 @@ def build_method(parts: MethodParts) -> Method:
     if config.teacher is not None and parts.build_teacher is not None:
         with parts.reporter.phase("loading the teacher"):
             return Distilled(parts.build_teacher())
+    if config.method in SAMPLING and parts.build_rollouts is not None:
+        _temper(trainee, config)
+        return Reinforced(parts.build_rollouts(), _live_reference(parts) if config.beta else None)
     if loss is None:
         return Supervised(dynamic=weighs_by_probability(config))
     if isinstance(loss, RewardModel):
@@ -97,15 +100,29 @@ def build_method(parts: MethodParts) -> Method:
 
 
 def _reference(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:
+    config = parts.config
+    wanted = config.reference == "model" or (config.reference is None and _copy_costs_little(parts))
+    if switches_adapters_off(config) or wanted:
+        return _live_reference(parts)
+    return _precomputed(parts, mismatched)
+
+
+def _live_reference(parts: MethodParts) -> LiveReference:
     config, trainee = parts.config, parts.trainee
     if switches_adapters_off(config):
         models = [part.model for part in trainee.divided.parts]
         return LiveReference(trainee.divided.runner, _modules(trainee), lambda: adapters_off(models))
-    if config.reference == "model" or (config.reference is None and _copy_costs_little(parts)):
-        with parts.reporter.phase("loading the reference"):
-            second = parts.build_start()
-        return LiveReference(second.divided.runner, _modules(second), nullcontext)
-    return _precomputed(parts, mismatched)
+    with parts.reporter.phase("loading the reference"):
+        second = parts.build_start()
+    if config.method in SAMPLING:
+        _temper(second, config)
+    return LiveReference(second.divided.runner, _modules(second), nullcontext)
+
+
+def _temper(trainee: Trainee, config: RunConfig) -> None:
+    """Let a model score answers by the probabilities that they are drawn with."""
+    for part in trainee.divided.parts:
+        part.scorer.temper(config.temperature)
 
 
 def _copy_costs_little(parts: MethodParts) -> bool:

@@ -138,8 +138,8 @@ def share_step(
         trained_tokens=sum(map(_trained, documents)),
         tokens=sum(len(document.input_ids) for document in documents),
         lengths=[len(document.input_ids) for document in documents],
-        margins=any(document.preference is not None and document.preference.margin for document in documents),
-        desirable=sum(document.preference is not None and document.preference.desirable for document in documents),
+        margins=any(document.preference is not None and any(document.preference.margins) for document in documents),
+        desirable=sum(document.preference is not None and document.preference.wanted[0] for document in documents),
     )
 
 

@@ -53,9 +53,10 @@ class StepRunner(Protocol):
     def score(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """log p of the answers of each of these micro-batches, fp64 `[answers]`, without gradient."""
 
-    def told(self, batches: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
-        """What a teacher tells of the trained tokens of each micro-batch, or of this rank's slice of it (see
-        `TokenScorer.tell_likeliest`), without gradient. batches: all of a step; count: tokens at each place."""
+    def told(self, batches: Sequence[MicroBatch], count: int | None = None) -> list[torch.Tensor]:
+        """What a model says of the trained tokens of each micro-batch, or of this rank's slice of it, without gradient:
+        log p of each, or of a teacher what it tells (see `TokenScorer.tell_likeliest`). batches: all of a step; count:
+        tokens that a teacher tells of at each place."""
 
 
 class DirectStep:
@@ -137,7 +138,7 @@ class DirectStep:
         return [answer_sums(logprobs, mine) for mine, logprobs in self._logprobs(batches)]
 
     @torch.no_grad()
-    def told(self, batches: Sequence[MicroBatch], count: int) -> list[torch.Tensor]:
+    def told(self, batches: Sequence[MicroBatch], count: int | None = None) -> list[torch.Tensor]:
         """As `StepRunner.told`."""
         return [told for _, told in self._logprobs(batches)]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swiftlite.config.methods import SAMPLING
 from swiftlite.training.share import Sharing, StepShare
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ def longest_share(config: RunConfig, plan: BatchPlan, share_of: Sharing, done: i
     Every process calls it and gets an answer of the same kind. A pipeline has all micro-batches of a step under way, so
     there it is a whole step.
     """
+    if config.method in SAMPLING:  # whose prompts are not what a step is trained on
+        return None
     mesh, count = share_of.mesh, config.global_batch_size
     layout = mesh.layout
     if layout.pp == 1:

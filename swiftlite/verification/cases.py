@@ -38,10 +38,17 @@ DIMENSIONS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "cp"
 SCHEDULES = ("gpipe", "interleaved-1f1b", "zero-bubble")
 FULL: dict[str, Any] = {"tuner": "full"}
 LORA: dict[str, Any] = {"tuner": "lora", "lora_rank": 4}
+SAMPLED: dict[str, Any] = {"reward": [f"{__name__}.vowels"], "samples": 4, "max_new_tokens": 12, "beta": 0.1}
+
+
+def vowels(completions: list[list[dict[str, str]]], **_others: object) -> list[float]:
+    """Rewards answers by their share of vowels, which even a random model's answers differ in."""
+    texts = [answer["content"] for (answer,) in completions]
+    return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in texts]
 
 
 def subjects(architectures: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[Subject]:
-    """Each architecture in full and packed; the first also unpacked, with adapters, and on preferences."""
+    """Each architecture in full and packed; the first also unpacked, with adapters, and by the other methods."""
     found = [Subject(name, name, FULL) for name in architectures]
     first = architectures[0]
     found.append(Subject(first, f"{first}, unpacked", FULL | {"packing": False}))
@@ -49,6 +56,7 @@ def subjects(architectures: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[Sub
     found.append(Subject(first, f"{first}, DPO", FULL, "dpo"))
     found.append(Subject(first, f"{first}, RM", FULL, "rm"))
     found.append(Subject(first, f"{first}, KTO with LoRA", LORA, "kto"))
+    found.append(Subject(first, f"{first}, GRPO", FULL | SAMPLED, "grpo"))
     return found
 
 

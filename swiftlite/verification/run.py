@@ -30,6 +30,7 @@ ROWS = {
     "dpo": ("pairs.jsonl", toy_pairs),
     "rm": ("pairs.jsonl", toy_pairs),
     "kto": ("judged.jsonl", toy_judged),
+    "grpo": ("rows.jsonl", toy_rows),
 }
 
 

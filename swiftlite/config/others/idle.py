@@ -23,7 +23,8 @@ _SAFETENSORS = "weights are read and saved as safetensors"
 _ANSWERS = "only answers are learnt, as the methods but pretrain do in any case"
 _SAID = "a run says what its user should know, {debug} shows more of an error"
 _MEAN = "the loss is the mean over the trained tokens of a whole step"
-_NO_SAMPLES = "training samples no answers"
+_OWN_DISTRIBUTION = "training draws answers, where it does, from the whole distribution that is trained"
+_OWN_ANSWERS = "the model that is trained gives the answers itself"
 _LOSS = "the evaluation's loss is what counts"
 _PATIENCE = "processes do not wait for data or weights inside a collective"
 _STEPS = "steps are counted where nothing else is said"
@@ -92,9 +93,18 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("average_tokens_across_devices", "calculate_per_token_loss"), (ON, _MEAN)),
     **dict.fromkeys(("ref_model_sync_steps", "ref_model_mixup_alpha"), (EVERY, "the reference stays as it was")),
     **dict.fromkeys(
-        ("max_new_tokens", "eval_max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"),
-        (EVERY, _NO_SAMPLES),
+        ("eval_max_new_tokens", "eval_temperature"),
+        (EVERY, "evaluation samples no answers"),
     ),
+    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), (EVERY, _OWN_DISTRIBUTION)),
+    **dict.fromkeys(
+        ("epsilon", "epsilon_high", "epsilon_low", "delta", "importance_sampling_level", "ppo_epochs"),
+        (EVERY, "a step is learnt from once, by the weights that gave its answers: no ratio is clipped"),
+    ),
+    "num_iterations": (("1",), "a step is learnt from once"),
+    **dict.fromkeys(("log_completions", "num_completions_to_print"), (EVERY, "answers.jsonl has some of each step")),
+    "mask_truncated_completions": (OFF, "answers that {max_new_tokens} cuts are learnt too"),
+    **dict.fromkeys(("use_vllm", "use_transformers_paged"), (OFF, _OWN_ANSWERS)),
     "use_hf": (ON, "models and data sets come from the Hugging Face hub"),
     "tuner_backend": (("peft",), "adapters are peft's"),
     "lora_task_type": (("causal_lm",), "the method says it"),

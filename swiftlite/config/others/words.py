@@ -26,7 +26,8 @@ _SPLIT = "write @SPLIT behind the data set's name: {dataset: NAME@train}, {eval_
 _HOW_OFTEN = "write a number of steps, a part of the run such as 0.1, `epoch`, or `epoch/4` for four times an epoch"
 _FILE = "there is no such file;"
 _IDENTITY = "write {model: NAME} for a model, {placeholders: name=NAME} for rows about itself"
-_NO_SAMPLING = "swiftlite trains without sampling: sft, pretrain, dpo, kto, rm"
+_ONE_SAMPLER = "write {method: grpo} with {reward: FILE.py:NAME}, the method here that learns from its own answers"
+_OWN_SAMPLER = _OUT + "the model that is trained gives the answers itself"
 _TEACHER = "write {teacher: MODEL}, with {teacher_weight} and {teacher_tokens} for how much is learnt of it"
 _VISION = _OUT + "swiftlite trains the language model"
 
@@ -41,6 +42,10 @@ INSTEAD: dict[str, str] = {
     "use_hf": "download the model by ModelScope, and write {model: FOLDER}",
     "packing_length": _OUT + "a pack holds {max_length} tokens",
     "interleave_prob": "write *WEIGHT behind a data set's name: {dataset: a*2,b*0.5}",
+    "num_iterations": _OUT + "a step is learnt from once, by the weights that gave its answers",
+    "reward_weights": "write weights behind the functions: {reward: rewards.py:NAME*0.5}",
+    "mask_truncated_completions": _OUT + "raise {max_new_tokens}, or reward answers that end",
+    **dict.fromkeys(("use_vllm", "use_transformers_paged"), _OWN_SAMPLER),
     "use_weighting": _OUT + "pairs count alike",
     "recompute_modules": "activation_checkpointing: selective",
     "liger_kernel_config": "kernels: liger",
@@ -117,7 +122,7 @@ INSTEAD: dict[str, str] = {
     "sync_ref_model": _OUT + "the reference stays as it was",
     "loss_weights": _WEIGHTS,
     **dict.fromkeys(
-        ("max_prompt_length", "max_completion_length", "truncation_mode"),
+        ("max_prompt_length", "truncation_mode"),
         _OUT + "of a pair too long for {max_length} the prompt is cut first; {overlong: drop} leaves such rows out",
     ),
     "max_model_len": _OUT + "the model's config.json says what it can, {max_length} what is trained",
@@ -174,7 +179,7 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("galore|badam|apollo", _GALORE),
     ("muon", _MUON),
     ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
-    ("vllm|num_generations|reward_funcs", _NO_SAMPLING),
+    ("vllm|use_vllm", _OWN_SAMPLER),
     ("teacher|kd|gkd", _TEACHER),
     ("vit|aligner", _VISION),
     ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
@@ -186,7 +191,7 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
         ("orpo|simpo|cpo|ipo", "write {method: dpo} and {loss: WORD}, with the {beta} that it takes"),
         ("reward|reward_model", "method: rm"),
         ("gkd", "write {method: sft} and {teacher: MODEL}, which is learnt from on the rows' own answers"),
-        ("grpo|gspo|ppo|rloo|opd", _NO_SAMPLING),
+        ("gspo|ppo|rloo|opd", _ONE_SAMPLER),
     ),
     "sharding": (
         ("zero-?3-offload", "write {sharding: full} and {offload: cpu}"),

@@ -1,0 +1,38 @@
+"""The settings of methods that learn from the model's own answers: who rewards them, and how they are sampled."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from swiftlite.config.setting import REINFORCEMENT, flag
+from swiftlite.config.types import Count, Names, Number, Positive, Spelling
+
+Several = Annotated[int, Field(ge=2), Number]  # of one answer nobody can say whether it is better than others
+
+
+class SamplingSettings(BaseModel):
+    """A part of `RunConfig`."""
+
+    reward: Names = flag(
+        [],
+        REINFORCEMENT,
+        "grpo: Python functions that reward answers, FILE.py:NAME or PACKAGE.MODULE.NAME, each perhaps with *WEIGHT.",
+        "reward_funcs",
+        shown="needed",
+        metavar="FILE:NAME ...",
+    )
+    samples: Several = flag(
+        8, REINFORCEMENT, "Answers to each prompt, which are compared with one another.", "num_generations",
+        "grpo_samples",
+    )  # fmt: skip
+    max_new_tokens: Count = flag(
+        256, REINFORCEMENT, "Longest answer in tokens; prompts have the rest of `--max-length`.",
+        "max_completion_length", "max_generated_tokens",
+    )  # fmt: skip
+    temperature: Positive = flag(
+        1.0, REINFORCEMENT, "Of the distribution that answers are drawn from, and that is trained; above 1 is livelier."
+    )
+    scale_rewards: Annotated[Literal["group", "none"], Spelling({"true": "group", "false": "none"})] = flag(
+        "group", REINFORCEMENT, "Divide rewards by how much they differ among the answers to a prompt, or do not."
+    )
+    answers_at_once: Count = flag(64, REINFORCEMENT, "Answers that a process samples at a time.")

@@ -1,0 +1,110 @@
+"""Rows -> prompts that a model answers while it is trained: the tokens of each question, and the row beside them.
+
+Nothing of a row's own answer is learnt. What else a row holds, such as the right answer, is for the functions that
+reward what the model says.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from swiftlite.data.chat_template import ChatTemplate
+from swiftlite.data.forms import BadRow, Chat
+from swiftlite.data.messages import string
+from swiftlite.data.placeholders import Placeholders
+from swiftlite.data.questions import Message, Question, opened, plain_ids, read_question
+from swiftlite.data.readers import parse_payload
+from swiftlite.data.rows import rename_columns
+from swiftlite.data.sources import DataFile
+from swiftlite.data.tokenize import RawRow, TokenBatch, TokenOptions, reject
+from swiftlite.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT = ("prompt", "completion", "completions")  # what functions get beside the columns of a row, under such names
+NOTHING = np.empty(0, dtype=np.int32)
+
+
+class PromptTokenizer:
+    """What `RowTokenizer` is for rows with answers to learn; one a process."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TokenOptions, files: list[DataFile]) -> None:
+        """options.max_length: of a prompt alone; files: what `RawRow.file` points into."""
+        self._tokenizer, self._options, self._files = tokenizer, options, files
+        has_template = tokenizer.chat_template is not None
+        self._template = ChatTemplate(tokenizer, options.template_date) if has_template else None
+        self._placeholders = Placeholders(options.placeholders) if options.placeholders else None
+
+    def __call__(self, rows: list[RawRow]) -> TokenBatch:
+        """Tokenise the questions of some rows. Bad rows are collected in `rejected`, long ones dropped and counted.
+
+        Raises UserError under `overlong: error`.
+        """
+        batch = TokenBatch()
+        batch.counts["read"] = len(rows)
+        for raw in rows:
+            try:
+                question = self._read(raw)
+                ids = self._ids(question)
+            except BadRow as bad:
+                reject(batch, raw, self._files, bad)
+                continue
+            if self._is_left_out(raw, len(ids), batch):
+                continue
+            batch.counts["used"] += 1
+            batch.ids.append(np.asarray(ids, dtype=np.int32))
+            batch.runs.append(NOTHING)
+            batch.rows.append((raw.number, raw.file, raw.line))
+            batch.asked.append(_record(question))
+        return batch
+
+    def _read(self, raw: RawRow) -> Question:
+        row = rename_columns(parse_payload(raw.payload), self._options.columns)
+        if self._placeholders is not None:
+            row = self._placeholders.fill(row)
+        return read_question(row, self._files[raw.file].where(raw.line), self._options.system)
+
+    def _ids(self, question: Question) -> list[int]:
+        """Raises BadRow."""
+        if question.plain or self._template is None:
+            return self._plain(question)
+        template, tools = self._template, question.tools
+
+        def render(messages: list[Message], *, add_generation_prompt: bool = False) -> str:
+            return template.render(Chat(messages, [], tools), len(messages), generation=add_generation_prompt)
+
+        text = string(opened(question.messages, render), "the conversation")
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them all
+
+    def _plain(self, question: Question) -> list[int]:
+        if len(question.messages) > 1:
+            raise BadRow("no_template", "the tokenizer has no chat template, so it cannot write several messages")
+        ids = plain_ids(string(question.messages[0]["content"], "the prompt"), self._tokenizer)
+        if not ids:
+            raise BadRow("empty", "the prompt is empty")
+        return ids
+
+    def _is_left_out(self, row: RawRow, length: int, batch: TokenBatch) -> bool:
+        """A question that lost a part of itself would be another one, so no policy cuts it."""
+        limit = self._options.max_length
+        if length <= limit:
+            return False
+        if self._options.overlong == "error":
+            raise UserError(
+                f"the prompt has {length:,} tokens, and beside --max-new-tokens {limit:,} are left for it",
+                where=self._files[row.file].where(row.line),
+                fix="raise --max-length, lower --max-new-tokens, or choose --overlong drop",
+            )
+        batch.dropped["over_long"] += 1
+        return True
+
+
+def _record(question: Question) -> str:
+    """What a function that rewards answers is told of a question, as JSON."""
+    columns = {key: value for key, value in question.row.items() if key not in PROMPT}
+    prompt = question.messages[0]["content"] if question.plain else question.messages
+    return json.dumps({"prompt": prompt, "columns": columns}, ensure_ascii=False, default=str)

@@ -1,0 +1,169 @@
+"""Functions that reward answers: found by name before the model loads, called with each step's answers.
+
+They are called as TRL calls its own (https://huggingface.co/docs/trl/grpo_trainer), so that those written for it serve
+here: `function(prompts=..., completions=..., completion_ids=..., COLUMN=..., ...)`, each a list with one entry an
+answer, and they return a number for each, or None where they have none to give.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from swiftlite.errors import RunError, UserError
+
+FLAG = "--reward"
+HOW = f"give {FLAG} FILE.py:NAME or PACKAGE.MODULE.NAME, with *WEIGHT behind it if it is not 1"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """name: of the function; weight: what its number counts."""
+
+    name: str
+    weight: float
+    function: Callable[..., Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer. prompt: messages, or the text it goes on from; text: without special tokens; ids: with what ended it;
+    columns: of the row; where: `file:line`."""
+
+    prompt: list[dict[str, Any]] | str
+    text: str
+    ids: list[int]
+    columns: dict[str, Any]
+    where: str
+
+    @property
+    def completion(self) -> list[dict[str, str]] | str:
+        """As the prompt is."""
+        return self.text if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.text}]
+
+
+def load_rewards(given: Sequence[str]) -> list[Reward]:
+    """The functions that the words of `--reward` name. Raises UserError where one cannot be had."""
+    found = [_load(word) for word in given]
+    names = [reward.name for reward in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two functions are called {twice}", where=FLAG, fix="name them apart: metrics are called so")
+    return found
+
+
+def parse_reward(word: str) -> tuple[str, str, float, bool]:
+    """(file or package, function, weight, whether it is a file) that a word of `--reward` names. Nothing is run. Raises
+    UserError."""
+    spec, star, factor = word.rpartition("*")
+    spec, weight = (spec, _number(factor, word)) if star else (word, 1.0)
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        place, _, name = spec.rpartition(".")
+    if not place or not name:
+        raise UserError(f"{word!r} names no function", where=FLAG, fix=HOW)
+    if colon and not Path(place).expanduser().is_file():
+        raise UserError(f"there is no file {place}", where=f"{FLAG} {word}", fix=HOW)
+    return place, name, weight, bool(colon)
+
+
+def _load(word: str) -> Reward:
+    place, name, weight, is_file = parse_reward(word)
+    module = _module_of(place, word) if is_file else _package_of(place, word)
+    function = vars(module).get(name)
+    if not callable(function):
+        has = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise UserError(f"there is no function {name} in {place}", where=f"{FLAG} {word}", fix=f"its functions: {has}")
+    if inspect.iscoroutinefunction(function):
+        raise UserError(
+            f"{name} is asynchronous", where=f"{FLAG} {word}", fix="write a plain function, which may wait for others"
+        )
+    return Reward(name, weight, function)
+
+
+def _number(text: str, word: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f"{text!r} is no weight", where=f"{FLAG} {word}", fix=HOW)
+    return weight
+
+
+def _module_of(place: str, word: str) -> ModuleType:
+    """The module of a file, which finds others beside it as a script does."""
+    path = Path(place).expanduser()
+    known = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
+    if known is None or known.loader is None:
+        raise UserError(f"{place} is no Python file", where=f"{FLAG} {word}", fix=HOW)
+    module = importlib.util.module_from_spec(known)
+    sys.modules[known.name] = module  # for dataclasses and pickles in it
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
+    try:
+        known.loader.exec_module(module)
+    except Exception as error:
+        raise _broken(place, error, word) from error
+    return module
+
+
+def _package_of(place: str, word: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise _broken(place, error, word) from error
+
+
+def _broken(place: str, error: Exception, word: str) -> UserError:
+    """A user's own code may raise anything."""
+    return UserError(
+        f"{place} cannot be imported: {type(error).__name__}: {error}",
+        where=f"{FLAG} {word}",
+        fix=f"mend it, or {HOW}",
+    )
+
+
+def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[list[float]]:
+    """What each function says of each answer, NaN where it says nothing, `[functions][answers]`.
+
+    Raises RunError where a function fails or returns something else.
+    """
+    if not answers:
+        return [[] for _ in rewards]
+    names = dict.fromkeys(name for answer in answers for name in answer.columns)
+    columns = {name: [answer.columns.get(name) for answer in answers] for name in names}
+    columns |= {
+        "prompts": [answer.prompt for answer in answers],
+        "completions": [answer.completion for answer in answers],
+        "completion_ids": [answer.ids for answer in answers],
+    }
+    return [_asked(reward, columns, answers) for reward in rewards]
+
+
+def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answered]) -> list[float]:
+    try:
+        said = list(reward.function(**columns))
+        found = [math.nan if value is None else float(value) for value in said]
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise RunError(
+            f"the reward function {reward.name} failed: {type(error).__name__}: {error}",
+            where=f"{frame.filename}:{frame.lineno}, for answers to {answers[0].where} and others",
+            fix="mend it, and go on with --resume auto; it is called with prompts, completions, completion_ids and the "
+            "rows' columns, and takes those that it does not name as **others",
+        ) from error
+    if len(found) != len(answers):
+        raise RunError(
+            f"the reward function {reward.name} returned {len(found)} numbers for {len(answers)} answers",
+            fix="return a list with a number, or None, for each answer",
+        )
+    return found

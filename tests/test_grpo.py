@@ -1,0 +1,406 @@
+"""Learning from a model's own answers: runs against plain PyTorch, layouts, rewards, and what cannot be answered."""
+
+import hashlib
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from test_parity import metrics, plain_adamw, planned_rows, render_chat, settings, train_alone
+from test_verify import in_real_processes
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swiftlite.config.layout import Layout
+from swiftlite.config.recipe import load_recipe
+from swiftlite.config.resolve import resolve, resolve_config
+from swiftlite.config.save import save_config
+from swiftlite.config.validate import Given
+from swiftlite.data.prepare import prepare_data
+from swiftlite.errors import RunError, UserError
+from swiftlite.models.load import load_config
+from swiftlite.models.sampling import answering, sample
+from swiftlite.models.tokenizer import load_tokenizer
+from swiftlite.planning.memory import cache_bytes_per_token
+from swiftlite.reporting import page
+from swiftlite.reporting.board import Board
+from swiftlite.reporting.curves import curve_of
+from swiftlite.serving import evaluated
+from swiftlite.training.plan import outline_of
+from swiftlite.training.rewards import Answered, load_rewards, rewards_of
+from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
+
+SAMPLES, LONGEST = 4, 10
+
+
+def sampled(tmp_path, model, data, **more):
+    values = settings(tmp_path, model, data, **SAMPLED)
+    return values | {"samples": SAMPLES, "max_new_tokens": LONGEST, "beta": 0.0, "max_steps": 3} | more
+
+
+def numbers(*key):
+    """Between 0 and 1, one for each token of an answer."""
+    digest = hashlib.blake2b("/".join(map(str, ("answers", *key))).encode(), digest_size=16).digest()
+    raw = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)).random_raw(LONGEST)
+    return (raw >> np.uint64(11)) / 2**53
+
+
+def plain_answer(model, prompt, drawn, stops, temperature):
+    """Token after token, each time by a pass over all of it."""
+    ids = list(prompt)
+    for number in drawn:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+        sums = (logits / temperature).softmax(-1).cumsum(-1)
+        ids.append(int((sums <= number * sums[-1]).sum()))
+        if ids[-1] in stops:
+            break
+    return ids[len(prompt) :]
+
+
+def opened(tokenizer, messages):
+    """The ids of a ChatML conversation up to its last answer, by hand, and the opening of the answer."""
+    ids, _ = render_chat(tokenizer, messages[:-1])
+    return ids + tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+
+
+def plain_loss(model, reference, groups, kind, beta, temperature):
+    """groups: of (prompt, answers, rewards)."""
+    tokens = sum(len(answer) for _, answers, _ in groups for answer in answers)
+    count = sum(len(answers) for _, answers, _ in groups)
+    total = torch.zeros(())
+    for prompt, answers, rewards in groups:
+        rewards = torch.tensor(rewards, dtype=torch.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for answer, advantage in zip(answers, advantages.tolist(), strict=True):
+            ids = torch.tensor([prompt + answer])
+            own, theirs = (
+                (of(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
+                for of in (model, reference)
+            )
+            own, theirs = (each.gather(-1, torch.tensor(answer)[:, None])[:, 0] for each in (own, theirs.detach()))
+            kl = (theirs - own).exp() - (theirs - own) - 1
+            each = -advantage * (own - own.detach()).exp() + beta * kl
+            total = total + each.sum() / {"dapo": tokens, "grpo": count * len(answer), "dr_grpo": count * LONGEST}[kind]
+    return total, tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "more"),
+    [
+        ("llama-tied", "dapo", {}),
+        ("gemma2", "grpo", {"beta": 0.3, "temperature": 0.7, "micro_batch_size": 2}),  # logits with a soft cap
+        ("qwen3-moe", "dr_grpo", {"packing": False, "answers_at_once": 3, "share_prompt": False}),
+        ("qwen3.5", "dapo", {"beta": 0.1}),  # documents in rows of their own
+    ],
+)
+def test_a_run_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows, family, kind, more):
+    folder, data = tiny_model(family), write_rows("rows.jsonl", chat_rows)
+    config = resolve_config("grpo", **sampled(tmp_path, folder, data, loss=[kind], **more))
+    train_alone(config)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stops = [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id]
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager") for _ in "12"
+    )
+    optimizer = plain_adamw([*model.parameters()], config.learning_rate, config.weight_decay)
+    for step, (row, places) in enumerate(zip(metrics(tmp_path / "out"), planned_rows(config), strict=True), 1):
+        groups = []
+        for place, number in enumerate(places):
+            prompt = opened(tokenizer, chat_rows[number]["messages"][: 2 if number % 3 else 4])
+            drawn = [numbers(config.seed, step, place, i) for i in range(SAMPLES)]
+            answers = [plain_answer(model, prompt, each, stops, config.temperature) for each in drawn]
+            texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+            groups.append((prompt, answers, vowels([[{"content": text}] for text in texts])))
+        loss, tokens = plain_loss(model, reference, groups, kind, config.beta, config.temperature)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        model.zero_grad()
+        assert row["reward"] == pytest.approx(np.mean([rewards for *_, rewards in groups]), abs=1e-12)
+        assert row["answers/length"] == tokens / (len(groups) * SAMPLES)
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-4 if step > 2 else 2e-5)
+
+
+def test_two_processes_learn_the_same(tmp_path):
+    chosen = ("ddp 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "cp 2")
+    for verdict in in_real_processes(tmp_path, 2, chosen, Subject("llama-tied", "full", FULL | SAMPLED, "grpo")):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
+def test_four_processes_learn_the_same(tmp_path):
+    chosen, lora = ("hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"), LORA | SAMPLED | {"max_steps": 3}
+    for verdict in in_real_processes(tmp_path, 4, chosen, Subject("llama", "LoRA", lora, "grpo")):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path, tiny_model, write_rows, chat_rows):
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), save_steps=1, tuner="lora")
+    values |= {"beta": 0.1, "max_steps": 4, "lora_dropout": 0.2, "learning_rate": 1e-2, "keep_checkpoints": 9}
+    train_alone(resolve_config("grpo", **values))
+    answers = (tmp_path / "out" / "answers.jsonl").read_text()
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
+    train_alone(resolve_config("grpo", **values | {"output_dir": str(tmp_path / "again"), "resume": str(checkpoint)}))
+    kept = ("step", "loss", "reward", "grad_norm", "kl/reference", "entropy")
+    first, again = ([[row[name] for name in kept] for row in metrics(tmp_path / name)] for name in ("out", "again"))
+    assert again == first[2:]
+    assert (tmp_path / "again" / "answers.jsonl").read_text().splitlines() == answers.splitlines()[2:]
+    for newer in (3, 4):
+        shutil.rmtree(checkpoint.with_name(f"step-0000000{newer}"))
+    train_alone(resolve_config("grpo", **values | {"resume": "auto"}))
+    assert (tmp_path / "out" / "answers.jsonl").read_text() == answers  # those of steps that came again are not twice
+
+
+def test_answers_become_better(tmp_path, tiny_model, write_rows, chat_rows):
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=20, samples=8)
+    train_alone(resolve_config("grpo", **values | {"learning_rate": 3e-3}))
+    rewards = [row["reward"] for row in metrics(tmp_path / "out")]
+    assert sum(rewards[-5:]) > 1.2 * sum(rewards[:5])
+
+
+def test_a_prompt_is_trained_once_for_its_answers(tmp_path, tiny_model, write_rows, chat_rows):
+    values = sampled(tmp_path, tiny_model("gemma3"), write_rows("rows.jsonl", chat_rows), beta=0.1)  # sliding windows
+    rows = []
+    for name, more in (("shared", {}), ("apart", {"share_prompt": False}), ("parted", {"max_length": 130})):
+        train_alone(resolve_config("grpo", **values | more | {"output_dir": str(tmp_path / name)}))
+        rows.append(metrics(tmp_path / name))
+    shared, apart, parted = rows  # whose packs hold fewer answers, and whose prompts are therefore fewer
+    for one, other in zip(shared, apart, strict=True):
+        assert other["reward"] == one["reward"] and other["trained_tokens"] == one["trained_tokens"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert one["tokens"] < 0.6 * other["tokens"]
+    assert shared[0]["tokens"] < parted[0]["tokens"]
+
+
+# ---- sampling -------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_does_not_depend_on_those_beside_it(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
+    drawn = torch.rand(7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    prompts = [[5, 6, 7], [9] * 11, [9] * 11, [4], [5, 6, 7], [5, 6, 7], list(range(20, 26))]
+    settings_before = model.generation_config
+    with answering(model, switch=False):
+        together = sample(model, prompts, drawn, stops=[2])
+        alone = [sample(model, [prompt], drawn[i : i + 1], stops=[2])[0] for i, prompt in enumerate(prompts)]
+    assert together == alone and together[0] != together[4] != together[5]
+    assert model.generation_config is settings_before
+
+
+def test_answers_are_drawn_from_the_models_distribution(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32).eval()
+    even = (torch.arange(4000, dtype=torch.float64)[:, None] + 0.5) / 4000
+    with torch.no_grad():
+        wanted = model(torch.tensor([[5, 6]])).logits[0, -1].double().softmax(-1)
+    with answering(model, switch=False):
+        tokens = torch.tensor(sample(model, [[5, 6]] * 4000, even, stops=[]))[:, 0]
+    found = tokens.bincount(minlength=len(wanted)) / 4000
+    assert (found - wanted).abs().max() < 1 / 4000
+
+
+def test_what_stands_behind_the_end_is_no_answer(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32).eval()
+    drawn = torch.rand(2, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    with answering(model, switch=False):
+        free, _ = sample(model, [[5], [6]], drawn, stops=[])
+        stopped, _ = sample(model, [[5], [6]], drawn, stops=[free[4]])
+    assert stopped == free[: free.index(free[4]) + 1]
+
+
+# ---- rewards --------------------------------------------------------------------------------------------------------
+
+FUNCTIONS = '''
+from beside import bonus
+
+def right(prompts, completions, answer, **others):
+    """As TRL's functions are."""
+    return [float(c[0]["content"] == a) + bonus for c, a in zip(completions, answer)]
+
+def nothing(completions, **others):
+    return [None for _ in completions]
+
+def few(completions, **others):
+    return [1.0]
+
+def broken(completions):
+    return [1.0 for _ in completions]
+
+async def later(completions, **others):
+    return []
+
+number = 3
+'''
+
+
+@pytest.fixture
+def functions(tmp_path):
+    (tmp_path / "beside.py").write_text("bonus = 0.25\n")
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def said(text, **columns):
+    return Answered([{"role": "user", "content": "?"}], text, [1, 2], columns, "rows.jsonl:1")
+
+
+def test_functions_get_what_trl_gives_them(functions):
+    answers = [said("4", answer="4"), said("5", answer="4"), said("x", other=1)]
+    right, nothing = load_rewards([f"{functions}:right*0.5", f"{functions}:nothing"])
+    assert (right.name, right.weight, nothing.weight) == ("right", 0.5, 1.0)
+    found = rewards_of([right, nothing], answers)
+    assert found[0] == [1.25, 0.25, 0.25] and all(map(math.isnan, found[1]))
+    assert rewards_of([right], []) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("gone.py:right", "there is no file gone.py"),
+        ("{}:wrong", "there is no function wrong"),
+        ("{}:number", "there is no function number"),
+        ("{}:later", "asynchronous"),
+        ("{}:right*much", "'much' is no weight"),
+        ("right", "'right' names no function"),
+        ("no_such_package.rewards.right", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_what_is_no_function_is_told(functions, word, wanted):
+    with pytest.raises(UserError, match=wanted.replace(".", r"\.")):
+        load_rewards([word.format(functions)])
+
+
+def test_a_file_that_fails_is_told(tmp_path):
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    with pytest.raises(UserError, match="cannot be imported: ZeroDivisionError"):
+        load_rewards([f"{tmp_path / 'bad.py'}:right"])
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("few", "returned 1 numbers for 2 answers"), ("broken", "broken failed: TypeError")]
+)
+def test_a_function_that_fails_is_told(functions, name, wanted):
+    with pytest.raises(RunError, match=wanted):
+        rewards_of(load_rewards([f"{functions}:{name}"]), [said("4", answer="4"), said("5", answer="4")])
+
+
+def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_model, write_rows, chat_rows, functions):
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
+    train_alone(resolve_config("grpo", **values | {"reward": [f"{functions}:nothing"], "max_steps": 2}))
+    messages = [one["text"] for one in json.loads((tmp_path / "out" / "run.json").read_text())["messages"]]
+    assert any("step 1 skipped: each prompt's answers have the same reward" in text for text in messages)
+    row = metrics(tmp_path / "out")[0]
+    assert (row["answers/equal"], row["reward"], row["rewards/nothing"], row["grad_norm"]) == (1.0, 0.0, None, 0.0)
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+def prepared(tmp_path, write_rows, tiny_model, rows, **more):
+    data = write_rows("rows.jsonl", rows)
+    config = resolve_config("grpo", **sampled(tmp_path, tiny_model("llama"), data, **more))
+    return prepare_data(config, lambda: load_tokenizer(config.model)), AutoTokenizer.from_pretrained(config.model)
+
+
+def test_rows_become_prompts(tmp_path, write_rows, tiny_model):
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}], "answer": 7},
+        {"prompt": "Hello"},
+        {"question": "Who?", "answer": "I", "level": {"deep": [1]}},
+        {"prompt": "Once", "completion": " upon a time"},
+    ]
+    found, tokenizer = prepared(tmp_path, write_rows, tiny_model, rows, shuffle=False, global_batch_size=4)
+    (batch, *_) = found.train.steps()
+    asked = [document for pack in batch.packs for document in pack]
+    texts = [tokenizer.decode(document.input_ids) for document in asked]
+    opening = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format
+    assert texts == [opening("Hi"), opening("Hello"), opening("Who?"), "Once"]
+    records = [json.loads(document.asked) for document in asked]
+    assert [record["prompt"] for record in records[::3]] == [[{"role": "user", "content": "Hi"}], "Once"]
+    assert records[0]["columns"] == rows[0] and records[2]["columns"] == rows[2] and records[1]["columns"] == {}
+    assert not any(document.trained.any() for document in asked)
+
+
+def test_what_cannot_be_asked_is_told_or_counted(tmp_path, write_rows, tiny_model):
+    rows = [{"prompt": "Hello"}, {"messages": [{"role": "assistant", "content": "x"}]}, {"prompt": "Long " * 300}]
+    with pytest.raises(UserError, match="the row has no question") as failure:
+        prepared(tmp_path, write_rows, tiny_model, rows)
+    assert failure.value.where.endswith("rows.jsonl:2")
+    found, _ = prepared(tmp_path, write_rows, tiny_model, rows, on_bad_row="skip")
+    assert found.audit["rows"]["dropped"] == {"no_question": 1, "over_long": 1}
+    with pytest.raises(UserError, match=r"the prompt has [\d,]+ tokens, and beside --max-new-tokens 150 are left"):
+        prepared(tmp_path, write_rows, tiny_model, rows[::2], overlong="error")
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({"reward": []}, "nothing says what is rewarded"),
+        ({"max_new_tokens": 160}, "leaves no room for a prompt"),
+        ({"eval_fraction": 0.1}, "evaluates no rows while it trains"),
+        ({"overlong": "truncate"}, "would make another question of a prompt"),
+        ({"reference": "precompute"}, "has none then"),
+        ({"teacher": "x"}, "--teacher is learnt from token by token"),
+        ({"neftune_noise_alpha": 5}, "compares answers of several lengths"),
+        ({"loss": ["sigmoid"]}, "unknown loss `sigmoid`"),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path, flags, wanted):
+    with pytest.raises(UserError, match=wanted):
+        resolve_config("grpo", **sampled(tmp_path, "model", "rows.jsonl") | flags)
+
+
+# ---- around a run ---------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_finds_functions_beside_itself(tmp_path, tiny_model, write_rows, chat_rows, functions, monkeypatch):
+    """And the saved settings name them from any folder."""
+    lines = {"method": "grpo", "reward": "functions.py:right*2", "model": str(tiny_model("llama")), "max_steps": 1}
+    lines |= {"dataset": str(write_rows("rows.jsonl", chat_rows)), "output_dir": str(tmp_path / "out"), "samples": 2}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
+    monkeypatch.chdir(tmp_path.parent)
+    config = resolve(None, {}, recipe=load_recipe(str(recipe)), env={}).config
+    assert load_rewards(config.reward)[0].weight == 2
+    monkeypatch.chdir(tmp_path)
+    save_config(config.model_copy(update={"reward": ["functions.py:right"]}), tmp_path / "config.yaml")
+    saved = load_recipe(str(tmp_path / "config.yaml")).entries["reward"].value
+    assert saved == [f"{functions}:right"]
+
+
+def test_what_is_told_of_a_run_is_its_reward():
+    rows = [{"step": step, "loss": 0.0, "reward": step / 10, "answers/length": 9.0} for step in (1, 2, 3)]
+    board = Board(3, {}, rows=rows)
+    assert curve_of(rows)[0] == board.curve == "reward" and (board.first, board.last) == (0.1, 0.3)
+    figures = page.figures(rows, {})
+    assert (figures["first reward"], figures["last reward"]) == ("0.1000", "0.3000")
+    assert curve_of([{"step": 1, "loss": 2.0}])[0] == "loss"
+
+
+def test_a_run_is_not_evaluated_by_a_loss(tmp_path, tiny_model, write_rows, chat_rows):
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=1, loss=["grpo"])
+    train_alone(resolve_config("grpo", **values))
+    given = {"model": Given(str(tmp_path / "out" / "model"), "--model", "flag")}
+    with pytest.raises(UserError, match="has no loss on rows"):
+        evaluated.settle(given, None)
+    _, recipe = evaluated.settle(given | {"method": Given("sft", "--method", "flag")}, None)
+    assert "loss" not in recipe.entries
+
+
+def test_a_plan_counts_who_answers(tmp_path, tiny_model):
+    """A copy where the model is divided, the reference, and what answers take while they are drawn."""
+    given = sampled(tmp_path, tiny_model("llama"), "rows.jsonl", answers_at_once=10_000, precision="bf16")
+    config = resolve_config("grpo", **given | {"activation_checkpointing": "none"})
+    outline = outline_of(config, load_config(config.model), "cuda")
+    alone, two = Layout(), Layout(dp_replicate=2)
+    plain = config.model_copy(update={"method": "sft"})
+    copy = (outline.trained + outline.frozen) * 2
+    held, without = (outline.holds(each, two, None) for each in (config, plain))
+    assert held.weights - without.weights == pytest.approx(copy)
+    kv = 10_000 * config.max_length * cache_bytes_per_token(outline.model_config, torch.bfloat16)
+    assert outline.holds(config, alone, None).activations > kv > without.activations
+    tied = config.model_copy(update={"beta": 0.1})
+    assert outline.holds(tied, alone, None).weights == pytest.approx(2 * outline.holds(config, alone, None).weights)
