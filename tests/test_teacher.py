@@ -17,7 +17,7 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.others.words import instead
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.data import DataParallel
 from swiftlite.training.plan import propose, settle
@@ -121,6 +121,17 @@ def test_a_model_that_is_its_own_teacher_differs_in_nothing(tmp_path, tiny_model
     (row,) = metrics(tmp_path / "out")
     assert abs(row["loss"]) < 1e-6 and abs(row["kl/teacher"]) < 1e-6 and row["grad_norm"] < 1e-5
     assert row["cross_entropy"] > 1
+
+
+def test_numbers_of_a_teacher_that_are_not_finite_are_told_as_its_own(tmp_path, tiny_model, write_rows, chat_rows):
+    teacher = shutil.copytree(tiny_model("llama"), tmp_path / "teacher")
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["model.embed_tokens.weight"][100:] = float("nan")  # of tokens that no check of a model tries
+    save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
+    values = settings(tmp_path, tiny_model("qwen3"), write_rows("rows.jsonl", chat_rows), teacher=str(teacher))
+    with pytest.raises(RunError, match="the KL to the teacher of step 1 is not finite") as error:
+        train_alone(resolve_config("sft", **values))
+    assert "check the teacher's weights" in error.value.fix
 
 
 # --- what cannot teach ----------------------------------------------------------------------------------------------

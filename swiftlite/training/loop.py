@@ -264,15 +264,14 @@ class Loop:
         if math.isfinite(outcome.loss) and self._scale.can_shrink:
             self._listener.message(f"step {step}: fp16 gradients overflowed, loss scale halved")
             return False
-        what = "loss" if not math.isfinite(outcome.loss) else "gradient norm"
+        what, fix = self._parts.method.not_finite(outcome.loss, outcome.sums)
         if self._parts.config.on_nonfinite == "skip":
             self._skip(step, f"{what} is not finite")
             return False
         raise NotFinite(
             f"the {what} of step {step} is not finite",
             where=self._rows(_not_finite(share, outcome)),
-            fix="look at these rows, lower --learning-rate or use --precision fp32; "
-            "--on-nonfinite skip leaves such steps out and counts them",
+            fix=f"{fix}; --on-nonfinite skip leaves such steps out and counts them",
             sound=self._updates.at_once,
         )
 

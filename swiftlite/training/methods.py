@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -62,6 +63,11 @@ class Method(ABC):
         """For metrics.jsonl."""
         return {name: value / max(1, count) for name, value in sums.items()}
 
+    def not_finite(self, loss: float, sums: dict[str, float]) -> tuple[str, str]:
+        """(what is not finite of a step where loss or gradient are not, what may help)."""
+        what = "gradient norm" if math.isfinite(loss) else "loss"
+        return what, "look at these rows, lower --learning-rate or use --precision fp32"
+
     def after(self, sums: dict[str, float], count: int) -> None:  # noqa: B027 - most carry nothing from step to step
         """Note what a training step gave."""
 
@@ -94,6 +100,11 @@ class Distilled(Supervised):
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         return replace(share, micro_batches=self._teacher.teach(share.micro_batches)), TaughtLoss
+
+    def not_finite(self, loss: float, sums: dict[str, float]) -> tuple[str, str]:
+        if math.isfinite(loss) or not math.isfinite(sums["cross_entropy"]):
+            return super().not_finite(loss, sums)
+        return "KL to the teacher", "check the teacher's weights, look at these rows or use --precision fp32"
 
 
 class Paired(Method):
