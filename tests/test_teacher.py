@@ -20,7 +20,9 @@ from swiftlite.config.validate import Given
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.data import DataParallel
+from swiftlite.training.best import forget_other_losses
 from swiftlite.training.plan import propose, settle
+from swiftlite.training.progress import Progress
 from swiftlite.training.teacher import check_teacher
 from swiftlite.verification.cases import FULL, LORA, Subject
 
@@ -132,6 +134,14 @@ def test_numbers_of_a_teacher_that_are_not_finite_are_told_as_its_own(tmp_path, 
     with pytest.raises(RunError, match="the KL to the teacher of step 1 is not finite") as error:
         train_alone(resolve_config("sft", **values))
     assert "check the teacher's weights" in error.value.fix
+
+
+def test_a_loss_with_another_teacher_is_no_spike_among_those_before():
+    """Evaluations stay what they were: they are of the text alone."""
+    progress = Progress(recent_losses=[2.0] * 30, best_loss=1.5)
+    for changed, left in (({"learning_rate": ""}, 30), ({"teacher_weight": "--teacher-weight 0.9 -> 0.1"}, 0)):
+        forget_other_losses(progress, resolved().config, changed, pytest.fail)
+        assert len(progress.recent_losses) == left and progress.best_loss == 1.5
 
 
 # --- what cannot teach ----------------------------------------------------------------------------------------------

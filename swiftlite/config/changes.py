@@ -31,10 +31,10 @@ OF_THE_ROWS = (
     "columns", "max_samples", "deduplicate", "system", "placeholders", "streaming", "sample_by", "max_length",
     "overlong", "share_prompt", "train_on", "packing", "shuffle", "global_batch_size", "seed", "max_new_tokens",
 )  # fmt: skip
-# Evaluations under others of these are no measure for each other.
+# Losses under others of these are no measure for each other.
 OF_THE_LOSS = (
     "loss", "beta", "label_smoothing", "rpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight",
-    "center_rewards",
+    "center_rewards", "teacher", "teacher_weight", "teacher_tokens",
 )  # fmt: skip
 
 

@@ -21,12 +21,12 @@ Parts = tuple[Callable[[Path], None], Callable[[Path], None]]
 
 
 def forget_other_losses(progress: Progress, config: RunConfig, settings: Mapping[str, str], say: Say) -> None:
-    """Evaluations of a loss that is made otherwise now say nothing about those to come. Of sft and pretraining they
-    are always of the same. settings: that have changed, in words."""
-    if config.method not in PREFERENCE:
-        return
+    """A loss that is made otherwise now is no spike among those before, nor do evaluations of it say anything about
+    those to come. Of sft and pretraining these are always of the same. settings: that have changed, in words."""
     changed = [words for name, words in settings.items() if name in OF_THE_LOSS]
-    if changed and progress.best_loss is not None:
+    if changed:
+        progress.recent_losses.clear()
+    if changed and config.method in PREFERENCE and progress.best_loss is not None:
         progress.best_loss = progress.best_step = progress.best_step_loss = None
         progress.evaluations_without_gain = 0
         say(f"the best evaluation so far is none any more: it had {', '.join(changed)}")
