@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
+TOLD_BYTES = 16  # of each likely token that a teacher tells: fp32 probability and id, and the id as an index
 OF_HOST = 0.5  # of the room on a CPU, for activations
 # What tokens take of a CPU's memory, over what layers keep and work with: products pack weights, messages have buffers,
 # what was freed is not given back. Of six runs of two processes with 74 M parameters the peak was 0.9 to 1.2 of the
@@ -169,9 +170,16 @@ class Outline:
             held = replace(held, weights=held.weights + self.beside.weights / shards)
         if config.method in SAMPLING:
             held = self._with_answers(held, config, layout)
-        if self.device.type != "cpu":
-            return held
-        return replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)
+        if self.device.type == "cpu":
+            held = replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)
+        return replace(held, activations=held.activations + self._told(config, layout, work))
+
+    def _told(self, config: RunConfig, layout: Layout, work: Work) -> float:
+        """Bytes of what a teacher tells of a whole step, if there is one: of its text, or of a rank's slices of it."""
+        if self.beside is None:
+            return 0
+        at_each = min(config.teacher_tokens, self.beside.base.config.get_text_config().vocab_size)
+        return TOLD_BYTES * at_each * work.tokens * work.micro_batches / layout.cp
 
     def _with_answers(self, held: Footprint, config: RunConfig, layout: Layout) -> Footprint:
         """With the whole copy that answers where a model is divided, or its states are elsewhere; and at least what a
