@@ -180,6 +180,11 @@ def test_other_tools_words_of_distillation_name_the_teacher(name):
     assert "--teacher MODEL" in (instead(name, in_recipe=False) or "")
 
 
+@pytest.mark.parametrize("name", ["lmbda", "seq_kd"])
+def test_a_teacher_that_is_learnt_from_on_sampled_answers_is_none_here(name):
+    assert "without sampling" in (instead(name, in_recipe=False) or "")
+
+
 def other_words(folder):
     """The tokenizer with one token changed for another."""
     file = folder / "tokenizer.json"
@@ -255,8 +260,13 @@ def test_a_layout_that_is_none_for_the_teacher_is_refused_before_weights_load(
 
 
 def test_memory_and_time_of_a_teacher_are_planned(tmp_path):
-    flags = {"tuner": "full", "tensor_parallel_size": 2, "parallel": "fsdp", "nproc_per_node": 4}
-    flags |= {"micro_batch_size": 1, "global_batch_size": 2, "activation_checkpointing": "none"}
+    flags = {"tuner": "full", "tensor_parallel_size": 2, "parallel": "fsdp", "nproc_per_node": 4, "max_length": 2048}
+    flags |= {
+        "micro_batch_size": 1,
+        "global_batch_size": 6,
+        "activation_checkpointing": "none",
+        "sync_every_microbatch": True,
+    }
     teacher = tmp_path / "teacher"
     real_config("meta-llama/Llama-3.1-70B-Instruct").save_pretrained(teacher)
     alone, taught = (
@@ -265,7 +275,9 @@ def test_memory_and_time_of_a_teacher_are_planned(tmp_path):
     )
     weights = taught.footprint.weights - alone.footprint.weights
     assert weights / GIB == pytest.approx(2 * 70.55e9 / 4 / GIB, rel=1e-3)  # in bf16, a quarter on each
-    assert taught.footprint.total - alone.footprint.total == pytest.approx(weights)
+    told = taught.footprint.activations - alone.footprint.activations
+    assert told == 3 * 2048 * 64 * (4 + 4 + 8)  # of three micro-batches 64 tokens at each place
+    assert taught.footprint.total - alone.footprint.total == pytest.approx(weights + told)
     assert taught.pace.seconds > 3 * alone.pace.seconds  # a third of nine times the work
 
 

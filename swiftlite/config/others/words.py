@@ -180,6 +180,7 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("muon", _MUON),
     ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
     ("vllm|use_vllm", _OWN_SAMPLER),
+    ("lmbda|seq_kd", _OUT + "a teacher is learnt from on the rows' own answers, without sampling"),
     ("teacher|kd|gkd", _TEACHER),
     ("vit|aligner", _VISION),
     ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
