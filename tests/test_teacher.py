@@ -20,6 +20,7 @@ from swiftlite.config.validate import Given
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.data import DataParallel
+from swiftlite.reporting.curves import loss_words
 from swiftlite.training.best import forget_other_losses
 from swiftlite.training.plan import propose, settle
 from swiftlite.training.progress import Progress
@@ -142,6 +143,11 @@ def test_a_loss_with_another_teacher_is_no_spike_among_those_before():
     for changed, left in (({"learning_rate": ""}, 30), ({"teacher_weight": "--teacher-weight 0.9 -> 0.1"}, 0)):
         forget_other_losses(progress, resolved().config, changed, pytest.fail)
         assert len(progress.recent_losses) == left and progress.best_loss == 1.5
+
+
+def test_the_loss_of_a_taught_run_is_drawn_as_one_of_tokens():
+    assert loss_words([{"loss": 2.0, "cross_entropy": 2.5, "kl/teacher": 1.5}]) == "loss per trained token"
+    assert loss_words([{"loss": 0.7, "rewards/margin": 0.0}]) == "loss per pair or answer"
 
 
 # --- what cannot teach ----------------------------------------------------------------------------------------------

@@ -76,5 +76,5 @@ def curve_of(rows: list[dict[str, Any]]) -> tuple[str, str]:
     tokens, or over pairs or single answers."""
     if any("reward" in row for row in rows):
         return "reward", "reward per answer"
-    compared = any("/" in key for row in rows for key in row)
+    compared = any(key.startswith("rewards/") for row in rows for key in row)  # a teacher's KL has a slash too
     return "loss", "loss per pair or answer" if compared else "loss per trained token"
