@@ -4,9 +4,7 @@ import os
 import signal
 import sys
 
-from swiftlite.ending import end_without_finalizing
-
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+from swiftlite.ending import ENDED, end_without_finalizing
 
 
 def main() -> None:
@@ -14,7 +12,7 @@ def main() -> None:
         _main()
     except KeyboardInterrupt:  # Ctrl-C while the program itself is imported, before anything can be told of it
         print("interrupted", file=sys.stderr)
-        end_without_finalizing(INTERRUPTED)
+        end_without_finalizing(128 + signal.SIGINT)
 
 
 def _main() -> None:
@@ -25,7 +23,7 @@ def _main() -> None:
         run()
     except SystemExit as stop:
         # Where Ctrl-C came in an `exec` and was caught, Python ends by the signal all the same.
-        if stop.code in (INTERRUPTED, TERMINATED) or under_torchrun(os.environ):
+        if stop.code in ENDED or under_torchrun(os.environ):
             end_without_finalizing(stop.code)
         raise
 

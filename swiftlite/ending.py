@@ -1,4 +1,5 @@
-"""How processes end: by Ctrl-C and SIGTERM before training answers them itself, with their parent, and at once.
+"""How processes end: by Ctrl-C, SIGTERM and SIGHUP before training answers them itself, with their parent, and at
+once.
 
 Signals come as exceptions, and some libraries catch all of those around an import that they try, so that the program
 went on as if nothing had been. What was seen is kept, and asked for where the next part begins.
@@ -15,15 +16,31 @@ from types import FrameType
 
 PR_SET_PDEATHSIG = 1
 
+# What asks a run to end. The last comes where the terminal or the ssh connection is gone; Windows has none.
+STOPPING = tuple(number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP"))
+ENDED = {
+    128 + number: {"SIGINT": "interrupted", "SIGTERM": "terminated"}.get(number.name, "hung up") for number in STOPPING
+}
+
 _seen: list[int] = []
 
 
 def end_on_signals() -> None:
-    """From now on SIGTERM raises SystemExit, and SIGINT KeyboardInterrupt where the shell lets it through."""
+    """From now on SIGTERM and SIGHUP raise SystemExit, and SIGINT KeyboardInterrupt, where whoever started this process
+    lets them through."""
     _seen.clear()
-    signal.signal(signal.SIGTERM, _end)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is for what runs in the background
-        signal.signal(signal.SIGINT, _end)
+    for number in STOPPING:
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:  # in the background, by nohup
+            signal.signal(number, _end)
+
+
+def is_hangup(number: int) -> bool:
+    return signal.Signals(number).name == "SIGHUP"
+
+
+def answered() -> tuple[int, ...]:
+    """What asks a run to end, without a SIGHUP that is ignored, as `nohup` wants it."""
+    return tuple(n for n in STOPPING if not (is_hangup(n) and signal.getsignal(n) is signal.SIG_IGN))
 
 
 def seen_signal() -> int | None:
@@ -38,8 +55,9 @@ def raise_seen_signal() -> None:
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    if not _seen and number == signal.SIGTERM:
-        os.write(2, b"terminated\n")  # print is not safe in a signal handler
+    if not _seen and number != signal.SIGINT:
+        with suppress(OSError):  # the terminal is gone
+            os.write(2, f"{ENDED[128 + number]}\n".encode())  # print is not safe in a signal handler
     _seen.append(number)
     raise_signal(number)
 

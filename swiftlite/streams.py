@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from io import TextIOWrapper
+from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
+from typing import Any
 
 
 def settle_streams() -> None:
@@ -22,3 +24,26 @@ def settle_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="backslashreplace")
+
+
+class _Lasting(FileIO):
+    """Takes what cannot be written any more as if it were."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """From here on stdout and stderr take everything, also where the terminal or the reader of a pipe has gone: lines
+    that nobody sees are no reason to end a training run. Streams that somebody else has put there stay."""
+    for name, first in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        stream = getattr(sys, name)
+        if stream is first and isinstance(stream, TextIOWrapper):
+            with suppress(OSError):
+                stream.flush()
+            raw = BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+            how = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
+            setattr(sys, name, TextIOWrapper(raw, **how))

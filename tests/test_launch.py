@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -456,6 +458,52 @@ def test_a_process_of_a_group_ends_before_python_takes_itself_apart():
     for ending, code, told in (("end_without_finalizing(3)", 3, ""), ("", 0, "finalized\n")):
         ended = subprocess.run([sys.executable, "-c", script + ending], capture_output=True, text=True)
         assert (ended.returncode, ended.stdout) == (code, told)
+
+
+IN_TERMINAL = """
+import fcntl, os, signal, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if sys.argv[1] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, "-m", "swiftlite", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "how", "steps", "code"),
+    [(1, "asked", 100_000, 129), (2, "asked", 100_000, 129), (1, "nohup", 60, 0)],
+)
+def test_a_terminal_that_goes_away_ends_the_step_and_saves(tmp_path, flags, processes, how, steps, code):
+    out = tmp_path / "out"
+    words = ["sft", *flags, "-o", str(out), "--max-steps", str(steps), "--save-steps", "100000"]
+    words += ["--nproc-per-node", str(processes)]
+    master, slave = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+    env = ENV | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+    process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL, how, *words], **streams, env=env)
+    os.close(slave)
+    os.set_blocking(master, False)
+    shown = b""
+
+    def trains() -> bool:
+        nonlocal shown
+        with suppress(BlockingIOError):
+            shown += os.read(master, 100_000)
+        file = out / "metrics.jsonl"
+        return file.exists() and len(file.read_text().splitlines()) >= 2
+
+    try:
+        wait_until(trains, seconds=90)
+        os.close(master)
+        assert process.wait(90) == code
+    finally:
+        process.kill()
+    assert b"\x1b[?25l" in shown  # the panel was drawn
+    (saved,) = list_checkpoints(out)
+    last = metrics(out)[-1]["step"]
+    assert check_folder(saved) == [] and saved.name == f"step-{last:08}"
+    assert (last == steps) == (how == "nohup")
 
 
 def may_make_namespaces() -> bool:

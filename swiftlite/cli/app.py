@@ -1,6 +1,6 @@
 """The `swiftlite` program: finds the command, lets Typer parse it, and turns whatever goes wrong into one block.
 
-Exit codes: 0 done, 1 failed while running, 2 something the user can mend, 130 and 143 interrupted or terminated.
+Exit codes: 0 done, 1 failed while running, 2 something the user can mend, 128 + its number for a signal.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
 from swiftlite.cli.options import RunCommand, json_flag
 from swiftlite.config.flags import Flag
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE
-from swiftlite.ending import seen_signal
+from swiftlite.ending import ENDED, seen_signal
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ USED = {  # of the other panels
     "seed", "offload", "quantization", "kernels", "compile", "resume", "method", "debug", "dry_run",
 }  # fmt: skip
 UNUSED = {"shuffle", "streaming", "sync_every_microbatch"}  # of those panels
-ENDED = {128 + signal.SIGINT: "interrupted", 128 + signal.SIGTERM: "terminated"}
 LARGEST_LOSS = 700.0  # whose exponential is a number
 
 

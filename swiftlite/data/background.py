@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from swiftlite.ending import end_with_parent
+from swiftlite.ending import STOPPING, end_with_parent
 from swiftlite.quick_imports import import_numpy
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from swiftlite.data.prepare import LoadTokenizer
 
 
-# Held back until the new process has reached its own code: the handlers it inherits raise exceptions, which before that
-# would run up through a copy of everything its parent was doing.
-ENDING = (signal.SIGTERM, signal.SIGINT)
 NICENESS = 5  # where there are fewer cores than processes, the imports come first: the user waits for them
 
 
@@ -42,10 +39,12 @@ def prepared_in_background(config: RunConfig, load_tokenizer: LoadTokenizer, *, 
         return
     given = config, load_tokenizer, os.getpid()
     process = multiprocessing.get_context("fork").Process(target=_fill_cache, args=given)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    # Held back until the new process has reached its own code: the handlers it inherits raise exceptions, which before
+    # that would run up through a copy of everything its parent was doing.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     with _nothing_collected():
         process.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     try:
         yield
     finally:
@@ -77,7 +76,7 @@ def _fill_cache(config: RunConfig, load_tokenizer: LoadTokenizer, parent: int) -
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # whatever is wrong is said once, by the process that the user talks to
         os.dup2(quiet, stream)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     import_numpy()
     sys.modules.setdefault("torch", None)  # tokenising needs none of it, and transformers would import it: a second
     with suppress(Exception):

@@ -29,6 +29,7 @@ from swiftlite.data.rows import count_columns, detect_format, rename_columns
 from swiftlite.data.sources import DataFile, Source
 from swiftlite.data.store import SequenceWriter, schema_of
 from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
+from swiftlite.ending import STOPPING
 from swiftlite.errors import RunError, UserError
 from swiftlite.untrusted import names_of
 
@@ -248,13 +249,13 @@ _worker_run: Tokenize | None = None
 def _start_worker(run: Tokenize) -> None:
     """In a fresh process: keep the tokenizer, and keep it to one thread, since there is a process a core.
 
-    Ctrl-C is the parent's to answer, and a worker does not outlive a parent that was killed.
+    Ctrl-C and a terminal that is gone are the parent's to answer. A worker does not outlive a parent that was killed.
     """
     global _worker_run
     gc.freeze()  # garbage of the process that forked holds threads that are not here: collecting it may abort
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _worker_run = run
 

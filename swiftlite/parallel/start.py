@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
-from swiftlite.ending import end_with_parent, end_without_finalizing, raise_seen_signal
+from swiftlite.ending import STOPPING, answered, end_with_parent, end_without_finalizing, raise_seen_signal
 from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.streams import settle_streams
 
@@ -28,8 +28,7 @@ DEFAULT_PORT = 29500
 SECONDS_TO_MEET = 900  # of several machines
 SECONDS_FOR_THE_FIRST = 5
 SECONDS_TO_ANSWER = 2  # that a handler of signals has, where the main thread is not waiting outside Python
-STOPPING = (signal.SIGINT, signal.SIGTERM)
-ENDED_WELL = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+ENDED_WELL = (None, 0, *(128 + number for number in STOPPING))
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def start_processes(machines: Machines, body: Callable[..., int], *arguments: An
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOPPING}
+    before = {number: signal.signal(number, pass_on) for number in answered()}
     try:
         raise_seen_signal()  # one that the imports above have swallowed; from here on none is
         with (
@@ -124,12 +123,14 @@ def _cores() -> int:
 
 @contextmanager
 def _held_back_in_new_processes() -> Iterator[None]:
-    """SIGINT and SIGTERM wait in a new process until it can answer them, in `_begin`: until then it is importing.
+    """What asks to end waits in a new process until it can answer, in `_begin`: until then it is importing.
 
     It inherits what the main thread blocks. The handlers of this process are called all the same, since a thread that
     blocks nothing takes the signals.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # for good in the tracker, which a SIGHUP would end
     resource_tracker.ensure_running()  # to start it later would unblock them again
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     ended = threading.Event()
     threading.Thread(target=ended.wait, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)

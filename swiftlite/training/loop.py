@@ -86,7 +86,7 @@ class Loop:
         progress: Progress,
         listener: Listener,
         save: Save,
-        stop_requested: Callable[[], int | None],
+        stop_requested: Callable[[], float | None],
         alive: Callable[[], None],
     ) -> None:
         """stop_requested: gives a reason to stop, or None; alive: is called whenever something has been done."""
@@ -180,11 +180,11 @@ class Loop:
         parts = self._parts
         return memory_errors(doing, batches, parts.config, sound=parts.mesh.stored is None and self._updates.at_once)
 
-    def _agree(self, reason: int | None, peak: float) -> tuple[int | None, float]:
+    def _agree(self, reason: float | None, peak: float) -> tuple[float | None, float]:
         """(a reason to stop that any process has, the largest peak memory): all have to stop at the same step."""
         values = torch.tensor([float(reason or 0), peak], dtype=torch.float64, device=self._parts.mesh.device)
         number, peak = self._parts.mesh.largest(values).tolist()
-        return int(number) or None, peak
+        return number or None, peak
 
     def _prepared_steps(self) -> Iterator[tuple[StepBatch, StepShare, float]]:
         steps = self._parts.plan.steps(self.progress.step)
@@ -312,7 +312,7 @@ class Loop:
         self.progress.skipped_steps.append(step)
         self._listener.message(f"step {step} skipped: {why} ({len(self.progress.skipped_steps)} so far)")
 
-    def _evaluate(self, row: dict[str, Any]) -> int | None:
+    def _evaluate(self, row: dict[str, Any]) -> float | None:
         """Add an evaluation to the row of a step, or return the reason to stop that came before its end: what is left
         of the time a scheduler gives is for the checkpoint."""
         parts, reason = self._parts, None

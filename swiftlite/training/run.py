@@ -38,6 +38,7 @@ from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
+from swiftlite.streams import outlive_readers
 from swiftlite.training.agreement import check_same_rows
 from swiftlite.training.best import best_model, forget_lost_best, forget_other_losses
 from swiftlite.training.failures import StepFailed, other_memory_errors
@@ -77,6 +78,7 @@ def run_training(
     Raises UserError for what the user can mend (before anything is written), RunError for what fails while running,
     SystemExit with 128 + signal after a signal, once a checkpoint is saved.
     """
+    outlive_readers()
     began, output = time.monotonic() if began is None else began, Path(config.output_dir)
     reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
     with reporter, closing(Claim(output)) as claim, other_memory_errors():
