@@ -261,7 +261,7 @@ def test_flags_of_other_commands_take_underscores_and_debug(run, tmp_path):
         (RunError("broke", fix="so"), 1, "error: broke\nfix:   so\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (SystemExit(143), 143, ""),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
         (MemoryError(), 1, "out of memory"),
         (OSError(errno.ENOSPC, "No space left on device", "/disk/file"), 1, "/disk/file"),
         (ValueError("a\nlong\nstory"), 1, "error: ValueError: a\nfix:"),
@@ -357,9 +357,10 @@ def test_help_shows_choices_defaults_and_other_names(run):
 
 def test_a_closed_pipe_and_a_termination_end_quietly():
     program = [sys.executable, "-m", "swiftlite"]
-    reader = subprocess.Popen([*program, "recipes", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    reader.stdout.close()
-    assert reader.stderr.read() == b"" and reader.wait() == 1
+    for line in ("recipes schema", "recipes show smollm2/135m-quickstart", "plan --help", "--help"):
+        reader = subprocess.Popen([*program, *line.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        reader.stdout.close()
+        assert reader.stderr.read() == b"" and reader.wait() == 141
     code = "import signal, os\nfrom swiftlite.cli import app, dry_run\n"
     code += "dry_run.show_plan = lambda r: (print('ready', flush=True), signal.pause())\n"
     code += f"app.main({['sft', *DRY]!r})"

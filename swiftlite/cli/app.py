@@ -23,6 +23,7 @@ from swiftlite.streams import settle_streams
 ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
 
+NO_READER = 141  # the reader of our output has left, as `| head` does: what a shell says of tools that end by SIGPIPE
 SHORT = re.compile("-[a-zA-Z]")
 NO_COMMAND = re.compile(r"(No such command '(.*?)')(\. Did you mean .*)?")
 ELSEWHERE = {  # what other tools call a command
@@ -42,7 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     code = _run(words, session)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output has left, as `| head` does; nothing more can be told
+    except BrokenPipeError:  # nothing more can be told
+        code = code or NO_READER
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
@@ -64,6 +66,8 @@ def _run(words: list[str], session: Session) -> int:
             return _interrupted()
         return code if isinstance(code, int) else 0
     except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # as Rich and Typer take it
+            return NO_READER
         return stop.code if isinstance(stop.code, int) else 1
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
