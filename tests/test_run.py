@@ -314,9 +314,13 @@ def test_an_output_folder_that_cannot_be_is_told_before_anything_loads(base, tmp
     for place in ("file", "file/run"):
         with pytest.raises(UserError, match="is a file"):
             train(base, output_dir=str(tmp_path / place))
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(UserError, match="cannot be written"):
-        train(base)
+    for closed in ("checkpoints", "model", "out"):
+        (tmp_path / "out" / closed).mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr("os.access", lambda place, mode, closed=closed: Path(place).name != closed)
+        for resume in ("auto", "never"):
+            with pytest.raises(UserError, match="the folder cannot be written") as told:
+                train(base, resume=resume)
+            assert Path(told.value.where).name == closed
 
 
 def test_an_existing_output_folder_is_never_overwritten(base, tmp_path):

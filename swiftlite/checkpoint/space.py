@@ -43,7 +43,7 @@ class Space:
 
 
 def check_place(output: Path) -> None:
-    """Raise UserError where no folder of this name can be made or written."""
+    """Raise UserError where no folder of this name can be made or written, nor what a run replaces in it."""
     place = next(parent for parent in (output, *output.absolute().parents) if parent.exists() or parent.is_symlink())
     if not place.exists():
         raise UserError(
@@ -53,8 +53,9 @@ def check_place(output: Path) -> None:
         )
     if not place.is_dir():
         raise UserError("the output folder is a file", where=str(place), fix="choose another --output-dir")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError("the folder cannot be written", where=str(place), fix="choose another --output-dir")
+    for folder in (place, output / "checkpoints", output / "model"):
+        if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+            raise UserError("the folder cannot be written", where=str(folder), fix="choose another --output-dir")
 
 
 def check_space(needed: Mapping[Path, float], what: str, *, details: str = "", fix: str) -> None:
