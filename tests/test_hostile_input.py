@@ -341,8 +341,9 @@ def test_a_data_folder_cannot_lead_outside(tmp_path):
 
 def test_a_pipe_is_no_data_set(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match="no plain file"):
+    with pytest.raises(UserError, match="no plain file") as told:
         resolve_source(parse_spec(str(tmp_path / "rows.jsonl")))
+    assert "written to a file first" in told.value.fix
 
 
 # ---- recipes --------------------------------------------------------------------------------------------------------

@@ -164,7 +164,11 @@ def resolve(spec: DatasetSpec, method: str = "sft") -> Source:
     if spec.split or spec.subset:
         raise UserError("a single file has neither splits nor subsets", where=spec.given, fix=f"name {spec.name}")
     if not spec.path.is_file():
-        raise UserError("the data set is no plain file", where=str(spec.path), fix="name a file or a folder")
+        raise UserError(
+            "the data set is no plain file",
+            where=str(spec.path),
+            fix="name a file or a folder; what a pipe gives, also <(...), has to be written to a file first",
+        )
     file = as_data_file(spec.path)
     if file is None:
         raise UserError(
