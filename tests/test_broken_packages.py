@@ -161,6 +161,28 @@ def test_any_other_is_named(monkeypatch, broken, capsys):
     assert "error: RuntimeError: no import\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("raised", "code", "advice"),
+    [
+        ("ImportError('libx.so: failed to map segment from shared object')", 1, "ulimit -v unlimited"),
+        ("OSError(12, 'Cannot allocate memory')", 1, "ulimit -v unlimited"),
+        ("ValueError('Invalid log settings: bogus')", 2, "where: TORCH_LOGS"),
+    ],
+)
+def test_a_package_that_the_surroundings_stop_is_not_to_be_installed_again(
+    monkeypatch, tmp_path, capsys, raised, code, advice
+):
+    monkeypatch.setenv("TORCH_LOGS", "bogus")
+    name = f"stopped_{abs(hash(raised))}"
+    (tmp_path / f"{name}.py").write_text(f"raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Exception) as error:  # noqa: B017, PT011 - three kinds
+        importlib.import_module(name)
+    assert show_error(error.value) == code
+    told = capsys.readouterr().err
+    assert advice in told and "install" not in told
+
+
 def test_a_package_that_finds_no_room_for_temporary_files_is_not_broken(monkeypatch, tmp_path, capsys):
     (tmp_path / "wants_room.py").write_text("import tempfile\ntempfile.gettempdir()\n")
     monkeypatch.syspath_prepend(tmp_path)

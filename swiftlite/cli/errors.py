@@ -10,6 +10,7 @@ from swiftlite.errors import DISK_FULL, RunError, SwiftliteError, UserError, is_
 from swiftlite.imports import failed_import
 from swiftlite.untrusted import printable, without_secrets
 
+NO_ROOM = ("failed to map segment", "annot allocate memory")  # words of the system's loader
 NO_TEMPORARY = "No usable temporary directory"  # words of Python's tempfile
 
 
@@ -52,21 +53,29 @@ def unforeseen(error: BaseException) -> SwiftliteError:
             fix="free some space in one of them, or set TMPDIR to a folder that can be written",
         )
     package = failed_import(root)
-    if package and sys.flags.optimize > 1:
-        return UserError(
-            f"the package {package} does not work without docstrings: {kind_and_words(root)}",
-            where="PYTHONOPTIMIZE=2, or -OO",
-            fix="unset it, or use 1: that leaves docstrings in",
-        )
     if package:
-        return RunError(
-            f"the package {package} cannot be imported: {kind_and_words(root)}",
-            fix="install it again, in a version that fits the other packages; --debug shows the traceback",
-        )
+        return _not_imported(package, root)
     return RunError(
         kind_and_words(error),
         fix="run again with --debug for the traceback; if it is not your data or model, please report it",
     )
+
+
+def _not_imported(package: str, root: BaseException) -> SwiftliteError:
+    words = kind_and_words(root)
+    if sys.flags.optimize > 1:
+        return UserError(
+            f"the package {package} does not work without docstrings: {words}",
+            where="PYTHONOPTIMIZE=2, or -OO",
+            fix="unset it, or use 1: that leaves docstrings in",
+        )
+    if "Invalid log settings" in words and "TORCH_LOGS" in os.environ:
+        fix = "unset it, or name what `TORCH_LOGS=help python -c 'import torch'` lists"
+        return UserError(f"the package {package} does not take its setting: {words}", where="TORCH_LOGS", fix=fix)
+    fix = "install it again, in a version that fits the other packages; --debug shows the traceback"
+    if isinstance(root, MemoryError) or any(mark in words for mark in NO_ROOM):
+        fix = "give it more memory to load into: `ulimit -v unlimited`, or a larger limit of the container or the job"
+    return RunError(f"the package {package} cannot be imported: {words}", fix=fix)
 
 
 def _root(error: BaseException) -> BaseException:
