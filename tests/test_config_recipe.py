@@ -169,6 +169,11 @@ def test_who_a_model_is_in_the_words_of_ms_swift(recipe):
         recipe(BASE + "save_strategy: !!python/name:os.system epoch\n")
 
 
+def test_empty_keys_of_other_tools_say_nothing(recipe):
+    made = resolve(None, {}, recipe(BASE + "lr_scheduler_kwargs: {}\nspecial_tokens: []\n"), env={})
+    assert not any("lr_scheduler" in note or "special_tokens" in note for note in made.notes)
+
+
 def test_files_of_other_tools_are_read(recipe):
     made = resolve(None, {}, recipe(LLAMA_FACTORY), env={})
     config = made.config

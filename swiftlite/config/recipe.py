@@ -275,6 +275,8 @@ def _changes_nothing(key: str, node: Node, where: str, notes: list[str]) -> bool
     value = _value(node, where, "str") if scalar else None
     if scalar and value is None:
         return True
+    if not scalar and not node.value and is_known(name):  # {} and [] say as much as a null
+        return True
     below = [] if scalar else [item[0] if node.id == "mapping" else item for item in node.value]
     keys = [str(inner.value) for inner in below]
     if why := why_idle(name, value, in_recipe=True, keys=keys):
