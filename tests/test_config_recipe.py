@@ -417,6 +417,7 @@ def test_json_schema_knows_every_key():
     assert properties["max_seq_length"]["deprecated"] and properties["max_length"]["minimum"] == 1
     assert {"type": "null"} in properties["learning_rate"]["anyOf"]
     assert "lora" in str(properties["tuner"]) and properties["packing"]["default"] is True
+    assert properties["datasets"]["items"]["required"] == properties["test_datasets"]["items"]["required"] == ["path"]
     for name, entry in properties.items():
         assert entry["description"], name
         assert not {"gt", "ge", "lt", "le"} & set(str(entry).replace("'", " ").split()), name

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swiftlite.config.flags import Flag, all_flags
+from swiftlite.config.others.axolotl import BLOCKS
 from swiftlite.config.others.idle import OFF, ON
 from swiftlite.config.schema import RunConfig
 from swiftlite.config.types import NULL_WORDS, spelled_words
@@ -50,6 +51,10 @@ def recipe_schema() -> dict[str, Any]:
             properties[switch] = {"anyOf": _switch_forms(flag), "description": text, "deprecated": True}
         keys = [key for key in (name, *flag.aliases) if "_" in key]
         dashed |= {f"^{key.replace('_', '[-_]')}$": {"$ref": f"#/properties/{key}"} for key in keys}
+    for block, name in BLOCKS.items():
+        said = f"axolotl's data sets, for `{name}`."
+        items = {"type": "object", "required": ["path"]}
+        properties[block] = {"type": ["array", "null"], "items": items, "description": said, "deprecated": True}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "swiftlite recipe",
