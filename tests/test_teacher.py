@@ -20,7 +20,7 @@ from swiftlite.config.validate import Given
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.data import DataParallel
-from swiftlite.reporting.curves import loss_words
+from swiftlite.reporting.curves import curve_of
 from swiftlite.training.best import forget_other_losses
 from swiftlite.training.plan import propose, settle
 from swiftlite.training.progress import Progress
@@ -146,8 +146,8 @@ def test_a_loss_with_another_teacher_is_no_spike_among_those_before():
 
 
 def test_the_loss_of_a_taught_run_is_drawn_as_one_of_tokens():
-    assert loss_words([{"loss": 2.0, "cross_entropy": 2.5, "kl/teacher": 1.5}]) == "loss per trained token"
-    assert loss_words([{"loss": 0.7, "rewards/margin": 0.0}]) == "loss per pair or answer"
+    assert curve_of([{"loss": 2.0, "cross_entropy": 2.5, "kl/teacher": 1.5}])[1] == "loss per trained token"
+    assert curve_of([{"loss": 0.7, "rewards/margin": 0.0}])[1] == "loss per pair or answer"
 
 
 # --- what cannot teach ----------------------------------------------------------------------------------------------
