@@ -67,6 +67,13 @@ def raise_signal(number: int) -> None:
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
+def is_of_a_signal(error: BaseException) -> bool:
+    """Whether an exception is one of `raise_signal`, rather than of some code that ends the program itself."""
+    if isinstance(error, SystemExit):
+        return error.code == 128 + signal.SIGTERM
+    return isinstance(error, KeyboardInterrupt)
+
+
 def end_with_parent(parent: int) -> None:
     """First thing in a new process: see to it that it does not outlive the one that started it, also where that one is
     killed by SIGKILL. Nothing where the system is not Linux.

@@ -29,6 +29,7 @@ from swiftlite.reporting.curves import curve_of
 from swiftlite.serving import evaluated
 from swiftlite.training.plan import outline_of
 from swiftlite.training.rewards import Answered, load_rewards, rewards_of
+from swiftlite.training.rollouts import Rollouts
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
 
 SAMPLES, LONGEST = 4, 10
@@ -214,6 +215,7 @@ def test_what_stands_behind_the_end_is_no_answer(tiny_model):
 
 FUNCTIONS = '''
 from beside import bonus
+from swiftlite.verification.cases import vowels
 
 def right(prompts, completions, answer, **others):
     """As TRL's functions are."""
@@ -230,6 +232,42 @@ def broken(completions):
 
 async def later(completions, **others):
     return []
+
+def quits(completions, **others):
+    raise SystemExit(0)
+
+def nan(completions, **others):
+    return [float("nan") for _ in completions]
+
+def infinite(completions, **others):
+    return [float("inf") for _ in completions]
+
+def digits(completions, **others):
+    return "10"
+
+def words(completions, **others):
+    return ["1.5" for _ in completions]
+
+def tables(completions, **others):
+    return [[1.0, 2.0] for _ in completions]
+
+def changes(completion_ids, completions, **others):
+    for ids, said in zip(completion_ids, completions):
+        ids.clear()
+        said.clear()
+    return [1.0 for _ in completions]
+
+def unsettles(completions, **others):
+    import random, numpy, torch
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    return vowels(completions)
+
+def halves(completion_ids, **others):
+    """Of every other answer nothing is said."""
+    return [place if place % 2 else None for place, _ in enumerate(completion_ids)]
 
 number = 3
 '''
@@ -273,18 +311,52 @@ def test_what_is_no_function_is_told(functions, word, wanted):
         load_rewards([word.format(functions)])
 
 
-def test_a_file_that_fails_is_told(tmp_path):
-    (tmp_path / "bad.py").write_text("1 / 0\n")
-    with pytest.raises(UserError, match="cannot be imported: ZeroDivisionError"):
+@pytest.mark.parametrize(
+    ("code", "wanted"), [("1 / 0", "ZeroDivisionError"), ("def right(", "SyntaxError"), ("exit(0)", "SystemExit")]
+)
+def test_a_file_that_fails_is_told(tmp_path, code, wanted):
+    (tmp_path / "bad.py").write_text(f"{code}\n")
+    with pytest.raises(UserError, match=f"cannot be imported: {wanted}"):
         load_rewards([f"{tmp_path / 'bad.py'}:right"])
 
 
+def test_a_file_with_a_signal_is_not_at_fault(tmp_path):
+    (tmp_path / "slow.py").write_text("raise SystemExit(143)\n")
+    with pytest.raises(SystemExit):
+        load_rewards([f"{tmp_path / 'slow.py'}:right"])
+
+
+def test_a_file_is_run_once(tmp_path):
+    path = tmp_path / "once.py"
+    path.write_text(f"open({str(tmp_path / 'runs')!r}, 'a').write('x')\ndef a(**o): ...\ndef b(**o): ...\n")
+    load_rewards([f"{path}:a", f"{path}:b*2"])
+    assert (tmp_path / "runs").read_text() == "x"
+
+
+def test_functions_do_not_change_what_others_get(functions):
+    answers = [said("4", answer="4"), said("5", answer="4")]
+    found = rewards_of(load_rewards([f"{functions}:changes", f"{functions}:right"]), answers)
+    assert found[1] == [1.25, 0.25] and [answer.ids for answer in answers] == [[1, 2], [1, 2]]
+
+
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("few", "returned 1 numbers for 2 answers"), ("broken", "broken failed: TypeError")]
+    ("name", "wanted"),
+    [
+        ("few", "returned 1 numbers for 2 answers"),
+        ("broken", "broken failed: TypeError"),
+        ("quits", "quits failed: SystemExit"),
+        ("nan", "nan returned nan"),
+        ("infinite", "infinite returned inf"),
+        ("digits", "digits returned str"),
+        ("words", "words returned '1.5'"),
+        ("tables", "tables returned \\[1.0, 2.0\\]"),
+    ],
 )
 def test_a_function_that_fails_is_told(functions, name, wanted):
-    with pytest.raises(RunError, match=wanted):
+    with pytest.raises(RunError, match=wanted) as failure:
         rewards_of(load_rewards([f"{functions}:{name}"]), [said("4", answer="4"), said("5", answer="4")])
+    assert failure.value.where.endswith("for answers to rows.jsonl:1 and others")
+    assert "rewards.py" not in failure.value.where
 
 
 def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_model, write_rows, chat_rows, functions):
@@ -293,7 +365,30 @@ def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_mod
     messages = [one["text"] for one in json.loads((tmp_path / "out" / "run.json").read_text())["messages"]]
     assert any("step 1 skipped: each prompt's answers have the same reward" in text for text in messages)
     row = metrics(tmp_path / "out")[0]
-    assert (row["answers/equal"], row["reward"], row["rewards/nothing"], row["grad_norm"]) == (1.0, 0.0, None, 0.0)
+    assert (row["answers/equal"], row["answers/unrewarded"], row["grad_norm"]) == (1.0, 1.0, 0.0)
+    assert (row["reward"], row["reward_std"], row["rewards/nothing"], row["entropy"]) == (None, None, None, None)
+
+
+def test_what_a_function_sets_for_all_does_not_change_the_run(tmp_path, tiny_model, write_rows, chat_rows, functions):
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=2, tuner="lora")
+    values |= {"lora_dropout": 0.2}
+    train_alone(resolve_config("grpo", **values))
+    more = {"reward": [f"{functions}:unsettles"], "output_dir": str(tmp_path / "other")}
+    train_alone(resolve_config("grpo", **values | more))
+    first, other = ([(row["loss"], row["grad_norm"]) for row in metrics(tmp_path / name)] for name in ("out", "other"))
+    assert first == other
+
+
+def test_an_answer_without_a_reward_is_compared_with_nothing(tmp_path, tiny_model, write_rows, chat_rows, functions):
+    """As in TRL: it has no advantage, and the others' mean is without it."""
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), samples=5, max_new_tokens=1)
+    values |= {"reward": [f"{functions}:halves"], "max_steps": 1, "global_batch_size": 1}
+    train_alone(resolve_config("grpo", **values))
+    (row,) = metrics(tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "answers.jsonl").read_text())
+    assert [answer["reward"] for answer in told["answers"]] == [None, 1.0, None, 3.0, None]
+    assert (row["reward"], row["reward_std"], row["trained_tokens"]) == (2.0, 1.0, 2)
+    assert (row["answers/unrewarded"], row["answers/equal"]) == (0.6, 0.0)
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -324,15 +419,28 @@ def test_rows_become_prompts(tmp_path, write_rows, tiny_model):
     assert not any(document.trained.any() for document in asked)
 
 
+def test_functions_get_the_columns_of_all_rows_of_a_step(tmp_path, write_rows, tiny_model, functions):
+    """Also in a process none of whose rows has one."""
+    rows = [{"prompt": "Hello"}, {"prompt": "Hi", "answer": "4"}]
+    found, tokenizer = prepared(tmp_path, write_rows, tiny_model, rows, shuffle=False, global_batch_size=2)
+    (batch, *_) = found.train.steps()
+    prompts = [document for pack in batch.packs for document in pack]
+    config = resolve_config("grpo", **sampled(tmp_path, tiny_model("llama"), "rows.jsonl", samples=2))
+    rollouts = Rollouts(config, None, tokenizer, load_rewards([f"{functions}:right"]), None, [2], print)
+    (group,) = rollouts._rewarded(prompts, {(0, 0): [5, 2], (0, 1): [6, 7]})
+    assert group.rewards == [[0.25, 0.25]] and [answer.columns for answer in group.answers] == [{"answer": None}] * 2
+
+
 def test_what_cannot_be_asked_is_told_or_counted(tmp_path, write_rows, tiny_model):
     rows = [{"prompt": "Hello"}, {"messages": [{"role": "assistant", "content": "x"}]}, {"prompt": "Long " * 300}]
     with pytest.raises(UserError, match="the row has no question") as failure:
         prepared(tmp_path, write_rows, tiny_model, rows)
     assert failure.value.where.endswith("rows.jsonl:2")
+    rows.append({"prompt": "Hello", "completions": "lost"})
     found, _ = prepared(tmp_path, write_rows, tiny_model, rows, on_bad_row="skip")
-    assert found.audit["rows"]["dropped"] == {"no_question": 1, "over_long": 1}
+    assert found.audit["rows"]["dropped"] == {"no_question": 1, "over_long": 1, "taken_name": 1}
     with pytest.raises(UserError, match=r"the prompt has [\d,]+ tokens, and beside --max-new-tokens 150 are left"):
-        prepared(tmp_path, write_rows, tiny_model, rows[::2], overlong="error")
+        prepared(tmp_path, write_rows, tiny_model, rows[:3:2], overlong="error")
 
 
 @pytest.mark.parametrize(
@@ -351,6 +459,37 @@ def test_what_cannot_be_asked_is_told_or_counted(tmp_path, write_rows, tiny_mode
 def test_settings_that_do_not_go_together(tmp_path, flags, wanted):
     with pytest.raises(UserError, match=wanted):
         resolve_config("grpo", **sampled(tmp_path, "model", "rows.jsonl") | flags)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("steps_per_generation 4", "global_batch_size"),
+        ("generation_batch_size 32", "global_batch_size"),
+        ("use_bias_correction_kl true", "a term of the loss"),
+        ("dynamic_sample true", "teach nothing"),
+        ("external_plugins plugin.py", "FILE.py:NAME"),
+        ("soft_cache_length 8", "FILE.py:NAME"),
+        ("repetition_n_grams 3", "FILE.py:NAME"),
+        ("num_generations_eval 2", "no rows are evaluated"),
+        ("use_bias_correction_kl false", None),
+        ("steps_per_generation 1", None),
+        ("advantage_estimator grpo", None),
+        ("multi_objective_aggregation sum_then_normalize", None),
+        ("sleep_level 1", None),
+    ],
+)
+def test_settings_of_other_tools(tmp_path, words, wanted):
+    """wanted: of what is to be done instead; None where they change nothing."""
+    name, value = words.split()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"method: grpo\nmodel: m\ndataset: rows.jsonl\nreward: f.py:f\n{name}: {value}\n")
+    if wanted is None:
+        assert f"{name} has no effect" in " ".join(load_recipe(str(recipe)).notes)
+        return
+    with pytest.raises(UserError, match=name) as failure:
+        load_recipe(str(recipe))
+    assert wanted in failure.value.fix
 
 
 # ---- around a run ---------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROMPT = ("prompt", "completion", "completions")  # what functions get beside the columns of a row, under such names
+PROMPT = ("prompt", "completion")  # of a row, which are no columns to the functions that reward answers, as in TRL
+GIVEN = ("prompts", "completions", "completion_ids")  # what they get beside the columns
 NOTHING = np.empty(0, dtype=np.int32)
 
 
@@ -66,6 +67,8 @@ class PromptTokenizer:
         row = rename_columns(parse_payload(raw.payload), self._options.columns)
         if self._placeholders is not None:
             row = self._placeholders.fill(row)
+        if taken := next((name for name in GIVEN if name in row), None):
+            raise BadRow("taken_name", f"functions that reward answers get those as {taken}: call the column otherwise")
         return read_question(row, self._files[raw.file].where(raw.line), self._options.system)
 
     def _ids(self, question: Question) -> list[int]:

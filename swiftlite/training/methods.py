@@ -209,7 +209,8 @@ class Reinforced(Method):
         return share.trained_tokens
 
     def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
-        return self._rollouts.told | super().metrics(sums, count)
+        means = super().metrics(sums, count) if count else dict.fromkeys(sums)  # of no token there is none
+        return self._rollouts.told | means
 
 
 def with_reference(share: StepShare, reference: Reference, place: Place) -> StepShare:

@@ -13,12 +13,15 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from swiftlite.ending import is_of_a_signal
 from swiftlite.errors import RunError, UserError
 
 FLAG = "--reward"
@@ -53,7 +56,8 @@ class Answered:
 
 def load_rewards(given: Sequence[str]) -> list[Reward]:
     """The functions that the words of `--reward` name. Raises UserError where one cannot be had."""
-    found = [_load(word) for word in given]
+    modules: dict[str, ModuleType] = {}  # each is run once, however many of its functions are named
+    found = [_load(word, modules) for word in given]
     names = [reward.name for reward in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two functions are called {twice}", where=FLAG, fix="name them apart: metrics are called so")
@@ -75,9 +79,11 @@ def parse_reward(word: str) -> tuple[str, str, float, bool]:
     return place, name, weight, bool(colon)
 
 
-def _load(word: str) -> Reward:
+def _load(word: str, modules: dict[str, ModuleType]) -> Reward:
     place, name, weight, is_file = parse_reward(word)
-    module = _module_of(place, word) if is_file else _package_of(place, word)
+    if place not in modules:
+        modules[place] = _module_of(place, word) if is_file else _package_of(place, word)
+    module = modules[place]
     function = vars(module).get(name)
     if not callable(function):
         has = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
@@ -109,27 +115,29 @@ def _module_of(place: str, word: str) -> ModuleType:
     sys.modules[known.name] = module  # for dataclasses and pickles in it
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.append(folder)
-    try:
+    with _importing(place, word):
         known.loader.exec_module(module)
-    except Exception as error:
-        raise _broken(place, error, word) from error
     return module
 
 
 def _package_of(place: str, word: str) -> ModuleType:
-    try:
+    with _importing(place, word):
         return importlib.import_module(place)
-    except Exception as error:
-        raise _broken(place, error, word) from error
 
 
-def _broken(place: str, error: Exception, word: str) -> UserError:
-    """A user's own code may raise anything."""
-    return UserError(
-        f"{place} cannot be imported: {type(error).__name__}: {error}",
-        where=f"{FLAG} {word}",
-        fix=f"mend it, or {HOW}",
-    )
+@contextmanager
+def _importing(place: str, word: str) -> Iterator[None]:
+    """A user's own code may raise anything, and end the program. Raises UserError."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if is_of_a_signal(error):
+            raise
+        raise UserError(
+            f"{place} cannot be imported: {type(error).__name__}: {error}",
+            where=f"{FLAG} {word}",
+            fix=f"mend it, or {HOW}",
+        ) from error
 
 
 def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[list[float]]:
@@ -146,24 +154,49 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[l
         "completions": [answer.completion for answer in answers],
         "completion_ids": [answer.ids for answer in answers],
     }
-    return [_asked(reward, columns, answers) for reward in rewards]
+    return [_asked(reward, deepcopy(columns), answers) for reward in rewards]  # which each may change
 
 
 def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answered]) -> list[float]:
+    asked = f"for answers to {answers[0].where} and others"
     try:
-        said = list(reward.function(**columns))
-        found = [math.nan if value is None else float(value) for value in said]
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        said = reward.function(**columns)
+        if isinstance(said, Iterable) and not isinstance(said, str | bytes | Mapping):
+            said = list(said)  # of a generator, whose code runs only now, and of arrays
+    except (Exception, SystemExit) as error:
+        if is_of_a_signal(error):
+            raise
+        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         raise RunError(
             f"the reward function {reward.name} failed: {type(error).__name__}: {error}",
-            where=f"{frame.filename}:{frame.lineno}, for answers to {answers[0].where} and others",
+            where=f"{theirs[-1].filename}:{theirs[-1].lineno}, {asked}" if theirs else asked,
             fix="mend it, and go on with --resume auto; it is called with prompts, completions, completion_ids and the "
             "rows' columns, and takes those that it does not name as **others",
         ) from error
-    if len(found) != len(answers):
+    problem, found = None, []
+    if not isinstance(said, list):
+        problem = type(said).__name__
+    elif len(said) != len(answers):
+        problem = f"{len(said)} numbers for {len(answers)} answers"
+    else:
+        found = [_number_of(value) for value in said]
+        problem = next((repr(value) for value, number in zip(said, found, strict=True) if number is None), None)
+    if problem is not None:
         raise RunError(
-            f"the reward function {reward.name} returned {len(found)} numbers for {len(answers)} answers",
-            fix="return a list with a number, or None, for each answer",
+            f"the reward function {reward.name} returned {problem}",
+            where=asked,
+            fix="return a list with a finite number, or None, for each answer; then go on with --resume auto",
         )
     return found
+
+
+def _number_of(value: Any) -> float | None:
+    """A finite number, also of numpy or torch; NaN for None; None for anything else. What a function gives as NaN would
+    else pass for nothing, and of an infinite one no mean can be had."""
+    if value is None:
+        return math.nan
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several numbers
+        return None
+    return number if math.isfinite(number) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +80,8 @@ class Rollouts:
         began, prompts = time.perf_counter(), [document for pack in batch.packs for document in pack]
         groups = self._answered(prompts, batch.step)
         seconds = time.perf_counter() - began
-        totals = np.stack([_total(group.rewards, self._rewards) for group in groups])
-        equal = np.ptp(totals, axis=1) == 0
+        totals = np.ma.masked_invalid([_total(group.rewards, self._rewards) for group in groups])
+        equal = np.ma.ptp(totals, axis=1).filled(0.0) == 0
         advantages = self._advantages(totals, equal).tolist()
         documents = [
             document
@@ -93,50 +94,67 @@ class Rollouts:
         ((loss, _),) = losses_of(config.method, config.loss)
         self.policy = Policy(loss, config.beta, len(lengths), sum(lengths), config.max_new_tokens)
         self.told = {
-            "reward": float(totals.mean()),
-            "reward_std": float(totals.std(axis=1).mean()),
+            "reward": _known(totals.mean()),
+            "reward_std": _known(totals.std(axis=1).mean()),
             **self._by_function(groups),
             "answers/length": sum(lengths) / len(lengths),
             "answers/cut": sum(ids[-1] not in self._stops for ids in answers) / len(answers),
             "answers/equal": float(equal.mean()),
+            "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
             "sampling_seconds": round(seconds, 6),
         }
-        self._tell(_row(batch.step, groups[0], totals[0].tolist()))
+        self._tell(_row(batch.step, groups[0], totals[0].tolist()))  # of one without a reward it is None
         return replace(batch, packs=self._packs(documents or [_untaught(prompts[0], answers[0])]))
 
-    def _advantages(self, rewards: np.ndarray, equal: np.ndarray) -> np.ndarray:
-        """fp64 `[prompts, answers]`. rewards: of the same shape; equal: bool `[prompts]`, whether all are the same."""
-        found = np.where(equal[:, None], 0.0, rewards - rewards.mean(axis=1, keepdims=True))
+    def _advantages(self, rewards: np.ma.MaskedArray, equal: np.ndarray) -> np.ndarray:
+        """fp64 `[prompts, answers]`, 0 for an answer that no function rewards, which the others are not compared with.
+        rewards: of the same shape, such answers masked; equal: bool `[prompts]`, whether all rewards are the same."""
+        found = rewards - rewards.mean(axis=1, keepdims=True)
         if self._config.scale_rewards == "group":
             found /= rewards.std(axis=1, ddof=1, keepdims=True) + LEAST_SPREAD
-        return found
+        return np.where(equal[:, None], 0.0, found.filled(0.0))
 
     def _answered(self, prompts: list[Document], step: int) -> list[Answers]:
         """All groups in the order of the prompts, of which each process answers its part."""
+        drawn: dict[tuple[int, int], list[int]] = {}
         mine: list[Answers] = []
 
-        def work() -> None:
-            mine.extend(self._groups(prompts, step))
+        def answer() -> None:
+            drawn.update(self._drawn(prompts, step))
+
+        def reward() -> None:
+            mine.extend(self._rewarded(prompts, drawn))
 
         with self._answerer.ready():
-            in_turn(self._mesh, work)
+            in_turn(self._mesh, answer)
+        with _set_back():
+            in_turn(self._mesh, reward)  # a function with a model of its own computes as it does elsewhere
         return sorted((group for theirs in self._mesh.collect(mine) for group in theirs), key=lambda group: group.place)
 
-    def _groups(self, prompts: list[Document], step: int) -> Iterator[Answers]:
+    def _drawn(self, prompts: list[Document], step: int) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        """(place of the prompt, number of the answer) and the answer's ids, of this process's part, groups in order."""
         config, ranks = self._config, self._mesh.layout.world
         by_length = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].input_ids))
         rows = [(place, number) for place in by_length[self._mesh.rank :: ranks] for number in range(config.samples)]
-        found: dict[tuple[int, int], list[int]] = {}
         for some in self._at_once(rows, prompts):
             numbers = np.stack([_uniform(config.max_new_tokens, config.seed, step, *row) for row in some])
             asked = [prompts[place].input_ids.tolist() for place, _ in some]
-            answers = self._answerer.answer(asked, torch.from_numpy(numbers))
-            found.update(zip(some, answers, strict=True))
-        answered = [self._read(prompts[place], found[place, number]) for place, number in rows]
+            yield from zip(some, self._answerer.answer(asked, torch.from_numpy(numbers)), strict=True)
+
+    def _rewarded(self, prompts: list[Document], drawn: dict[tuple[int, int], list[int]]) -> Iterator[Answers]:
+        """drawn: as `_drawn` gives it."""
+        records = [json.loads(prompt.asked) for prompt in prompts]
+        names = [name for record in records for name in record["columns"]]  # of the step, not of this process's rows
+        places = [place for place, _ in drawn]
+        columns = [dict.fromkeys(names) | record["columns"] for record in records]
+        answered = [
+            self._read(prompts[place].where, records[place]["prompt"], columns[place], ids)
+            for (place, _), ids in drawn.items()
+        ]
         rewards = rewards_of(self._rewards, answered)
-        for first in range(0, len(rows), config.samples):
-            part = slice(first, first + config.samples)
-            yield Answers(rows[first][0], answered[part], [of_function[part] for of_function in rewards])
+        for first in range(0, len(places), self._config.samples):
+            part = slice(first, first + self._config.samples)
+            yield Answers(places[first], answered[part], [of_function[part] for of_function in rewards])
 
     def _at_once(self, rows: list[tuple[int, int]], prompts: list[Document]) -> Iterator[list[tuple[int, int]]]:
         """Rows that are answered together: of like length, or of one where nothing may be padded."""
@@ -150,10 +168,10 @@ class Rollouts:
         if some:
             yield some
 
-    def _read(self, prompt: Document, ids: list[int]) -> Answered:
-        record, said = json.loads(prompt.asked), ids[:-1] if ids[-1] in self._stops else ids
-        text = self._tokenizer.decode(said, skip_special_tokens=True)
-        return Answered(record["prompt"], text, ids, record["columns"], prompt.where)
+    def _read(self, where: str, prompt: Any, columns: dict[str, Any], ids: list[int]) -> Answered:
+        """An answer by its ids. prompt, columns: of the row that stands at `where`."""
+        said = ids[:-1] if ids[-1] in self._stops else ids
+        return Answered(prompt, self._tokenizer.decode(said, skip_special_tokens=True), ids, columns, where)
 
     def _documents(self, prompt: Document, group: Answers, advantages: list[float]) -> Iterator[Document]:
         """A prompt with the answers that have something to teach: as many behind one prompt as a pack may hold, or each
@@ -204,13 +222,29 @@ def build_rollouts(
     return Rollouts(config, answerer, tokenizer, rewards, trainee.mesh, stops, tell)
 
 
+@contextmanager
+def _set_back() -> Iterator[None]:
+    """What functions set for all of torch, training does not see."""
+    kind, learning = torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kind)
+        torch.set_grad_enabled(learning)
+
+
 def _total(said: list[list[float]], rewards: Sequence[Reward]) -> np.ndarray:
-    """The reward of each answer of a group: what functions say, by their weights."""
-    weights = np.asarray([reward.weight for reward in rewards])
-    return np.nansum(np.asarray(said, dtype=np.float64) * weights[:, None], axis=0)
+    """The reward of each answer of a group: what functions say, by their weights; NaN where none says anything."""
+    values, weights = np.asarray(said, dtype=np.float64), np.asarray([reward.weight for reward in rewards])
+    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values * weights[:, None], axis=0))
 
 
-def _row(step: int, group: Answers, rewards: list[float]) -> dict[str, Any]:
+def _known(mean: float) -> float | None:
+    """None where all is masked."""
+    return None if np.ma.is_masked(mean) else float(mean)
+
+
+def _row(step: int, group: Answers, rewards: list[float | None]) -> dict[str, Any]:
     """Of answers.jsonl: the answers to the first prompt of a step."""
     asked = group.answers[0]
     said = [{"text": one.text, "reward": reward} for one, reward in zip(group.answers, rewards, strict=True)]

@@ -105,6 +105,13 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("log_completions", "num_completions_to_print"), (EVERY, "answers.jsonl has some of each step")),
     "mask_truncated_completions": (OFF, "answers that {max_new_tokens} cuts are learnt too"),
     **dict.fromkeys(("use_vllm", "use_transformers_paged"), (OFF, _OWN_ANSWERS)),
+    **dict.fromkeys(
+        ("ds3_gather_for_generation", "sleep_level", "move_model_batches", "num_infer_workers"), (EVERY, _OWN_ANSWERS)
+    ),
+    "steps_per_generation": (("1",), "each step is learnt from answers of its own"),
+    "advantage_estimator": (("grpo",), "an answer is compared with the others to its prompt"),
+    "multi_objective_aggregation": (("sum_then_normalize",), "rewards are added up, then compared"),
+    "log_entropy": (EVERY, _LOGGED),
     "use_hf": (ON, "models and data sets come from the Hugging Face hub"),
     "tuner_backend": (("peft",), "adapters are peft's"),
     "lora_task_type": (("causal_lm",), "the method says it"),
@@ -165,7 +172,8 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
          "dataloader_drop_last", "eval_on_start", "use_cpu", "ignore_data_skip", "full_determinism", "use_vllm",
          "save_on_each_node", "load_args", "load_data_args", "data_parallel_random_init", "use_weighting",
          "curriculum_sampling", "sample_packing_sequentially", "eval_table_size", "enable_dft_loss",
-         "use_dft_loss", "use_asft_loss", "use_eaft_loss"),
+         "use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_bias_correction_kl", "kl_in_reward", "dynamic_sample",
+         "overlong_filter", "async_generate", "use_liger_loss", "log_unique_prompts"),
         (OFF, "it is off in any case"),
     ),
 }  # fmt: skip

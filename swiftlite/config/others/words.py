@@ -28,6 +28,7 @@ _FILE = "there is no such file;"
 _IDENTITY = "write {model: NAME} for a model, {placeholders: name=NAME} for rows about itself"
 _ONE_SAMPLER = "write {method: grpo} with {reward: FILE.py:NAME}, the method here that learns from its own answers"
 _OWN_SAMPLER = _OUT + "the model that is trained gives the answers itself"
+_OWN_REWARD = "write a function that rewards so, and {reward: FILE.py:NAME}"
 _TEACHER = "write {teacher: MODEL}, with {teacher_weight} and {teacher_tokens} for how much is learnt of it"
 _VISION = _OUT + "swiftlite trains the language model"
 
@@ -44,7 +45,23 @@ INSTEAD: dict[str, str] = {
     "interleave_prob": "write *WEIGHT behind a data set's name: {dataset: a*2,b*0.5}",
     "num_iterations": _OUT + "a step is learnt from once, by the weights that gave its answers",
     "reward_weights": "write weights behind the functions: {reward: rewards.py:NAME*0.5}",
-    "mask_truncated_completions": _OUT + "raise {max_new_tokens}, or reward answers that end",
+    **dict.fromkeys(
+        ("generation_batch_size", "steps_per_generation"),
+        "write {global_batch_size} for the prompts of a step, which is learnt from answers of its own",
+    ),
+    **dict.fromkeys(
+        ("use_bias_correction_kl", "kl_in_reward"), _OUT + "the KL is a term of the loss, as in GRPO's paper"
+    ),
+    **dict.fromkeys(
+        ("dynamic_sample", "max_resample_times"),
+        _OUT + "prompts whose answers have the same reward teach nothing, and are counted",
+    ),
+    "external_plugins": "write the functions of the file: {reward: FILE.py:NAME}",
+    **dict.fromkeys(("soft_cache_length", "soft_max_length"), _OWN_REWARD),
+    "num_generations_eval": _OUT + "no rows are evaluated, each step's reward says how good its answers are",
+    **dict.fromkeys(
+        ("mask_truncated_completions", "overlong_filter"), _OUT + "raise {max_new_tokens}, or reward answers that end"
+    ),
     **dict.fromkeys(("use_vllm", "use_transformers_paged"), _OWN_SAMPLER),
     "use_weighting": _OUT + "pairs count alike",
     "recompute_modules": "activation_checkpointing: selective",
@@ -181,6 +198,7 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
     ("vllm|use_vllm", _OWN_SAMPLER),
     ("lmbda|seq_kd", _OUT + "a teacher is learnt from on the rows' own answers, without sampling"),
+    ("cosine_m(in|ax)_len|repetition_(n_grams|max_penalty)", _OWN_REWARD),
     ("teacher|kd|gkd", _TEACHER),
     ("vit|aligner", _VISION),
     ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
