@@ -464,8 +464,8 @@ IN_TERMINAL = """
 import fcntl, os, signal, sys, termios
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-if sys.argv[1] == "nohup":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# Whoever runs the tests may ignore it.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, "-m", "swiftlite", *sys.argv[2:]])
 """
 
