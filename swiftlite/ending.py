@@ -70,7 +70,7 @@ def raise_signal(number: int) -> None:
 def is_of_a_signal(error: BaseException) -> bool:
     """Whether an exception is one of `raise_signal`, rather than of some code that ends the program itself."""
     if isinstance(error, SystemExit):
-        return error.code == 128 + signal.SIGTERM
+        return error.code in ENDED and error.code != 128 + signal.SIGINT
     return isinstance(error, KeyboardInterrupt)
 
 

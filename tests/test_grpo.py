@@ -320,8 +320,9 @@ def test_a_file_that_fails_is_told(tmp_path, code, wanted):
         load_rewards([f"{tmp_path / 'bad.py'}:right"])
 
 
-def test_a_file_with_a_signal_is_not_at_fault(tmp_path):
-    (tmp_path / "slow.py").write_text("raise SystemExit(143)\n")
+@pytest.mark.parametrize("code", [143, 129])
+def test_a_file_with_a_signal_is_not_at_fault(tmp_path, code):
+    (tmp_path / "slow.py").write_text(f"raise SystemExit({code})\n")
     with pytest.raises(SystemExit):
         load_rewards([f"{tmp_path / 'slow.py'}:right"])
 
