@@ -34,7 +34,11 @@ def switches_adapters_off(config: RunConfig) -> bool:
     return config.reference is None and config.tuner == "lora" and config.adapter is None
 
 
+def is_held(config: RunConfig) -> bool:
+    """Whether a model that learns from its own answers is held to what it began as, which is there while training."""
+    return config.method in SAMPLING and config.beta > 0
+
+
 def keeps_second(config: RunConfig) -> bool:
     """Whether the reference is surely a second model, which is there while training."""
-    sampling = config.method in SAMPLING and config.beta > 0
-    return config.reference == "model" or (sampling and not switches_adapters_off(config))
+    return config.reference == "model" or (is_held(config) and not switches_adapters_off(config))

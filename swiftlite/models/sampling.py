@@ -62,9 +62,9 @@ def sample(
     from transformers import GenerationConfig
 
     runs = [(prompt, len(list(same))) for prompt, same in groupby(map(tuple, prompts))]
-    longest, pad = max(map(len, prompts)), stops[0] if stops else 0
-    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt, _ in runs], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in runs], device=model.device)
+    pad = stops[0] if stops else 0
+    ids, mask = left_padded([prompt for prompt, _ in runs], pad, model.device)
+    longest = ids.shape[1]
     rows = torch.arange(len(runs)).repeat_interleave(torch.tensor([count for _, count in runs])).to(model.device)
     settings = GenerationConfig(
         max_new_tokens=numbers.shape[1],
@@ -84,6 +84,15 @@ def sample(
             **read,
         )
     return [_ended(row, stops) for row in out[:, longest:].tolist()]
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, mask) of prompts that are answered together, int64 `[prompts, tokens of the longest]`. The mask goes by
+    length, since pad may be a token that a prompt has."""
+    longest = max(map(len, prompts))
+    ids = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _read_once(

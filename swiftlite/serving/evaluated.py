@@ -50,7 +50,6 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
         raise UserError("an evaluation resumes nothing", where=where, fix=fix)
     if recipe is not None:
         recipe = _only(recipe, _of_panels(*PANELS, PARALLELISM) - OF_TRAINING | BESIDE | OF_A_RECIPE, given)
-        recipe = _with_rows_loss(recipe, given)
     model, adapter = given.get("model"), given.get("adapter")
     settled = {**given, "resume": Given("never", "swiftlite eval", "flag")}
     named = adapter or model
@@ -67,7 +66,6 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
         del settled["adapter" if adapter else "model"]  # what the weights began as is in the recipe
     else:
         settled |= {"model": Given(source.base, named.where, "flag"), **ANY_TUNER, **_on_base(source, adapter)}
-    recipe = _with_rows_loss(recipe, given)
     if source.is_classifier() and (recipe is None or "method" not in recipe.entries):
         settled.setdefault("method", Given("rm", named.where, "flag"))
     return settled, recipe
@@ -111,18 +109,18 @@ def _settings(run: Path, given: Collection[str]) -> Recipe:
     return _only(load_recipe(str(run / "config.yaml")), names | BESIDE, given)
 
 
-def _with_rows_loss(recipe: Recipe | None, given: Mapping[str, Given]) -> Recipe | None:
-    """Without the loss of a method that has none on rows. Raises UserError where no flag names another method."""
-    if recipe is None or "method" not in recipe.entries or recipe.entries["method"].value not in SAMPLING:
-        return recipe
-    method = recipe.entries["method"].value
+def _without_loss_of_answers(recipe: Recipe, names: set[str], given: Collection[str]) -> set[str]:
+    """The names without the loss of a method that has none on rows. Raises UserError where no flag names another."""
+    method = recipe.entries["method"].value if "method" in recipe.entries else None
+    if method not in SAMPLING:
+        return names
     if "method" not in given:
         raise UserError(
             f"{method} learns from the model's own answers, and has no loss on rows",
             where=str(recipe.path),
             fix="answer rows by `swiftlite infer --input ROWS --output FILE`, or give --method sft for given ones",
         )
-    return replace(recipe, entries={name: entry for name, entry in recipe.entries.items() if name != "loss"})
+    return names - {"loss"}
 
 
 def _of_panels(*panels: str) -> set[str]:
@@ -137,4 +135,5 @@ def _only(recipe: Recipe, names: set[str], given: Collection[str]) -> Recipe:
         names = names - {"eval_dataset"}
     if "precision" in given:
         names = names - {"pure_bf16"}  # which is one
+    names = _without_loss_of_answers(recipe, names, given)
     return replace(recipe, entries={name: entry for name, entry in recipe.entries.items() if name in names})

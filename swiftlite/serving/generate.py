@@ -15,6 +15,7 @@ from swiftlite.config.names import most_positions
 from swiftlite.data.questions import opened, plain_ids
 from swiftlite.data.stops import stop_tokens
 from swiftlite.errors import UserError
+from swiftlite.models.sampling import left_padded
 from swiftlite.serving.prompts import check_utf8
 
 if TYPE_CHECKING:
@@ -169,20 +170,17 @@ class Answerer:
 
     def _generate(self, prompts: Sequence[list[int]], **extra: object) -> torch.Tensor:
         """New tokens [batch, new]; a row that ended early is filled up behind its end token."""
-        longest = max(map(len, prompts))
         pad = self._stops[0] if self._stops else 0
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        device = self._model.device
+        ids, mask = left_padded(prompts, pad, self._model.device)
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of sampling settings in the model's generation_config that are not used
             out = self._model.generate(
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
+                input_ids=ids,
+                attention_mask=mask,
                 generation_config=self._settings(pad, min(self._room(prompt) for prompt in prompts)),
                 **extra,
             )
-        return out[:, longest:]
+        return out[:, ids.shape[1] :]
 
     def _settings(self, pad: int, new_tokens: int) -> GenerationConfig:
         from transformers import GenerationConfig

@@ -228,8 +228,8 @@ def _syncs(config: RunConfig, layout: Layout, count: int, given: Mapping[str, st
 def _pace(
     config: RunConfig, layout: Layout, stages: StagePlan | None, unevenness: float, outline: Outline, fleet: Fleet
 ) -> Pace:
-    row, count = pack_capacity(config), config.gradient_accumulation_steps * step_packs(config)
-    count //= config.global_batch_size
+    row, packs = pack_capacity(config), step_packs(config)
+    count = config.gradient_accumulation_steps * packs // config.global_batch_size
     adapted = outline.trained < outline.frozen
     again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) + count_more_forwards(config) * FORWARD
     again *= WITH_ADAPTERS if adapted else 1
@@ -251,7 +251,7 @@ def _pace(
     )
     matrices = (*outline.shape.layers.matrices, *outline.shape.experts.matrices)
     orthogonalizing = sum(map(orthogonalizing_flops, matrices)) if of.orthogonalized else 0
-    documents = [config.max_length] * (step_packs(config) * row // config.max_length)
+    documents = [config.max_length] * (packs * row // config.max_length)
     taught = FORWARD * outline.beside.flops.step(documents) if outline.beside else 0
     return step_pace(
         layout,

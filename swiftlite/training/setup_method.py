@@ -13,7 +13,7 @@ from torch import nn
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.config.losses import weighs_by_probability
-from swiftlite.config.methods import SAMPLING, switches_adapters_off
+from swiftlite.config.methods import SAMPLING, is_held, switches_adapters_off
 from swiftlite.data.batches import MicroBatch
 from swiftlite.data.prepare import LoadTokenizer, PreparedData, cache_root
 from swiftlite.models.load import model_folder
@@ -73,7 +73,7 @@ def count_more_forwards(config: RunConfig) -> int:
     training, and of both models over prompts with other rows' answers."""
     loss = preference_of(config)
     live = needs_reference(loss) and (config.reference == "model" or switches_adapters_off(config))
-    live = live or (config.method in SAMPLING and config.beta > 0)
+    live = live or is_held(config)
     mismatched = isinstance(loss, Unpaired) and loss.needs_mismatched
     return live + mismatched * (1 + live)
 
@@ -86,7 +86,7 @@ def build_method(parts: MethodParts) -> Method:
             return Distilled(parts.build_teacher())
     if config.method in SAMPLING and parts.build_rollouts is not None:
         _temper(trainee, config)
-        return Reinforced(parts.build_rollouts(), _live_reference(parts) if config.beta else None)
+        return Reinforced(parts.build_rollouts(), _live_reference(parts) if is_held(config) else None)
     if loss is None:
         return Supervised(dynamic=weighs_by_probability(config))
     if isinstance(loss, RewardModel):

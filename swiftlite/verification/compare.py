@@ -17,9 +17,9 @@ LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4  # relative
 
 @dataclass(frozen=True)
 class Difference:
-    """Worst relative differences over all steps, and of all final tensors by their 2-norm. loss: or of the rewards of a
-    model's own answers. same_files: whether every
-    file of the two results has the same bytes; same_rest: every file but those of tensors.
+    """Worst relative differences over all steps, and of all final tensors by their 2-norm. loss: of losses, or of the
+    rewards of a model's own answers; same_files: whether every file of the two results has the same bytes; same_rest:
+    every file but those of tensors.
     """
 
     loss: float
