@@ -16,7 +16,6 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import save_config
-from swiftlite.config.validate import Given
 from swiftlite.data.prepare import prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.load import load_config
@@ -26,10 +25,9 @@ from swiftlite.planning.memory import cache_bytes_per_token
 from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import curve_of
-from swiftlite.serving import evaluated
+from swiftlite.training.asking import Asker
 from swiftlite.training.plan import outline_of
 from swiftlite.training.rewards import Answered, load_rewards, rewards_of
-from swiftlite.training.rollouts import Rollouts
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
 
 SAMPLES, LONGEST = 4, 10
@@ -427,8 +425,8 @@ def test_functions_get_the_columns_of_all_rows_of_a_step(tmp_path, write_rows, t
     (batch, *_) = found.train.steps()
     prompts = [document for pack in batch.packs for document in pack]
     config = resolve_config("grpo", **sampled(tmp_path, tiny_model("llama"), "rows.jsonl", samples=2))
-    rollouts = Rollouts(config, None, tokenizer, load_rewards([f"{functions}:right"]), None, [2], print)
-    (group,) = rollouts._rewarded(prompts, {(0, 0): [5, 2], (0, 1): [6, 7]})
+    ask = Asker(config, None, tokenizer, load_rewards([f"{functions}:right"]), None, [2])
+    (group,) = ask._rewarded(prompts, {(0, 0): [5, 2], (0, 1): [6, 7]}, 2)
     assert group.rewards == [[0.25, 0.25]] and [answer.columns for answer in group.answers] == [{"answer": None}] * 2
 
 
@@ -449,7 +447,7 @@ def test_what_cannot_be_asked_is_told_or_counted(tmp_path, write_rows, tiny_mode
     [
         ({"reward": []}, "nothing says what is rewarded"),
         ({"max_new_tokens": 160}, "leaves no room for a prompt"),
-        ({"eval_fraction": 0.1}, "evaluates no rows while it trains"),
+        ({"eval_samples": 2, "eval_temperature": 0}, "are all the same"),
         ({"overlong": "truncate"}, "would make another question of a prompt"),
         ({"reference": "precompute"}, "has none then"),
         ({"teacher": "x"}, "--teacher is learnt from token by token"),
@@ -472,7 +470,6 @@ def test_settings_that_do_not_go_together(tmp_path, flags, wanted):
         ("external_plugins plugin.py", "FILE.py:NAME"),
         ("soft_cache_length 8", "FILE.py:NAME"),
         ("repetition_n_grams 3", "FILE.py:NAME"),
-        ("num_generations_eval 2", "no rows are evaluated"),
         ("use_bias_correction_kl false", None),
         ("steps_per_generation 1", None),
         ("advantage_estimator grpo", None),
@@ -518,16 +515,6 @@ def test_what_is_told_of_a_run_is_its_reward():
     figures = page.figures(rows, {})
     assert (figures["first reward"], figures["last reward"]) == ("0.1000", "0.3000")
     assert curve_of([{"step": 1, "loss": 2.0}])[0] == "loss"
-
-
-def test_a_run_is_not_evaluated_by_a_loss(tmp_path, tiny_model, write_rows, chat_rows):
-    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=1, loss=["grpo"])
-    train_alone(resolve_config("grpo", **values))
-    given = {"model": Given(str(tmp_path / "out" / "model"), "--model", "flag")}
-    with pytest.raises(UserError, match="has no loss on rows"):
-        evaluated.settle(given, None)
-    _, recipe = evaluated.settle(given | {"method": Given("sft", "--method", "flag")}, None)
-    assert "loss" not in recipe.entries
 
 
 def test_a_plan_counts_who_answers(tmp_path, tiny_model):

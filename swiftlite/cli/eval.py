@@ -1,4 +1,5 @@
-"""`swiftlite eval`: the loss of a model, a checkpoint or the result of a run, on rows it was not trained on."""
+"""`swiftlite eval`: the loss of a model, a checkpoint or the result of a run, on rows it was not trained on, or what
+functions say of its answers to them."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import math
 import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.cli.errors import show_error
-from swiftlite.cli.json_output import TO_STDOUT, check_output, write_output
-from swiftlite.cli.options import RunCommand, json_flag
+from swiftlite.cli.json_output import TO_STDOUT, check_output, write_line, write_output
+from swiftlite.cli.options import RunCommand, json_flag, own_flag
 from swiftlite.config.flags import Flag
+from swiftlite.config.methods import EXAMINED_BY, SAMPLING
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE
 from swiftlite.ending import ENDED, seen_signal
 from swiftlite.errors import UserError
@@ -30,15 +33,19 @@ if TYPE_CHECKING:
 USED_PANELS = (MODEL, DATA, PREFERENCE, PARALLELISM)
 USED = {  # of the other panels
     "adapter", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "precision", "pure_bf16",
-    "seed", "offload", "quantization", "kernels", "compile", "resume", "method", "debug", "dry_run",
+    "seed", "offload", "quantization", "kernels", "compile", "resume", "method", "debug", "dry_run", "reward",
+    *EXAMINED_BY,
 }  # fmt: skip
 UNUSED = {"shuffle", "streaming", "sync_every_microbatch"}  # of those panels
+ANSWERS = "--answers"
 LARGEST_LOSS = 700.0  # whose exponential is a number
 
 
-def evaluate(resolved: Resolved, json: str | None) -> None:
+def evaluate(resolved: Resolved, json: str | None, answers: str | None) -> None:
     """Evaluate. Raises what the evaluation itself raises."""
     check_output(json)
+    if answers is not None:
+        _check_answers(resolved.config, answers)
     config = choose_rows(resolved)
     if os.environ.get("RANK", "0") == "0":
         for note in [*resolved.notes, *_of_the_loss(resolved), *_of_the_weights(resolved)]:
@@ -46,17 +53,30 @@ def evaluate(resolved: Resolved, json: str | None) -> None:
     from swiftlite.training.launch import launch
 
     try:
-        launch(config, resolved.layout, partial(show_error, debug=resolved.config.debug), partial(_evaluation, json))
+        shows = partial(show_error, debug=resolved.config.debug)
+        launch(config, resolved.layout, shows, partial(_evaluation, json, answers))
     except SystemExit as stop:
         if stop.code in ENDED and seen_signal() is None:  # it was passed on to the processes, and nobody has told it
             print(ENDED[stop.code], file=sys.stderr)
         raise
 
 
-def _evaluation(json: str | None) -> Work:
+def _check_answers(config: RunConfig, where: str) -> None:
+    """Raises UserError where nothing would be written, or not to a file of its own."""
+    if config.method not in SAMPLING:
+        fix = "add --reward FILE.py:NAME, or have rows answered by `swiftlite infer --input`"
+        raise UserError("no answers are given where no function rewards them", where=ANSWERS, fix=fix)
+    check_output(where, ANSWERS)
+    if where == TO_STDOUT or Path(where).expanduser().exists():
+        problem = "answers are written to a file" if where == TO_STDOUT else "the file exists"
+        raise UserError(problem, where=f"{ANSWERS} {where}", fix="name a new file, such as answers.jsonl")
+
+
+def _evaluation(json: str | None, answers: str | None) -> Work:
     from swiftlite.training.evaluate import run_evaluation
 
-    return partial(run_evaluation, tell=partial(_tell, json), quiet=json == TO_STDOUT)
+    told = {} if answers is None else {"tell_answers": partial(write_line, where=answers, flag=ANSWERS)}
+    return partial(run_evaluation, tell=partial(_tell, json), quiet=json == TO_STDOUT, **told)
 
 
 def _settle(given: dict[str, Given], recipe: Recipe | None) -> tuple[dict[str, Given], Recipe | None]:
@@ -74,7 +94,16 @@ EVAL = RunCommand(
     "eval",
     evaluate,
     "Evaluate a model, a run or a checkpoint: loss, perplexity, rewards.",
-    own=(json_flag("the numbers"),),
+    own=(
+        json_flag("the numbers"),
+        own_flag(
+            "answers",
+            "str",
+            None,
+            "Write the answers that --reward judges into this file, a line a prompt.",
+            metavar="FILE",
+        ),
+    ),
     fallback="sft",
     needs_rows=False,
     settle=_settle,
@@ -95,10 +124,15 @@ def choose_rows(resolved: Resolved) -> RunConfig:
         raise UserError("no rows are named", fix="add --dataset with a file, a folder, a hub id or a short name")
     if twice := next((name for name in rows if rows.count(name) > 1), None):
         raise UserError("the data set is named twice", where=twice, fix="name it once")
-    return config.model_copy(update={"dataset": rows, "eval_dataset": []})
+    held = {"beta": 0.0} if config.method in SAMPLING else {}  # to no reference, where rewards count alone
+    return config.model_copy(update={"dataset": rows, "eval_dataset": [], **held})
 
 
 def _of_the_loss(resolved: Resolved) -> list[str]:
+    """Notes on flags that say how answers are judged, where something else does."""
+    if resolved.config.method in SAMPLING:
+        named = [f"--{name}" for name in ("loss", "beta", "reference") if resolved.given.get(name) == "flag"]
+        return [f"{flag} has no effect: answers are evaluated by their rewards" for flag in named]
     if resolved.config.method == "sft" and resolved.given.get("loss") == "flag":
         return ["--loss has no effect: tokens are evaluated by their cross-entropy, whatever was trained"]
     return []
@@ -131,7 +165,7 @@ def _tell(json: str | None, found: list[Evaluated]) -> None:
 def _row(one: Evaluated) -> dict[str, Any]:
     """The numbers of one data set by their names in metrics.jsonl, None for a mean of no rows; perplexity is of methods
     that learn tokens."""
-    row = {"data": one.data, **one.counts, "loss": one.loss}
+    row = {"data": one.data, **one.counts} | ({} if one.loss is None else {"loss": one.loss})
     if not one.metrics:
         row["perplexity"] = math.exp(one.loss) if one.loss < LARGEST_LOSS else math.inf
     return row | one.metrics

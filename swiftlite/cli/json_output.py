@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from swiftlite.cli.model_options import at_home
 from swiftlite.errors import RunError, UserError
 
+FLAG = "--json"
 TO_STDOUT = "-"  # in place of a file: what is shown goes to stderr then
 
 
-def check_output(where: str | None) -> None:
+def check_output(where: str | None, flag: str = FLAG) -> None:
     """Raises UserError where the file could not be written, before the work is done that it tells of."""
     if where in (None, TO_STDOUT):
         return
-    path = at_home(Path(where), "--json")
+    path = at_home(Path(where), flag)
     if not path.absolute().parent.is_dir():
-        raise UserError("there is no such folder", where=f"--json {where}", fix="make it first, or name another")
+        raise UserError("there is no such folder", where=f"{flag} {where}", fix="make it first, or name another")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError("the file cannot be written", where=f"--json {where}", fix="name another")
+        raise UserError("the file cannot be written", where=f"{flag} {where}", fix="name another")
 
 
 def write_output(value: Any, where: str | None) -> None:
@@ -31,8 +34,20 @@ def write_output(value: Any, where: str | None) -> None:
     if where == TO_STDOUT:
         sys.stdout.write(text)
     elif where is not None:
-        try:
-            at_home(Path(where), "--json").write_text(text, encoding="utf-8")
-        except OSError as error:
-            problem = f"the file cannot be written: {error.strerror}"
-            raise RunError(problem, where=f"--json {where}", fix="free space, or name another file") from error
+        with _written(where, FLAG):
+            at_home(Path(where), FLAG).write_text(text, encoding="utf-8")
+
+
+def write_line(value: Any, where: str, flag: str) -> None:
+    """Add a line to a file of them. Raises RunError where it cannot be written."""
+    with _written(where, flag), at_home(Path(where), flag).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def _written(where: str, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"the file cannot be written: {error.strerror}"
+        raise RunError(problem, where=f"{flag} {where}", fix="free space, or name another file") from error

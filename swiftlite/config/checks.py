@@ -151,13 +151,13 @@ def _evaluation_rules(config: RunConfig, on: bool, name: str, flag: str) -> list
     return [
         (
             on and not config.eval_dataset and config.eval_fraction == 0,
-            f"{flag} needs an evaluation loss",
+            f"{flag} needs evaluations",
             (name,),
             "add --eval-fraction 0.05 or --eval-dataset",
         ),
         (
             on and config.eval_steps == NEVER,
-            f"{flag} needs an evaluation loss, and --eval-steps is never",
+            f"{flag} needs evaluations, and --eval-steps is never",
             (name, "eval_steps"),
             "leave one of them out",
         ),
@@ -204,16 +204,16 @@ def _sampling_rules(config: RunConfig) -> list[Rule]:
             "give --reward FILE.py:NAME, a function that gets answers and returns a number for each",
         ),
         (
+            config.eval_samples > 1 and config.eval_temperature == 0,
+            "--eval-temperature 0 takes the likeliest token each time, so that --eval-samples are all the same",
+            ("eval_samples", "eval_temperature"),
+            "leave one of them out",
+        ),
+        (
             prompt_limit(config) < 1,
             f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in --max-length {config.max_length}",
             ("max_new_tokens", "max_length"),
             "raise --max-length, or lower --max-new-tokens",
-        ),
-        (
-            bool(config.eval_dataset) or config.eval_fraction > 0,
-            f"{config.method} evaluates no rows while it trains: each step's `reward` says how good its answers are",
-            ("eval_dataset", "eval_fraction"),
-            "leave it out, and answer held-out rows by `swiftlite infer --input`",
         ),
         (
             config.overlong in ("truncate", "split"),

@@ -12,6 +12,7 @@ Method = Literal["sft", "pretrain", "dpo", "kto", "rm", "grpo"]
 PAIRED = ("dpo", "rm")  # compare two answers to one prompt
 PREFERENCE = (*PAIRED, "kto")
 SAMPLING = ("grpo",)  # learn from answers that the model itself gives to each step's prompts
+EXAMINED_BY = ("max_new_tokens", "answers_at_once", "eval_samples", "eval_temperature")  # beside reward functions
 
 
 def pack_capacity(config: RunConfig) -> int:

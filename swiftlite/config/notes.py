@@ -30,7 +30,17 @@ METHOD_SETTINGS = {  # what acts in which methods
     "center_rewards": ("rm",),
     "share_prompt": ("dpo", "rm", *SAMPLING),
     **dict.fromkeys(
-        ("reward", "samples", "max_new_tokens", "temperature", "scale_rewards", "answers_at_once"), SAMPLING
+        (
+            "reward",
+            "samples",
+            "max_new_tokens",
+            "temperature",
+            "eval_samples",
+            "eval_temperature",
+            "scale_rewards",
+            "answers_at_once",
+        ),
+        SAMPLING,
     ),
 }
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
@@ -39,14 +49,16 @@ LOW_FOR_LORA = 0.2  # of the default learning rate: what all weights are trained
 OF_ROWS = "per_device_train_batch_size"  # which counts rows in other tools
 
 
-def unused(config: RunConfig, layout: Layout, by: Mapping[str, str]) -> list[str]:
+def unused(config: RunConfig, layout: Layout, by: Mapping[str, str], *, trains: bool = True) -> list[str]:
     """A note for each setting without effect in this run: those of the command line, and those set to no default.
 
-    by: who gave a value (flag, env, recipe); a saved config.yaml gives them all.
+    by: who gave a value (flag, env, recipe); a saved config.yaml gives them all; trains: what evaluates in a run does
+    so nowhere else.
     """
     values = config.model_dump()
     given = {name for name, who in by.items() if who == "flag" or values[name] != all_flags()[name].default}
     ineffective = [*_ineffective(config), *_ineffective_layout(config, layout)]
+    ineffective += _without_evaluations(config) if trains else ()
     notes = [f"{name} has no effect {why}" for name, why in ineffective if name in given]
     if config.method == "dpo" and config.label_smoothing == 0 and "robust" in _losses_named(config):
         notes.append("--loss robust is sigmoid without --label-smoothing, the share of labels that are wrong")
@@ -131,8 +143,12 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "run_name", "without --report-to"
     if config.warmup_steps is not None:
         yield "warmup_ratio", "beside --warmup-steps"
+
+
+def _without_evaluations(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not (config.eval_dataset or config.eval_fraction):
-        yield "eval_steps", "without --eval-dataset or --eval-fraction"
+        why = "without --eval-dataset or --eval-fraction"
+        yield from ((name, why) for name in ("eval_steps", "eval_samples", "eval_temperature"))
 
 
 def _ineffective_layout(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ class OutputSettings(BaseModel):
     )  # fmt: skip
     keep_checkpoints: Count = flag(2, CHECKPOINTS, "Newest checkpoints to keep.", "save_total_limit")
     result: Annotated[Literal["last", "best"], Spelling()] = flag(
-        "last", CHECKPOINTS, "What model/ is: the last weights, or the checkpoint with the least evaluation loss.",
+        "last", CHECKPOINTS, "What model/ is: the last weights, or the checkpoint with the best evaluation.",
         phrases={"load_best_model_at_end": {types.ON_ALONE: "best", types.OFF_WORDS: "last"}},
     )  # fmt: skip
     resume: Annotated[str, Spelling(types.RESUME)] = flag(

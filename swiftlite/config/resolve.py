@@ -121,7 +121,10 @@ def resolve(
     notes += of_another_base(config)
     check_together(config, where)
     by = {name: item.by for name, item in given.items()}
-    notes += [*unused(config, layout, by), *unsaid(config, given, LEARNING_RATES[config.method]["lora"])]
+    notes += [
+        *unused(config, layout, by, trains=needs_rows),
+        *unsaid(config, given, LEARNING_RATES[config.method]["lora"]),
+    ]
     if under_torchrun(env):
         why = "under torchrun, which starts the processes"
         notes += [f"{name} has no effect {why}" for name in STARTED_BY_SWIFTLITE if by.get(name) == "flag"]
@@ -271,10 +274,17 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "overlong": config.overlong or OVERLONG.get(config.method, "truncate"),
         "learning_rate": config.learning_rate or LEARNING_RATES[config.method][tuner],
         "beta": BETAS.get(config.method) if config.beta is None else config.beta,
+        "eval_temperature": _eval_temperature(config),
         "eval_steps": config.eval_steps or (_as_saving(config) if evaluates else None),
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),
     }
+
+
+def _eval_temperature(config: RunConfig) -> float:
+    if config.eval_temperature is not None:
+        return config.eval_temperature
+    return config.temperature if config.eval_samples > 1 else 0.0
 
 
 def _as_saving(config: RunConfig) -> int | float | str:

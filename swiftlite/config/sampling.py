@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from swiftlite.config.setting import REINFORCEMENT, flag
-from swiftlite.config.types import Count, Names, Number, Positive, Spelling
+from swiftlite.config.types import Count, Names, Number, OptionalNotNegative, Positive, Spelling
 
 Several = Annotated[int, Field(ge=2), Number]  # of one answer nobody can say whether it is better than others
 
@@ -16,7 +16,7 @@ class SamplingSettings(BaseModel):
     reward: Names = flag(
         [],
         REINFORCEMENT,
-        "grpo: Python functions that reward answers, FILE.py:NAME or PACKAGE.MODULE.NAME, each perhaps with *WEIGHT.",
+        "grpo, eval: Python functions that reward answers, FILE.py:NAME or PACKAGE.MODULE.NAME, perhaps with *WEIGHT.",
         "reward_funcs",
         shown="needed",
         metavar="FILE:NAME ...",
@@ -32,6 +32,11 @@ class SamplingSettings(BaseModel):
     temperature: Positive = flag(
         1.0, REINFORCEMENT, "Of the distribution that answers are drawn from, and that is trained; above 1 is livelier."
     )
+    eval_samples: Count = flag(1, REINFORCEMENT, "Answers to each prompt that is evaluated.", "num_generations_eval")
+    eval_temperature: OptionalNotNegative = flag(
+        None, REINFORCEMENT, "Of the answers that are evaluated; 0 takes the likeliest token each time.",
+        shown="0; of several answers --temperature",
+    )  # fmt: skip
     scale_rewards: Annotated[Literal["group", "none"], Spelling({"true": "group", "false": "none"})] = flag(
         "group", REINFORCEMENT, "Divide rewards by how much they differ among the answers to a prompt, or do not."
     )

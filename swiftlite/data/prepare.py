@@ -151,8 +151,9 @@ def _plan_options(config: RunConfig) -> PlanOptions:
 
 
 def _eval_plan(config: RunConfig, parts: list[Part]) -> BatchPlan | None:
-    """One pass over the evaluation rows in the order of the files."""
-    options = replace(_plan_options(config), shuffle=False, epochs=1.0, max_steps=None)
+    """One pass over the evaluation rows in the order of the files; of prompts as many at a time as are answered so."""
+    at_once = max(config.global_batch_size, config.answers_at_once if config.method in SAMPLING else 1)
+    options = replace(_plan_options(config), shuffle=False, epochs=1.0, max_steps=None, global_batch_size=at_once)
     return BatchPlan(parts, options) if parts else None
 
 

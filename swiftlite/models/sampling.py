@@ -56,8 +56,8 @@ def sample(
     """An answer to each prompt, with the token that ended it, if one did.
 
     numbers: fp64 `[prompts, tokens at most]`, each in `[0, 1)`; stops: ids that end an answer; temperature: that logits
-    are divided by; once: a prompt that comes several times in a row is read once, which a model can whose cache is of
-    keys and values. To be called within `answering`.
+    are divided by, 0 for the likeliest token each time; once: a prompt that comes several times in a row is read once,
+    which a model can whose cache is of keys and values. To be called within `answering`.
     """
     from transformers import GenerationConfig
 
@@ -80,7 +80,7 @@ def sample(
             input_ids=ids[rows],
             attention_mask=mask[rows],
             generation_config=settings,
-            logits_processor=[_Drawn(numbers.to(model.device), longest, temperature)],
+            logits_processor=[_Drawn(numbers.to(model.device), longest, temperature)] if temperature else [],
             **read,
         )
     return [_ended(row, stops) for row in out[:, longest:].tolist()]

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from swiftlite.reporting.curves import Average, Curve, curve_of
+from swiftlite.reporting.curves import Average, Curve, curve_of, evaluated
 from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, short, sparkline, spent
 
 WIDEST = 120  # columns of the panel
@@ -40,7 +40,7 @@ class Board:
         """rows: of the part of the run that is being continued; clock: seconds."""
         self.total, self.facts, self.step = total, facts, start_step
         self.row: dict[str, Any] = {}
-        self.eval_loss: float | None = None
+        self.held_out: float | None = None  # the last value of `evaluated` of that curve
         self._evaluated: dict[str, float | None] = {}  # what preference methods measured last, as `eval_rewards/margin`
         self.events: deque[str] = deque(maxlen=3)
         self.curve = "loss"  # the key of what is drawn, see `curve_of`
@@ -78,8 +78,9 @@ class Board:
             self.last, self.smooth = value, self._average.add(value)
             self._values.add(value)
             self._smooths.add(self.smooth)
-        if row.get("eval_loss") is not None:
-            self.eval_loss = row["eval_loss"]
+        on_held_out, _ = evaluated(self.curve)
+        if row.get(on_held_out) is not None:
+            self.held_out = row[on_held_out]
         self._evaluated |= {key: value for key, value in row.items() if key.startswith("eval_") and "/" in key}
 
     @property
@@ -193,7 +194,7 @@ class Board:
         cells = [
             (self.curve, shown(self.curve, short)),
             ("smoothed", short(self.smooth) if self.smooth is not None else WAITING),
-            ("eval loss", short(self.eval_loss) if self.eval_loss is not None else "–"),
+            (evaluated(self.curve)[1], short(self.held_out) if self.held_out is not None else "–"),
             ("grad norm", shown("grad_norm", lambda v: short(v, 3))),
             ("learn rate", shown("learning_rate", "{:.2e}".format)),
             ("tokens/s", shown("tokens_per_second", "{:,.0f}".format)),

@@ -12,7 +12,7 @@ import yaml
 from swiftlite.config.flags import shown_value
 from swiftlite.errors import UserError
 from swiftlite.reporting.charts import Line, chart
-from swiftlite.reporting.curves import added_groups, curve_of, series, smoothed
+from swiftlite.reporting.curves import EVALUATIONS, added_groups, curve_of, series, smoothed
 from swiftlite.reporting.files import read_run_state
 from swiftlite.reporting.metrics import read_metrics
 from swiftlite.reporting.page import SINGLE_CHARTS, as_html, figures, mark, state_in_words, write_page
@@ -126,7 +126,7 @@ def _charts(runs: Sequence[Run]) -> list[str]:
     curves = [(steps, smoothed(values)) for steps, values in curves]
     charts = [chart(f"{titles}, smoothed", _lines(runs, curves), large=True)]
     added = {key: key.replace("_", " ") for run in runs for keys in added_groups(run.rows).values() for key in keys}
-    for key, title in ({"eval_loss": "Evaluation loss"} | SINGLE_CHARTS | dict(sorted(added.items()))).items():
+    for key, title in (EVALUATIONS | SINGLE_CHARTS | dict(sorted(added.items()))).items():
         charts.append(chart(title, _lines(runs, [series(run.rows, key) for run in runs]), legend=False))
     return charts
 

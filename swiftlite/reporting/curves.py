@@ -6,6 +6,11 @@ from typing import Any
 
 SHORTEST_SPAN, LONGEST_SPAN = 3, 10  # rows that a moving average reaches back
 MOST_POINTS = 2048
+EVALUATIONS = {
+    "eval_loss": "Evaluation loss",
+    "eval_reward": "Evaluation reward",
+    "eval_reward_best": "Reward of the best answer to a prompt, evaluated",
+}
 LARGEST = 1e100  # no training has such numbers, and the span of two of them may be infinite
 
 
@@ -65,7 +70,8 @@ def added_groups(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for key in sorted({key for row in rows for key in row if "/" in key}):
         kind, _, name = key.partition("/")
-        scale = key if kind == "answers" else "accuracy" if name == "accuracy" else kind
+        of_answers = kind.removeprefix("eval_") == "answers"
+        scale = f"answers/{name}" if of_answers else "accuracy" if name == "accuracy" else kind
         groups.setdefault(scale, []).append(key)
     return groups
 
@@ -78,3 +84,8 @@ def curve_of(rows: list[dict[str, Any]]) -> tuple[str, str]:
         return "reward", "reward per answer"
     compared = any(key.startswith("rewards/") for row in rows for key in row)  # a teacher's KL has a slash too
     return "loss", "loss per pair or answer" if compared else "loss per trained token"
+
+
+def evaluated(key: str) -> tuple[str, str]:
+    """(the key of the same on held-out rows, what it is called). key: of `curve_of`."""
+    return f"eval_{key}", f"eval {key}"

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swiftlite.reporting.board import WIDEST, Board
+from swiftlite.reporting.curves import EVALUATIONS
 from swiftlite.reporting.words import duration, short
 
 REFRESH_PER_SECOND = 2  # drawing takes milliseconds that a run on a CPU would miss
@@ -140,7 +141,7 @@ class PlainDisplay:
         parts += [f"{row['padded_tokens_per_second']:,.0f} padded"] if "padded_tokens_per_second" in row else []
         parts += [f"{row['peak_memory_gib']:.2f} GiB"] if "peak_memory_gib" in row else []
         parts += [f"{board.remaining} left"]
-        extra = {k: v for k, v in row.items() if (k == "eval_loss" or "/" in k) and v is not None}
+        extra = {k: v for k, v in row.items() if (k in EVALUATIONS or "/" in k) and v is not None}
         self._say("  ".join([*parts, *(f"{key.replace('_', ' ')} {short(value)}" for key, value in extra.items())]))
 
     def message(self, text: str) -> None:

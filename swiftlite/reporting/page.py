@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from swiftlite.reporting.charts import Line, chart
-from swiftlite.reporting.curves import added_groups, curve_of, series, smoothed
+from swiftlite.reporting.curves import added_groups, curve_of, evaluated, series, smoothed
 from swiftlite.reporting.files import read_json, read_run_state, write_whole
 from swiftlite.reporting.metrics import read_metrics
 from swiftlite.reporting.words import duration, short
@@ -71,7 +71,8 @@ def state_in_words(rows: Rows, state: dict[str, Any], *, alive: bool) -> str:
 def figures(rows: Rows, state: dict[str, Any]) -> dict[str, str]:
     """What a run came to, in a few words each. rows: one at least."""
     key, _ = curve_of(rows)
-    values, evals = series(rows, key)[1], series(rows, "eval_loss")[1]
+    on_held_out, called = evaluated(key)
+    values, evals = series(rows, key)[1], series(rows, on_held_out)[1]
     speeds, memory = series(rows, "tokens_per_second")[1], series(rows, "peak_memory_gib")[1]
     total = state.get("total_steps")
     found = {"steps": f"{rows[-1]['step']:,}" + (f"/{total:,}" if total else "")}
@@ -79,7 +80,7 @@ def figures(rows: Rows, state: dict[str, Any]) -> dict[str, str]:
         found |= {f"first {key}": short(values[0]), f"last {key}": short(values[-1])}
         found["smoothed"] = short(smoothed(values)[-1])
     if evals:
-        found["best eval loss"] = short(min(evals))
+        found[f"best {called}"] = short(max(evals) if key == "reward" else min(evals))
     if speeds:
         found["tokens/s"] = f"{median(speeds):,.0f}"
     if memory:
@@ -125,10 +126,11 @@ def _cards(rows: Rows, state: dict[str, Any]) -> str:
 def _charts(rows: Rows) -> list[str]:
     key, words = curve_of(rows)
     steps, values = series(rows, key)
+    on_held_out, called = evaluated(key)
     lines = [
         Line(key, "raw", (steps, values)),
         Line("smoothed", "main", (steps, smoothed(values))),
-        Line("eval loss", "eval", series(rows, "eval_loss")),
+        Line(called, "eval", series(rows, on_held_out)),
     ]
     charts = [chart(words.capitalize(), lines, large=True)]
     charts += [chart(title, [Line(title, "main", series(rows, key))]) for key, title in SINGLE_CHARTS.items()]

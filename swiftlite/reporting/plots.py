@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.imports import import_package
-from swiftlite.reporting.curves import added_groups, curve_of, series, smoothed
+from swiftlite.reporting.curves import added_groups, curve_of, evaluated, series, smoothed
 from swiftlite.reporting.files import write_whole
 from swiftlite.reporting.metrics import read_metrics
 
@@ -53,9 +53,10 @@ def _main(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
     steps, values = series(rows, key)
     _line(axes, steps, values, color=PALE, linewidth=1, label=key)
     axes.plot(steps, smoothed(values), color=BLUE, linewidth=2, label="smoothed")
-    eval_steps, eval_losses = series(rows, "eval_loss")
-    if eval_losses:
-        axes.plot(eval_steps, eval_losses, "o-", color=ORANGE, markersize=4, linewidth=1, label="eval loss")
+    on_held_out, called = evaluated(key)
+    eval_steps, eval_values = series(rows, on_held_out)
+    if eval_values:
+        axes.plot(eval_steps, eval_values, "o-", color=ORANGE, markersize=4, linewidth=1, label=called)
     axes.set_title(title, fontsize=11, loc="left", parse_math=False)
     axes.set_ylabel(words)
     axes.legend(frameon=False)

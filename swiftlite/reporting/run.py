@@ -18,6 +18,7 @@ from swiftlite import __version__
 from swiftlite.config.methods import SAMPLING
 from swiftlite.errors import RunError, UserError, first_line, kind_and_words
 from swiftlite.reporting.board import Board
+from swiftlite.reporting.curves import evaluated
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
 from swiftlite.reporting.metrics import ANSWERS, MetricsFile
@@ -141,8 +142,8 @@ class RunReporter:
         board = running.board
         if board.first is not None:
             lines[board.curve] = f"{short(board.first)} → {short(board.last)} (smoothed {short(board.smooth)})"
-        if board.eval_loss is not None:
-            lines["eval loss"] = short(board.eval_loss)
+        if board.held_out is not None:
+            lines[evaluated(board.curve)[1]] = short(board.held_out)
         lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
         if self._config.method != "rm":  # which gives scores, not answers

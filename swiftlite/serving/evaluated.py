@@ -7,14 +7,14 @@ allows: it may come from anybody.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftlite.config.flags import all_flags
-from swiftlite.config.methods import SAMPLING
+from swiftlite.config.methods import EXAMINED_BY, SAMPLING
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import is_run
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE, TUNER
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from swiftlite.config.recipe import Recipe
 
 PANELS = (MODEL, DATA, PREFERENCE)
-BESIDE = {"method", "global_batch_size", "micro_batch_size", "precision", "quantization", "pure_bf16", "seed"}
+BESIDE = {
+    "method", "global_batch_size", "micro_batch_size", "precision", "quantization", "pure_bf16", "seed",
+    *EXAMINED_BY, "temperature",
+}  # fmt: skip
+OF_GIVEN_ANSWERS = {"loss", "beta", "reference", "overlong", "train_on"}
 OF_TRAINING = {"streaming", "shuffle"}
 ROWS = {"dataset", "eval_dataset", "eval_fraction", "max_samples"}
 NOT_OF_A_RUN = {
@@ -34,7 +38,7 @@ NOT_OF_A_RUN = {
     "cache_dir", "workers",
     "trust_remote_code",
 }  # fmt: skip
-OF_A_RECIPE = {"adapter", "gradient_accumulation_steps", "offload", "kernels", "compile", "debug", "dry_run"}
+OF_A_RECIPE = {"adapter", "reward", "gradient_accumulation_steps", "offload", "kernels", "compile", "debug", "dry_run"}
 ANY_TUNER = {"tuner": Given("lora", "swiftlite eval", "flag")}  # which adapters and 4 bits ask for, and nothing else
 
 
@@ -48,6 +52,8 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
     if "resume" in given:
         where, fix = given["resume"].where, "name the run or the checkpoint as --model"
         raise UserError("an evaluation resumes nothing", where=where, fix=fix)
+    if "reward" in given and "method" not in given:
+        given = {**given, "method": Given(SAMPLING[0], given["reward"].where, "flag")}
     if recipe is not None:
         recipe = _only(recipe, _of_panels(*PANELS, PARALLELISM) - OF_TRAINING | BESIDE | OF_A_RECIPE, given)
     model, adapter = given.get("model"), given.get("adapter")
@@ -103,31 +109,33 @@ def _run_of(weights: Path) -> Path | None:
     return above if is_run(above) else None
 
 
-def _settings(run: Path, given: Collection[str]) -> Recipe:
-    """What of a run's settings changes a loss."""
-    names = _of_panels(*PANELS, TUNER) - NOT_OF_A_RUN - OF_TRAINING
-    return _only(load_recipe(str(run / "config.yaml")), names | BESIDE, given)
-
-
-def _without_loss_of_answers(recipe: Recipe, names: set[str], given: Collection[str]) -> set[str]:
-    """The names without the loss of a method that has none on rows. Raises UserError where no flag names another."""
+def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
+    """What of a run's settings changes a loss. Raises UserError where it has none, but functions, which are code."""
+    recipe = load_recipe(str(run / "config.yaml"))
     method = recipe.entries["method"].value if "method" in recipe.entries else None
-    if method not in SAMPLING:
-        return names
-    if "method" not in given:
+    if method in SAMPLING and "method" not in given:
         raise UserError(
-            f"{method} learns from the model's own answers, and has no loss on rows",
+            f"{method} learns by reward functions, and those that a run names are not run unasked",
             where=str(recipe.path),
-            fix="answer rows by `swiftlite infer --input ROWS --output FILE`, or give --method sft for given ones",
+            fix="name them by --reward FILE.py:NAME, or give --method sft for the loss of rows with answers",
         )
-    return names - {"loss"}
+    return _only(recipe, _of_panels(*PANELS, TUNER) - NOT_OF_A_RUN - OF_TRAINING | BESIDE, given)
+
+
+def _of_answers(recipe: Recipe, names: set[str], given: Mapping[str, Given]) -> set[str]:
+    """The names without those that only rows with answers have where the model's own are evaluated, or the reverse."""
+    before = recipe.entries["method"].value if "method" in recipe.entries else None
+    now = given["method"].value if "method" in given else before
+    if now in SAMPLING:
+        return names - OF_GIVEN_ANSWERS
+    return names - {"loss", "beta", *EXAMINED_BY} if before in SAMPLING else names
 
 
 def _of_panels(*panels: str) -> set[str]:
     return {name for name, flag in all_flags().items() if flag.panel in panels}
 
 
-def _only(recipe: Recipe, names: set[str], given: Collection[str]) -> Recipe:
+def _only(recipe: Recipe, names: set[str], given: Mapping[str, Given]) -> Recipe:
     """The recipe with these settings. given: by flags, which may name rows in place of all that it names."""
     if {"dataset", "eval_dataset"} & set(given):
         names = names - ROWS
@@ -135,5 +143,7 @@ def _only(recipe: Recipe, names: set[str], given: Collection[str]) -> Recipe:
         names = names - {"eval_dataset"}
     if "precision" in given:
         names = names - {"pure_bf16"}  # which is one
-    names = _without_loss_of_answers(recipe, names, given)
+    if "eval_samples" in given:
+        names = names - {"eval_temperature"}  # of one answer
+    names = _of_answers(recipe, names, given)
     return replace(recipe, entries={name: entry for name, entry in recipe.entries.items() if name in names})

@@ -52,7 +52,7 @@ class Answerer:
 
     def __init__(self, trainee: Trainee, copy: Trainee | None, stops: Sequence[int], config: RunConfig) -> None:
         """copy: of one process, where the trainee does not answer itself; stops: ids that end an answer."""
-        self._trainee, self._copy, self._stops, self._temperature = trainee, copy, stops, config.temperature
+        self._trainee, self._copy, self._stops = trainee, copy, stops
         self._as_written = config.compile and copy is None
         self._speaker = copy or trainee
         (self._part,) = self._speaker.divided.parts
@@ -74,9 +74,9 @@ class Answerer:
         with answering(self._speaker.base, switch=self.pads), computing, half_weights(layers), as_written:
             yield
 
-    def answer(self, prompts: Sequence[Sequence[int]], numbers: torch.Tensor) -> list[list[int]]:
+    def answer(self, prompts: Sequence[Sequence[int]], numbers: torch.Tensor, temperature: float) -> list[list[int]]:
         """As `swiftlite.models.sampling.sample`, within `ready`."""
-        return sample(self._speaker.base, prompts, numbers, self._stops, self._temperature, once=self.pads)
+        return sample(self._speaker.base, prompts, numbers, self._stops, temperature, once=self.pads)
 
 
 @torch.no_grad()

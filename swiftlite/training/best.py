@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from swiftlite.checkpoint.folder import step_folder
 from swiftlite.checkpoint.state import copy_model
-from swiftlite.config.changes import OF_THE_LOSS
-from swiftlite.config.methods import PREFERENCE
+from swiftlite.config.changes import OF_THE_LOSS, OF_THE_REWARD
+from swiftlite.config.methods import PREFERENCE, SAMPLING
 from swiftlite.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -20,13 +20,25 @@ IsThere = Callable[[int], bool]  # whether some process has the checkpoint of a 
 Parts = tuple[Callable[[Path], None], Callable[[Path], None]]
 
 
+def evaluated_in_words(config: RunConfig) -> str:
+    """What evaluations are compared by."""
+    return "eval reward" if config.method in SAMPLING else "eval loss"
+
+
+def best_in_words(config: RunConfig, loss: float) -> tuple[str, str]:
+    """(what it is the best by, its value). loss: of the best evaluation, as `Evaluation` has it."""
+    most, value = ("highest", -loss) if config.method in SAMPLING else ("least", loss)
+    return f"the {most} {evaluated_in_words(config)}", f"{value:.4g}"
+
+
 def forget_other_losses(progress: Progress, config: RunConfig, settings: Mapping[str, str], say: Say) -> None:
     """A loss that is made otherwise now is no spike among those before, nor do evaluations of it say anything about
     those to come. Of sft and pretraining these are always of the same. settings: that have changed, in words."""
-    changed = [words for name, words in settings.items() if name in OF_THE_LOSS]
-    if changed:
+    if any(name in OF_THE_LOSS for name in settings):
         progress.recent_losses.clear()
-    if changed and config.method in PREFERENCE and progress.best_loss is not None:
+    judged_by = OF_THE_REWARD if config.method in SAMPLING else OF_THE_LOSS if config.method in PREFERENCE else ()
+    changed = [words for name, words in settings.items() if name in judged_by]
+    if changed and progress.best_loss is not None:
         progress.best_loss = progress.best_step = progress.best_step_loss = None
         progress.evaluations_without_gain = 0
         say(f"the best evaluation so far is none any more: it had {', '.join(changed)}")
@@ -38,8 +50,9 @@ def forget_lost_best(progress: Progress, config: RunConfig, is_there: IsThere, s
     if step is None or is_there(step):
         return
     if config.result == "best":
+        most, value = best_in_words(config, loss)
         say(
-            f"warning: step {step:,}, which has the least eval loss so far ({loss:.4g}), is not in "
+            f"warning: step {step:,}, which has {most} so far ({value}), is not in "
             f"{Path(config.output_dir) / 'checkpoints'}: --result best takes the best of those that follow"
         )
     progress.best_step, progress.best_step_loss = None, None
@@ -59,5 +72,6 @@ def best_model(
     if not is_there(step):
         say(f"warning: step {step:,}, the best, is gone, so model/ has the last weights")
         return None
-    say(f"model/ is step {step:,}, which has the least eval loss ({loss:.4g})")
+    most, value = best_in_words(config, loss)
+    say(f"model/ is step {step:,}, which has {most} ({value})")
     return (lambda folder: copy_model(step_folder(output, step), folder)), lambda folder: None

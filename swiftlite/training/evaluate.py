@@ -19,9 +19,10 @@ import torch
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.checkpoint.state import STATE, read_trainer_state
 from swiftlite.config.losses import losses_of
+from swiftlite.config.methods import SAMPLING
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import losses_in_words
-from swiftlite.data.prepare import PreparedData, prepare_data
+from swiftlite.data.prepare import LoadTokenizer, PreparedData, prepare_data
 from swiftlite.errors import UserError
 from swiftlite.models.dtypes import source_dtype
 from swiftlite.models.load import check_model_path
@@ -31,10 +32,12 @@ from swiftlite.parallel.world import World
 from swiftlite.reporting.display import open_display
 from swiftlite.reporting.run import QuietReporter, Reporter
 from swiftlite.training.agreement import check_same_rows
+from swiftlite.training.asking import build_asker
 from swiftlite.training.evaluation import Evaluation, evaluate_rows
 from swiftlite.training.failures import memory_errors, other_memory_errors
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.progress import saved_progress
+from swiftlite.training.rewards import load_rewards
 from swiftlite.training.setup import Trainee, build_trainee, check_model, precision_of, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
@@ -49,29 +52,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """data: the name of the rows; counts: of rows and tokens; loss: the mean over trained tokens, pairs or answers."""
+    """data: the name of the rows; counts: of rows and tokens; loss: the mean over trained tokens, pairs or answers;
+    None where answers are rewarded."""
 
     data: str
     counts: dict[str, int]
-    loss: float
+    loss: float | None
     metrics: dict[str, float | None]
 
 
 ALL = "all"  # of the data sets
 RUNNING = "bco_pair"  # carries a mean from step to step
+COUNTED_PROMPTS = ("rows", "tokens")
 COUNTED = ("rows", "pairs", "desirable", "undesirable", "tokens", "trained_tokens")
 Tell = Callable[[list[Evaluated]], None]
 Stops = Callable[[], int | None]
 
 
 def run_evaluation(
-    config: RunConfig, world: World, layout: Layout, *, tell: Tell, quiet: bool = False, began: float | None = None
+    config: RunConfig,
+    world: World,
+    layout: Layout,
+    *,
+    tell: Tell,
+    tell_answers: Callable[[dict[str, Any]], None] | None = None,
+    quiet: bool = False,
+    began: float | None = None,
 ) -> None:
     """Evaluate the weights in `config.resume`, which began as `config.model`, or that model itself.
 
     The rows are those of `config.dataset`, each set by itself, or the part of them that `config.eval_fraction` holds
-    out. tell: gets what was found, on rank 0: of each data set, and of all if there are several; quiet: stdout is for
-    something else; began: not needed.
+    out. tell: gets what was found, on rank 0: of each data set, and of all if there are several; tell_answers: gets the
+    answers to each prompt, of models that functions judge by them; quiet: stdout is for something else; began: not
+    needed.
 
     Raises UserError for what the user can mend, RunError for what fails.
     """
@@ -86,43 +99,63 @@ def run_evaluation(
             loss = preference_of(config)
             if needs_reference(loss):
                 _check_reference(start, config)
-        on_cpu = unused_on_cpu(config) if world.device.type == "cpu" else []
-        for note in [*on_cpu, *_unlike_the_run(start, config, model_config, checkpoint)]:
+            rewards = load_rewards(config.reward) if config.method in SAMPLING else []
+        for note in _notes(start, config, model_config, checkpoint, world.device):
             reporter.message(f"note: {note}")
-        with reporter.phase("preparing data") as update:
-            vocabulary = vocabulary_of(config, model_config)
-            data = [_as_training(prepare_data(one, load, update, vocabulary)) for one in _each_set(config)]
-        for losses in filter(None, (losses_in_words(prepared.audit) for prepared in data)):
-            reporter.message(f"note: {losses}")
+        data = _read_rows(config, load, vocabulary_of(config, model_config), reporter)
         with reporter.phase("loading the model"):
             check_same_rows(world, " ".join(prepared.fingerprint for prepared in data))
             world.meet("data")
-            trainee = build_trainee(config, model_config, None, load, world, layout, evaluates=True)
-            trainee.check(config.max_length, compiled=config.compile)
+            trainee = _load(config, model_config, load, world, layout)
             stopped = stack.enter_context(_stops(trainee.mesh))
             world.meet("ready")  # to end before the same step
         for note in trainee.notes:
             reporter.message(f"note: {note}")
-        if trainee.has_new_head:
-            fix = "name a reward model, such as the result of `swiftlite rm`"
-            raise UserError("the model has no score head", where=config.model, fix=fix)
 
-        @cache
-        def build_start() -> Trainee:
-            as_begun = check_model(start, layout, world.device, None)
-            beside = world.within("start"), layout, trainee.choice
-            return build_trainee(start, as_begun, None, load, *beside, evaluates=True)
+        build_start = cache(partial(_load_start, start, trainee, load, world, layout))
+        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards))
+        answers = {"build_asker": asker, "tell_evaluated": tell_answers if world.rank == 0 else None}
 
         def build(number: int, prepared: PreparedData) -> Method:
             same = world.within(f"set {number}").same
-            parts = MethodParts(start, loss, prepared, trainee, False, build_start, load, reporter, same)
-            method = build_method(parts)
+            builders = build_start, load, reporter, same
+            method = build_method(MethodParts(start, loss, prepared, trainee, False, *builders, **answers))
             method.state = _carried(checkpoint, method.state)
             return method
 
         found = list(_evaluate(config, data, trainee, build, reporter, stopped))
     if world.rank == 0:
         tell(found)
+
+
+def _read_rows(
+    config: RunConfig, load: LoadTokenizer, vocabulary: int | None, reporter: Reporter
+) -> list[PreparedData]:
+    """What is evaluated, a data set each. vocabulary: how many tokens the model knows."""
+    with reporter.phase("preparing data") as update:
+        data = [_as_training(prepare_data(one, load, update, vocabulary)) for one in _each_set(config)]
+    for losses in filter(None, (losses_in_words(prepared.audit) for prepared in data)):
+        reporter.message(f"note: {losses}")
+    return data
+
+
+def _load(
+    config: RunConfig, model_config: PretrainedConfig, load: LoadTokenizer, world: World, layout: Layout
+) -> Trainee:
+    """The model, none of which is trained. Raises UserError where it lacks what it is to be judged by."""
+    trainee = build_trainee(config, model_config, None, load, world, layout, evaluates=True)
+    trainee.check(config.max_length, compiled=config.compile)
+    if trainee.has_new_head:
+        fix = "name a reward model, such as the result of `swiftlite rm`"
+        raise UserError("the model has no score head", where=config.model, fix=fix)
+    return trainee
+
+
+def _load_start(config: RunConfig, trainee: Trainee, load: LoadTokenizer, world: World, layout: Layout) -> Trainee:
+    """What the model began as, beside it."""
+    model_config = check_model(config, layout, world.device, None)
+    beside = world.within("start"), layout, trainee.choice
+    return build_trainee(config, model_config, None, load, *beside, evaluates=True)
 
 
 def _of_the_weights(config: RunConfig) -> RunConfig:
@@ -158,10 +191,13 @@ def _as_in_files(config: RunConfig, model_config: PretrainedConfig, device: torc
     return config.model_copy(update={"pure_bf16": alike or config.pure_bf16})
 
 
-def _unlike_the_run(
-    start: RunConfig, config: RunConfig, model_config: PretrainedConfig, checkpoint: Path | None
+def _notes(
+    start: RunConfig, config: RunConfig, model_config: PretrainedConfig, checkpoint: Path | None, device: torch.device
 ) -> Iterator[str]:
-    """Notes on what of a run its files do not hold, so that it has logged another loss."""
+    """On what has no effect on this device, and on what of a run its files do not hold, so that it has logged another
+    loss."""
+    if device.type == "cpu":
+        yield from unused_on_cpu(config)
     of_files = source_dtype(model_config)
     if config.model != start.model and of_files != torch.float32 and not start.pure_bf16:
         kind = str(of_files).removeprefix("torch.")
@@ -198,6 +234,8 @@ def _each_set(config: RunConfig) -> Iterator[RunConfig]:
         return
     once = {"eval_dataset": [], "shuffle": False, "epochs": 1.0, "max_steps": None, "streaming": False}
     once["deduplicate"] = False
+    if config.method in SAMPLING:
+        once["global_batch_size"] = max(config.global_batch_size, config.answers_at_once)
     for name in config.dataset:
         yield config.model_copy(update={**once, "dataset": [name]})
     if len(config.dataset) > 1 and _of_other_rows(config):
@@ -258,8 +296,13 @@ def _evaluate(
 
             found = evaluate_rows(plan, method, divided.runner, divided.share, modules, errors, going_on, "train")
         described, whole = plan.describe(), whole + found
-        counts.append({key: described[key] for key in COUNTED if key in described})
-        yield Evaluated(name, counts[-1], found.loss, method.metrics(found.sums, found.count))
+        told = COUNTED_PROMPTS if config.method in SAMPLING else COUNTED
+        counts.append({key: described[key] for key in told if key in described})
+        yield _evaluated(name, counts[-1], method.results(found))
     if len(data) > 1 and name != ALL:
         summed = {key: sum(each[key] for each in counts) for key in counts[0]}
-        yield Evaluated(ALL, summed, whole.loss, method.metrics(whole.sums, whole.count))
+        yield _evaluated(ALL, summed, method.results(whole))
+
+
+def _evaluated(name: str, counts: dict[str, int], results: dict[str, float | None]) -> Evaluated:
+    return Evaluated(name, counts, results.pop("loss", None), results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +25,8 @@ MemoryErrors = Callable[[str, Sequence[MicroBatch]], AbstractContextManager[None
 
 @dataclass(frozen=True)
 class Evaluation:
-    """total: the summed loss of `count` trained tokens, pairs or answers; sums: what the method's loss names."""
+    """total: the summed loss of `count` trained tokens, pairs or answers, the smaller the better; sums: what the method
+    makes its numbers of."""
 
     total: float = 0.0
     count: int = 0
@@ -32,7 +34,8 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        return self.total / max(1, self.count)
+        """The mean; NaN of nothing."""
+        return self.total / self.count if self.count else math.nan
 
     def __add__(self, other: Evaluation) -> Evaluation:
         sums = Counter(self.sums)
@@ -61,8 +64,5 @@ def evaluate_rows(
         for done, batch in enumerate(plan.steps()):
             if not going_on(done):
                 return None
-            mine, make_loss = method.prepare_evaluation(batch, share(batch.packs), kind)
-            with memory_errors("the evaluation", mine.micro_batches):
-                loss, sums = runner.evaluate(mine.micro_batches, make_loss(1))
-            found += Evaluation(loss, method.count(mine), Counter(sums))
+            found += method.evaluate(batch, runner, share, memory_errors, kind)
     return found

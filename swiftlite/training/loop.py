@@ -14,6 +14,7 @@ import torch
 from swiftlite.data.batches import MicroBatch
 from swiftlite.models.compiled import nothing_compiled
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.best import evaluated_in_words
 from swiftlite.training.evaluation import evaluate_rows
 from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors, unfit_rows
 from swiftlite.training.flops import peak_flops
@@ -127,26 +128,28 @@ class Loop:
             last = batch.step == total
             reason, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
             row |= self._speed(row, share, time.perf_counter() - clock, data_seconds, peak)
+            found = None
             if self._parts.eval_plan is not None and self._evaluates.is_due(*now, last):
-                reason = self._evaluate(row) or reason
+                found, asked = self._evaluate(row)
+                reason = asked or reason
                 self._alive()
             first = config.log_first_step and batch.step == 1
-            if self._logs.is_due(*now, last) or first or "eval_loss" in row:
+            if self._logs.is_due(*now, last) or first or found is not None:
                 self._listener.log(row)
             reason = None if last else reason  # it has ended by itself
             stops = self._out_of_patience()
             ends = last or bool(reason) or stops
             calm = ends or not self._spikes.count  # weights that may be spoilt do not push good ones out
             if calm and (self._saves.is_due(*now, ends) or reason):
-                self._note_best(row.get("eval_loss"))
+                self._note_best(found)
                 self._save(last=ends)
                 self._alive()
             clock = time.perf_counter()  # evaluation and saving are no part of a step
             if reason:
                 raise Stopped(reason)
             if stops:
-                patience = config.early_stopping_patience
-                self._listener.message(f"stopped at step {batch.step}: no better eval loss for {patience} evaluations")
+                better = f"no better {evaluated_in_words(config)} for {config.early_stopping_patience} evaluations"
+                self._listener.message(f"stopped at step {batch.step}: {better}")
                 return
 
     def _has_ended(self) -> bool:
@@ -312,9 +315,10 @@ class Loop:
         self.progress.skipped_steps.append(step)
         self._listener.message(f"step {step} skipped: {why} ({len(self.progress.skipped_steps)} so far)")
 
-    def _evaluate(self, row: dict[str, Any]) -> float | None:
-        """Add an evaluation to the row of a step, or return the reason to stop that came before its end: what is left
-        of the time a scheduler gives is for the checkpoint."""
+    def _evaluate(self, row: dict[str, Any]) -> tuple[float | None, float | None]:
+        """Add an evaluation to the row of a step. (What it is the better for the less it is, or None with the reason to
+        stop that came before its end: what is left of the time a scheduler gives is for the checkpoint).
+        """
         parts, reason = self._parts, None
 
         def going_on(_done: int) -> bool:
@@ -326,23 +330,22 @@ class Loop:
         found = evaluate_rows(plan, method, parts.runner, parts.share, parts.modules, self._memory_errors, going_on)
         if found is None:
             self._listener.message(f"step {row['step']} is not evaluated: the run was asked to stop")
-            return reason
+            return None, reason
         loss, progress = found.loss, self.progress
         if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.evaluations_without_gain = loss, 0
         else:
             progress.evaluations_without_gain += 1
-        row["eval_loss"] = loss
-        row |= {f"eval_{name}": value for name, value in method.metrics(found.sums, found.count).items()}
-        return None
+        row |= {f"eval_{name}": value for name, value in method.results(found).items()}
+        return loss, None
 
-    def _note_best(self, eval_loss: float | None) -> None:
-        """Before a checkpoint of this step is saved."""
+    def _note_best(self, loss: float | None) -> None:
+        """Before a checkpoint of this step is saved. loss: of its evaluation, if it has one."""
         progress = self.progress
-        if eval_loss is None or not math.isfinite(eval_loss):
+        if loss is None or not math.isfinite(loss):
             return
-        if progress.best_step_loss is None or eval_loss < progress.best_step_loss:
-            progress.best_step, progress.best_step_loss = progress.step, eval_loss
+        if progress.best_step_loss is None or loss < progress.best_step_loss:
+            progress.best_step, progress.best_step_loss = progress.step, loss
 
     def _out_of_patience(self) -> bool:
         patience = self._parts.config.early_stopping_patience

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,6 +19,7 @@ from swiftlite.errors import RunError
 from swiftlite.objectives.preference import Preference, RunningReward
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired, metric_means, reference_point
+from swiftlite.training.evaluation import Evaluation, MemoryErrors
 from swiftlite.training.losses import PairLoss, PolicyLoss, RewardLoss, RowLoss, StepLoss, TaughtLoss, TokenLoss
 from swiftlite.training.reference import LiveReference, Place, Reference
 
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import Pack, StepBatch
     from swiftlite.parallel.mesh import Mesh
+    from swiftlite.training.examination import Examiner
     from swiftlite.training.rollouts import Rollouts
-    from swiftlite.training.share import StepShare
+    from swiftlite.training.share import Sharing, StepShare
+    from swiftlite.training.step import StepRunner
     from swiftlite.training.teacher import Teacher
 
 MakeLoss = Callable[[int], StepLoss]  # from what the loss is divided by
@@ -50,6 +54,19 @@ class Method(ABC):
     def prepare_evaluation(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         """The same for rows of which nothing is learnt."""
         return self.prepare(batch, share, kind)
+
+    def evaluate(
+        self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
+    ) -> Evaluation:
+        """What comes of a step's rows, as `swiftlite.training.evaluation.evaluate_rows` gets its arguments."""
+        mine, make_loss = self.prepare_evaluation(batch, share(batch.packs), kind)
+        with memory_errors("the evaluation", mine.micro_batches):
+            loss, sums = runner.evaluate(mine.micro_batches, make_loss(1))
+        return Evaluation(loss, self.count(mine), Counter(sums))
+
+    def results(self, found: Evaluation) -> dict[str, float | None]:
+        """The numbers of an evaluation, by their names behind `eval_`."""
+        return {"loss": found.loss} | self.metrics(found.sums, found.count)
 
     def count(self, share: StepShare) -> int:
         """What the loss of a step is the mean over: pairs, or single answers."""
@@ -191,12 +208,21 @@ class Reinforced(Method):
 
     learns_nothing = "each prompt's answers have the same reward"
 
-    def __init__(self, rollouts: Rollouts, reference: LiveReference | None) -> None:
-        """reference: that the model is held to, if it is."""
-        self._rollouts, self._reference = rollouts, reference
+    def __init__(self, rollouts: Rollouts, examiner: Examiner, reference: LiveReference | None) -> None:
+        """examiner: of held-out prompts; reference: that the model is held to, if it is."""
+        self._rollouts, self._examiner, self._reference = rollouts, examiner, reference
 
     def answered(self, batch: StepBatch) -> StepBatch:
         return self._rollouts(batch)
+
+    def evaluate(
+        self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
+    ) -> Evaluation:
+        with memory_errors("the evaluation", ()):
+            return self._examiner(batch)
+
+    def results(self, found: Evaluation) -> dict[str, float | None]:
+        return self._examiner.results(found.sums)
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         if self._reference is not None:

@@ -40,6 +40,7 @@ from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.streams import outlive_readers
 from swiftlite.training.agreement import check_same_rows
+from swiftlite.training.asking import build_asker
 from swiftlite.training.best import best_model, forget_lost_best, forget_other_losses
 from swiftlite.training.failures import StepFailed, other_memory_errors
 from swiftlite.training.interval import Interval
@@ -52,7 +53,6 @@ from swiftlite.training.progress import Progress, saved_progress
 from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
 from swiftlite.training.rewards import load_rewards
-from swiftlite.training.rollouts import build_rollouts
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
@@ -112,8 +112,8 @@ def run_training(
             return build_trainee(config, model_config, None, load, world.within("start"), layout, trainee.choice)
 
         teacher = partial(build_teacher, config, trainee, load, world, layout, reporter.message)
-        rollouts = partial(build_rollouts, config, model_config, trainee, load, world, rewards, reporter.answers)
-        builders = build_start, load, reporter, world.same, teacher, rollouts
+        asker = partial(build_asker, config, model_config, trainee, load, world, rewards)
+        builders = build_start, load, reporter, world.same, teacher, asker, reporter.answers
         method = build_method(MethodParts(config, loss, prepared, trainee, resume is None, *builders))
         folder = OutputFolder(config, claim, prepared, reporter)
         session = Session(config, folder, prepared, trainee, method, load, reporter)

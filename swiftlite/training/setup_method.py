@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from swiftlite.models.tuners import adapters_off
 from swiftlite.objectives.preference import Preference
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired
+from swiftlite.training.examination import Examiner
 from swiftlite.training.methods import (
     Distilled,
     Judged,
@@ -33,12 +34,13 @@ from swiftlite.training.methods import (
     preference_of,
 )
 from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
+from swiftlite.training.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import Pack
     from swiftlite.reporting.run import Reporter
-    from swiftlite.training.rollouts import Rollouts
+    from swiftlite.training.asking import Asker
     from swiftlite.training.setup import Trainee
     from swiftlite.training.teacher import Teacher
 
@@ -46,8 +48,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MethodParts:
     """loss: of `preference_of`; trainee_starts: its weights are those before the first step; build_start: builds
-    another such model; build_teacher: builds the model that is learnt from; build_rollouts: what answers each step's
-    prompts; same: of the world, what the first process says.
+    another such model; build_teacher: builds the model that is learnt from; build_asker: what has prompts
+    answered; tell, tell_evaluated: as of `Rollouts` and `Examiner`; same: of the world, what the first process says.
     """
 
     config: RunConfig
@@ -60,7 +62,9 @@ class MethodParts:
     reporter: Reporter
     same: Callable[[str, str], str]
     build_teacher: Callable[[], Teacher] | None = None
-    build_rollouts: Callable[[], Rollouts] | None = None
+    build_asker: Callable[[], Asker] | None = None
+    tell: Callable[[dict[str, Any]], None] | None = None
+    tell_evaluated: Callable[[dict[str, Any]], None] | None = None
 
 
 def needs_reference(loss: Preference | Unpaired | RewardModel | None) -> bool:
@@ -84,9 +88,11 @@ def build_method(parts: MethodParts) -> Method:
     if config.teacher is not None and parts.build_teacher is not None:
         with parts.reporter.phase("loading the teacher"):
             return Distilled(parts.build_teacher())
-    if config.method in SAMPLING and parts.build_rollouts is not None:
+    if config.method in SAMPLING and parts.build_asker is not None:
         _temper(trainee, config)
-        return Reinforced(parts.build_rollouts(), _live_reference(parts) if is_held(config) else None)
+        ask = parts.build_asker()
+        rollouts, examiner = Rollouts(config, ask, parts.tell), Examiner(config, ask, parts.tell_evaluated)
+        return Reinforced(rollouts, examiner, _live_reference(parts) if is_held(config) else None)
     if loss is None:
         return Supervised(dynamic=weighs_by_probability(config))
     if isinstance(loss, RewardModel):

@@ -58,7 +58,6 @@ INSTEAD: dict[str, str] = {
     ),
     "external_plugins": "write the functions of the file: {reward: FILE.py:NAME}",
     **dict.fromkeys(("soft_cache_length", "soft_max_length"), _OWN_REWARD),
-    "num_generations_eval": _OUT + "no rows are evaluated, each step's reward says how good its answers are",
     **dict.fromkeys(
         ("mask_truncated_completions", "overlong_filter"), _OUT + "raise {max_new_tokens}, or reward answers that end"
     ),

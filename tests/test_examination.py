@@ -1,0 +1,200 @@
+"""What functions say of a model's answers to held-out prompts: while it trains by them, and of any model."""
+
+import json
+
+import pytest
+import torch
+from test_eval import evaluate
+from test_grpo import FUNCTIONS, numbers, opened, plain_answer, sampled
+from test_parity import metrics, settings, train_alone
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds import run_swiftlite
+
+from swiftlite.cli.app import main
+from swiftlite.config.resolve import resolve_config
+from swiftlite.config.validate import Given
+from swiftlite.data.order import Sequence, StepBatch
+from swiftlite.errors import UserError
+from swiftlite.reporting import page
+from swiftlite.reporting.board import Board
+from swiftlite.serving.evaluated import settle
+from swiftlite.training.asking import Answers, Asker
+from swiftlite.training.best import forget_other_losses
+from swiftlite.training.evaluation import Evaluation
+from swiftlite.training.examination import Examiner
+from swiftlite.training.progress import Progress
+from swiftlite.training.rewards import Answered, Reward
+from swiftlite.verification.cases import vowels
+
+VOWELS = "swiftlite.verification.cases.vowels"
+
+
+def likeliest(model, prompt, length, stops):
+    """Token after token, each time by a pass over all of it."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + length and (len(ids) == len(prompt) or ids[-1] not in stops):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture
+def trained(tmp_path, tiny_model, write_rows, chat_rows):
+    """Train with an evaluation and a checkpoint of each step: settings beside -> rows of metrics.jsonl."""
+
+    def start(**more):
+        values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), **more)
+        held_out = {"eval_dataset": [str(write_rows("held.jsonl", chat_rows[:5]))], "learning_rate": 1e-2}
+        every = {"eval_steps": 1, "save_steps": 1, "keep_checkpoints": 9, "max_steps": 4}
+        train_alone(resolve_config("grpo", **values | held_out | every))
+        return metrics(tmp_path / "out")
+
+    return start
+
+
+@pytest.mark.parametrize("more", [{}, {"eval_samples": 3, "temperature": 0.8}])
+def test_evaluations_equal_plain_pytorch(tmp_path, trained, chat_rows, more):
+    """In a run, and of what it has saved."""
+    rows = trained(**more)
+    for step in (1, 4):
+        folder = tmp_path / "out" / "checkpoints" / f"step-0000000{step}"
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        stops = [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id]
+        rewards, lengths = [], []
+        for number, row in enumerate(chat_rows[:5]):
+            prompt = opened(tokenizer, row["messages"][: 2 if number % 3 else 4])
+            answers = [likeliest(model, prompt, 10, stops)]
+            if more:
+                drawn = [numbers(42, "evaluation", *prompt, place) for place in range(3)]
+                answers = [plain_answer(model, prompt, each, stops, 0.8) for each in drawn]
+            texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+            rewards.append(vowels([[{"content": text}] for text in texts]))
+            lengths += map(len, answers)
+        logged = rows[step - 1]
+        wanted = {"reward": sum(map(sum, rewards)) / len(lengths), "answers/length": sum(lengths) / len(lengths)}
+        wanted |= {"reward_best": sum(map(max, rewards)) / 5} if more else {}
+        [found] = evaluate(model=str(folder), reward=[VOWELS], cache_dir=str(tmp_path / "cache"))
+        for name, value in wanted.items():
+            assert found.metrics[name] == logged[f"eval_{name}"] == pytest.approx(value, abs=1e-12)
+        assert found.loss is None and found.counts == {"rows": 5, "tokens": found.counts["tokens"]}
+        assert {f"eval_{name}" for name in found.metrics} == {name for name in logged if name.startswith("eval_")}
+
+
+def test_the_best_has_the_highest_reward(tmp_path, trained):
+    rows = trained(result="best", early_stopping_patience=9)
+    rewards = {row["step"]: row["eval_reward"] for row in rows}
+    best = max(rewards, key=lambda step: (rewards[step], -step))
+    assert len(set(rewards.values())) > 1 and min(rewards, key=rewards.get) != best
+    [result] = (tmp_path / "out" / "model").glob("*.safetensors")
+    saved = tmp_path / "out" / "checkpoints" / f"step-0000000{best}" / result.name
+    assert result.read_bytes() == saved.read_bytes()
+    said = json.loads((tmp_path / "out" / "run.json").read_text())["messages"]
+    assert f"model/ is step {best}, which has the highest eval reward ({rewards[best]:.4g})" in [
+        m["text"] for m in said
+    ]
+
+
+def test_several_processes_give_the_same_numbers_and_answers(tmp_path, trained):
+    last, report, answers = trained()[-1], tmp_path / "report.json", tmp_path / "answers.jsonl"
+    words = ["--json", report, "--cache-dir", tmp_path / "cache", "--answers", answers, "--parallel", "fsdp"]
+    run_swiftlite(2, "eval", "--model", tmp_path / "out", "--reward", VOWELS, *words)
+    [row] = json.loads(report.read_text())
+    for name in ("reward", "rewards/vowels", "answers/length", "answers/cut"):
+        assert row[name] == pytest.approx(last[f"eval_{name}"], rel=1e-9)
+    told = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [each["where"].rpartition("/")[2] for each in told] == [f"held.jsonl:{line}" for line in range(1, 6)]
+    given = [answer["reward"] for each in told for answer in each["answers"]]
+    assert sum(given) / 5 == pytest.approx(row["reward"], rel=1e-12)
+
+
+def test_a_model_that_was_trained_otherwise_is_evaluated_too(tmp_path, tiny_model, write_rows, chat_rows):
+    """Whatever its run says of answers that are given."""
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), loss=["dft"], max_steps=1)
+    train_alone(resolve_config("sft", **values | {"train_on": "last-answer", "overlong": "split"}))
+    given = {"reward": [VOWELS], "max_new_tokens": 8, "cache_dir": str(tmp_path / "cache")}
+    [run] = evaluate(model=str(tmp_path / "out"), **given)
+    [alone] = evaluate(model=str(tmp_path / "out" / "model"), dataset=values["dataset"], max_length=160, **given)
+    assert run.metrics["reward"] is not None and run.metrics["answers/length"] <= 8
+    assert list(run.metrics.values()) == list(alone.metrics.values())
+
+
+def test_functions_that_a_run_names_are_not_run_unasked(tmp_path, trained):
+    trained(loss=["grpo"], beta=0.1, eval_samples=2)
+    given = {"model": Given(str(tmp_path / "out" / "model"), "--model", "flag")}
+    with pytest.raises(UserError, match="are not run unasked") as failure:
+        settle(given, None)
+    assert "--reward" in failure.value.fix
+    _, recipe = settle(given | {"method": Given("sft", "--method", "flag")}, None)
+    assert not {"loss", "beta", "reward", "eval_samples"} & recipe.entries.keys()
+    settled, recipe = settle(given | {"reward": Given([VOWELS], "--reward", "flag")}, None)
+    assert settled["method"].value == "grpo" and recipe.entries["eval_samples"].value == "2"
+    assert not {"beta", "reward"} & recipe.entries.keys()
+    _, recipe = settle(given | {name: Given(3, name, "flag") for name in ("reward", "eval_samples")}, None)
+    assert "eval_temperature" not in recipe.entries  # of one answer it was 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--answers", "new.jsonl"], "no answers are given where no function rewards them"),
+        (["--reward", "{}:right", "--answers", "rows.jsonl"], "the file exists"),
+        (["--reward", "{}:right", "--answers", "-"], "answers are written to a file"),
+        (["--reward", "{}:right", "--answers", "gone/new.jsonl"], "there is no such folder"),
+        (["--reward", "{}:wrong"], "there is no function wrong"),
+        (["--reward", "{}:right", "--max-length", "200"], "leaves no room for a prompt"),
+    ],
+)
+def test_what_cannot_be_judged_is_told(tmp_path, capsys, monkeypatch, tiny_model, write_rows, chat_rows, words, said):
+    (tmp_path / "beside.py").write_text("bonus = 0.25\n")
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    write_rows("rows.jsonl", chat_rows)
+    monkeypatch.chdir(tmp_path)
+    words = [word.format("functions.py") for word in words]
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", "--model", str(tiny_model("llama")), "--dataset", "rows.jsonl", "--cache-dir", "cache", *words])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+class Said(Asker):
+    """Whose answers are known."""
+
+    def __init__(self, rewards):
+        """rewards: `[prompts][functions][answers]`."""
+        self._rewards = [Reward(name, weight, print) for name, weight in (("one", 1.0), ("two", 0.5))]
+        self._stops, self._known = [2], rewards
+
+    def __call__(self, prompts, draw):
+        answers = [Answered("?", "x", ids, {}, "rows.jsonl:1") for ids in ([5, 6, 2], [5])]
+        return [Answers(place, answers, self._known[place]) for place, _ in enumerate(prompts)]
+
+
+def test_what_no_function_says_counts_in_no_mean():
+    nan, config = float("nan"), resolve_config("grpo", model="m", dataset=["d"], reward=["f"], eval_samples=2)
+    batch = StepBatch(1, 0.0, [[Sequence([1], [False], "")], [Sequence([1], [False], "")]])
+    examine = Examiner(config, Said([[[1.0, nan], [2.0, nan]], [[nan, -3.0], [nan, nan]]]))
+    found = examine(batch) + examine(batch)
+    assert examine.results(found.sums) == {
+        "reward": -0.5, "reward_best": -0.5, "rewards/one": -1.0, "rewards/two": 2.0, "answers/length": 2.0,
+        "answers/cut": 0.5, "answers/unrewarded": 0.5,
+    }  # fmt: skip
+    assert found.loss == 0.5  # the less, the better
+    silent = Examiner(config, Said([[[nan, nan], [nan, nan]]]))
+    found = silent(StepBatch(1, 0.0, batch.packs[:1]))
+    assert silent.results(found.sums)["reward"] is None and found.loss != found.loss  # no best one
+    assert Evaluation().loss != Evaluation().loss
+
+
+def test_other_rewards_are_no_measure_for_those_before():
+    config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"])
+    for changed, left in ({"loss": "x"}, -0.5), ({"eval_temperature": "x"}, None), ({"reward": "x"}, None):
+        progress, told = Progress(best_loss=-0.5, best_step=2, best_step_loss=-0.5), []
+        forget_other_losses(progress, config, changed, told.append)
+        assert progress.best_loss == left and len(told) == (left is None)
+
+
+def test_what_is_told_of_evaluations_is_their_reward():
+    rows = [{"step": step, "loss": 0.0, "reward": 0.1, "eval_reward": step / 10} for step in (1, 3, 2)]
+    assert page.figures(rows, {})["best eval reward"] == "0.3000"
+    board = Board(3, {}, rows=rows)
+    assert board.held_out == 0.2 and ("eval reward", "0.2000") in board._numbers()
