@@ -29,6 +29,7 @@ class Run:
     round: int
     log: str
     failure: str | None = None
+    steps_per_second: float | None = None
     pairs_per_second: float | None = None
     tokens_per_second: float | None = None
     padding: float | None = None
@@ -153,6 +154,7 @@ def evaluate(run: Run, rows: list[dict], *, start: float, skip: int) -> None:
         return
     real, padding = sum(row["real"] for row in measured), sum(row["padding"] for row in measured)
     seconds = measured[-1]["time"] - steps[skip - 1]["time"]
+    run.steps_per_second = len(measured) / seconds
     run.tokens_per_second = real / seconds
     run.pairs_per_second = sum(row["marked"] for row in measured) / 2 / seconds
     run.padding = padding / (real + padding)
