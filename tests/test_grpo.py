@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -27,7 +28,7 @@ from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import curve_of
 from swiftlite.training.asking import Asker
 from swiftlite.training.plan import outline_of
-from swiftlite.training.rewards import Answered, load_rewards, rewards_of
+from swiftlite.training.rewards import Answered, check_columns, load_rewards, rewards_of
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
 
 SAMPLES, LONGEST = 4, 10
@@ -225,6 +226,9 @@ def nothing(completions, **others):
 def few(completions, **others):
     return [1.0]
 
+def own(completions, completion, **others):
+    return [1.0 for _ in completions]
+
 def broken(completions):
     return [1.0 for _ in completions]
 
@@ -358,6 +362,34 @@ def test_a_function_that_fails_is_told(functions, name, wanted):
     assert "rewards.py" not in failure.value.where
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "problem", "fix"),
+    [
+        ("right", ("level", "question"), "right asks for `answer`, which is no column", "they have level, question"),
+        ("right", (), "asks for `answer`", "they have none"),
+        ("own", ("answer",), "asks for `completion`", "what rows have as completion is not handed on"),
+        ("broken", ("answer",), "does not take answer, completion_ids, prompts", r"add \*\*others"),
+        ("right", ("answer",), None, None),
+        ("nothing", (), None, None),
+    ],
+)
+def test_what_functions_ask_for_is_known_before_training(functions, name, columns, problem, fix):
+    rewards = load_rewards([f"{functions}:{name}"])
+    if problem is None:
+        check_columns(rewards, columns, ["rows.jsonl"])
+        return
+    with pytest.raises(UserError, match=problem) as failure:
+        check_columns(rewards, columns, ["rows.jsonl"])
+    assert failure.value.where == f"--reward {functions}:{name}, --dataset rows.jsonl"
+    assert re.search(fix, failure.value.fix)
+
+
+def test_a_run_whose_rows_lack_a_column_does_not_begin(tmp_path, tiny_model, write_rows, chat_rows, functions):
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
+    with pytest.raises(UserError, match="asks for `answer`"):
+        train_alone(resolve_config("grpo", **values | {"reward": [f"{functions}:right"]}))
+
+
 def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_model, write_rows, chat_rows, functions):
     values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
     train_alone(resolve_config("grpo", **values | {"reward": [f"{functions}:nothing"], "max_steps": 2}))
@@ -418,14 +450,15 @@ def test_rows_become_prompts(tmp_path, write_rows, tiny_model):
     assert not any(document.trained.any() for document in asked)
 
 
-def test_functions_get_the_columns_of_all_rows_of_a_step(tmp_path, write_rows, tiny_model, functions):
-    """Also in a process none of whose rows has one."""
+def test_functions_get_the_columns_of_all_rows(tmp_path, write_rows, tiny_model, functions):
+    """Also in a step none of whose rows has one."""
     rows = [{"prompt": "Hello"}, {"prompt": "Hi", "answer": "4"}]
-    found, tokenizer = prepared(tmp_path, write_rows, tiny_model, rows, shuffle=False, global_batch_size=2)
+    found, tokenizer = prepared(tmp_path, write_rows, tiny_model, rows, shuffle=False, global_batch_size=1)
+    assert found.columns == ("answer",)
     (batch, *_) = found.train.steps()
     prompts = [document for pack in batch.packs for document in pack]
     config = resolve_config("grpo", **sampled(tmp_path, tiny_model("llama"), "rows.jsonl", samples=2))
-    ask = Asker(config, None, tokenizer, load_rewards([f"{functions}:right"]), None, [2])
+    ask = Asker(config, None, tokenizer, load_rewards([f"{functions}:right"]), found.columns, None, [2])
     (group,) = ask._rewarded(prompts, {(0, 0): [5, 2], (0, 1): [6, 7]}, 2)
     assert group.rewards == [[0.25, 0.25]] and [answer.columns for answer in group.answers] == [{"answer": None}] * 2
 

@@ -67,7 +67,7 @@ def build_entry(
     unused: Counter[str] = Counter()
     rows = raw_rows(source, options, sample_by, seed)
     run = (PromptTokenizer if options.method in SAMPLING else RowTokenizer)(tokenizer, options, source.files)
-    largest = -1
+    largest, columns = -1, set[str]()
     processes = _processes(workers) if expected_rows > POOL_FROM_ROWS else 1
     with (
         SequenceWriter(folder, schema_of(options.method)) as writer,
@@ -79,6 +79,7 @@ def build_entry(
             counts.update(batch.counts)
             dropped.update(batch.dropped)
             count_columns(unused, batch.unused)
+            columns |= batch.columns
             writer.append(batch)
             largest = max(largest, batch.largest())
             if progress is not None:
@@ -87,6 +88,7 @@ def build_entry(
         "counts": dict(counts),
         "dropped": dict(dropped),
         "unused": dict(unused),
+        "columns": sorted(columns),
         "largest_token": largest,
         "labels": [file.label for file in source.files],
     }

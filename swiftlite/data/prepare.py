@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.schema import RunConfig
 
-FORMAT_VERSION = 14  # raise it when the same rows and options give other tokens or counts than before
+FORMAT_VERSION = 15  # raise it when the same rows and options give other tokens or counts than before
 Progress = Callable[[int, int], None]
 LoadTokenizer = Callable[[], "PreTrainedTokenizerBase"]
 
@@ -57,13 +57,15 @@ class Rejected:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """train, eval: the steps; audit: for audit.json; fingerprint: changes with anything that changes the steps."""
+    """train, eval: the steps; audit: for audit.json; fingerprint: changes with anything that changes the steps;
+    columns: of rows that are prompts, for the functions that reward answers, each of which some row has."""
 
     train: BatchPlan | StreamPlan
     eval: BatchPlan | None
     audit: dict[str, Any]
     rejected: Rejected | list[dict[str, Any]]
     fingerprint: str
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def prepare_data(
         audit=audit,
         rejected=Rejected([*train, *held_out]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
+        columns=tuple(sorted({name for entry in (*train, *held_out) for name in entry.meta["columns"]})),
     )
 
 

@@ -7,7 +7,7 @@ reward what the model says.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,7 +60,9 @@ class PromptTokenizer:
             batch.ids.append(np.asarray(ids, dtype=np.int32))
             batch.runs.append(NOTHING)
             batch.rows.append((raw.number, raw.file, raw.line))
-            batch.asked.append(_record(question))
+            columns = {key: value for key, value in question.row.items() if key not in PROMPT}
+            batch.columns.update(columns)
+            batch.asked.append(_record(question, columns))
         return batch
 
     def _read(self, raw: RawRow) -> Question:
@@ -106,8 +108,7 @@ class PromptTokenizer:
         return True
 
 
-def _record(question: Question) -> str:
+def _record(question: Question, columns: dict[str, Any]) -> str:
     """What a function that rewards answers is told of a question, as JSON."""
-    columns = {key: value for key, value in question.row.items() if key not in PROMPT}
     prompt = question.messages[0]["content"] if question.plain else question.messages
     return json.dumps({"prompt": prompt, "columns": columns}, ensure_ascii=False, default=str)

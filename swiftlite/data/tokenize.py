@@ -66,13 +66,15 @@ class RawRow:
 class TokenBatch:
     """Sequences of some rows, laid end to end. runs: trained `[start, end)` pairs of each sequence, flat; preferences:
     of each sequence, for the methods that compare answers; asked: of each prompt that is answered while training, its
-    row as JSON; unused: rows by column that nothing was made of."""
+    row as JSON; columns: that such rows have for whoever rewards answers; unused: rows by column that nothing was made
+    of."""
 
     ids: list[np.ndarray] = field(default_factory=list)
     runs: list[np.ndarray] = field(default_factory=list)
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # (row number, file, line) per sequence
     preferences: list[Preference] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    columns: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
@@ -82,6 +84,7 @@ class TokenBatch:
         """Put the sequences and counts of further rows behind these."""
         for name in ("ids", "runs", "rows", "preferences", "asked", "rejected"):
             getattr(self, name).extend(getattr(other, name))
+        self.columns |= other.columns
         self.counts.update(other.counts)
         self.dropped.update(other.dropped)
         count_columns(self.unused, other.unused)

@@ -67,12 +67,14 @@ class Asker:
         answerer: Answerer,
         tokenizer: PreTrainedTokenizerBase,
         rewards: Sequence[Reward],
+        columns: Sequence[str],
         mesh: Mesh,
         stops: Sequence[int],
     ) -> None:
-        """mesh: of the model, whose processes share the prompts out; stops: ids that end an answer."""
+        """columns: that some row of the data has; mesh: of the model, whose processes share the prompts out; stops: ids
+        that end an answer."""
         self._config, self._answerer, self._tokenizer, self._rewards = config, answerer, tokenizer, rewards
-        self._mesh, self._stops = mesh, stops
+        self._columns, self._mesh, self._stops = columns, mesh, stops
 
     def __call__(self, prompts: list[Document], draw: Draw) -> list[Answers]:
         """All groups in the order of the prompts, of which each process answers its part."""
@@ -128,9 +130,8 @@ class Asker:
     ) -> Iterator[Answers]:
         """drawn: as `_drawn` gives it."""
         records = [json.loads(prompt.asked) for prompt in prompts]
-        names = [name for record in records for name in record["columns"]]  # of all, not of this process's rows
         places = [place for place, _ in drawn]
-        columns = [dict.fromkeys(names) | record["columns"] for record in records]
+        columns = [dict.fromkeys(self._columns) | record["columns"] for record in records]
         answered = [
             self._read(prompts[place].where, records[place]["prompt"], columns[place], ids)
             for (place, _), ids in drawn.items()
@@ -186,9 +187,10 @@ def build_asker(
     load: Callable[[], PreTrainedTokenizerBase],
     world: World,
     rewards: Sequence[Reward],
+    columns: Sequence[str],
 ) -> Asker:
-    """With the model itself, or a copy of it, to answer."""
+    """With the model itself, or a copy of it, to answer. columns: as for `Asker`."""
     tokenizer = load()
     stops = stop_tokens(trainee.base.generation_config, tokenizer)
     answerer = build_answerer(config, model_config, trainee, load, world, stops)
-    return Asker(config, answerer, tokenizer, rewards, trainee.mesh, stops)
+    return Asker(config, answerer, tokenizer, rewards, columns, trainee.mesh, stops)

@@ -37,7 +37,7 @@ from swiftlite.training.evaluation import Evaluation, evaluate_rows
 from swiftlite.training.failures import memory_errors, other_memory_errors
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.progress import saved_progress
-from swiftlite.training.rewards import load_rewards
+from swiftlite.training.rewards import check_columns, load_rewards
 from swiftlite.training.setup import Trainee, build_trainee, check_model, precision_of, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
@@ -103,6 +103,8 @@ def run_evaluation(
         for note in _notes(start, config, model_config, checkpoint, world.device):
             reporter.message(f"note: {note}")
         data = _read_rows(config, load, vocabulary_of(config, model_config), reporter)
+        columns = sorted({name for prepared in data for name in prepared.columns})
+        check_columns(rewards, columns, config.dataset)
         with reporter.phase("loading the model"):
             check_same_rows(world, " ".join(prepared.fingerprint for prepared in data))
             world.meet("data")
@@ -113,7 +115,7 @@ def run_evaluation(
             reporter.message(f"note: {note}")
 
         build_start = cache(partial(_load_start, start, trainee, load, world, layout))
-        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards))
+        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, columns))
         answers = {"build_asker": asker, "tell_evaluated": tell_answers if world.rank == 0 else None}
 
         def build(number: int, prepared: PreparedData) -> Method:

@@ -21,20 +21,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from swiftlite.data.prompts import GIVEN, PROMPT
 from swiftlite.ending import is_of_a_signal
 from swiftlite.errors import RunError, UserError
 
 FLAG = "--reward"
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 HOW = f"give {FLAG} FILE.py:NAME or PACKAGE.MODULE.NAME, with *WEIGHT behind it if it is not 1"
 
 
 @dataclass(frozen=True)
 class Reward:
-    """name: of the function; weight: what its number counts."""
+    """name: of the function; weight: what its number counts; given: as `--reward` names it."""
 
     name: str
     weight: float
     function: Callable[..., Sequence[float | None]]
+    given: str
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def _load(word: str, modules: dict[str, ModuleType]) -> Reward:
         raise UserError(
             f"{name} is asynchronous", where=f"{FLAG} {word}", fix="write a plain function, which may wait for others"
         )
-    return Reward(name, weight, function)
+    return Reward(name, weight, function, word)
 
 
 def _number(text: str, word: str) -> float:
@@ -138,6 +141,31 @@ def _importing(place: str, word: str) -> Iterator[None]:
             where=f"{FLAG} {word}",
             fix=f"mend it, or {HOW}",
         ) from error
+
+
+def check_columns(rewards: Sequence[Reward], columns: Sequence[str], datasets: Sequence[str]) -> None:
+    """Raises UserError for a function that cannot be called with what rows have. columns: that some row has; datasets:
+    as `--dataset` names them."""
+    given = (*GIVEN, *columns)
+    for reward in rewards:
+        try:
+            parameters = inspect.signature(reward.function).parameters.values()
+        except (TypeError, ValueError):  # of some that are written in C nobody knows
+            continue
+        kinds = {one.kind for one in parameters}
+        by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+        needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
+        if missing := next((name for name in needed if name not in given), None):
+            problem = f"asks for `{missing}`, which is no column of the rows"
+            fix = f"they have {', '.join(columns) or 'none'}: name the argument so, or give it a default"
+            if missing in PROMPT:  # as TRL has it
+                fix += f"; what rows have as {missing} is not handed on, so write it in a column of another name"
+        elif inspect.Parameter.VAR_KEYWORD not in kinds and (more := set(given) - by_name):
+            problem, fix = f"does not take {', '.join(sorted(more))}", "add **others to its arguments"
+        else:
+            continue
+        where = f"{FLAG} {reward.given}, --dataset {' '.join(datasets)}"
+        raise UserError(f"the reward function {reward.name} {problem}", where=where, fix=fix)
 
 
 def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[list[float]]:

@@ -52,7 +52,7 @@ from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
 from swiftlite.training.progress import Progress, saved_progress
 from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
-from swiftlite.training.rewards import load_rewards
+from swiftlite.training.rewards import check_columns, load_rewards
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
 from swiftlite.training.sources import find_weights
@@ -95,6 +95,7 @@ def run_training(
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(reading, load, update, vocabulary_of(config, model_config))
+            check_columns(rewards, prepared.columns, config.dataset)
         for text in _told_of_rows(config, prepared.audit):
             reporter.message(text)
         repository = open_repository(config) if config.push_to_hub and world.rank == 0 else None
@@ -112,11 +113,10 @@ def run_training(
             return build_trainee(config, model_config, None, load, world.within("start"), layout, trainee.choice)
 
         teacher = partial(build_teacher, config, trainee, load, world, layout, reporter.message)
-        asker = partial(build_asker, config, model_config, trainee, load, world, rewards)
+        asker = partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns)
         builders = build_start, load, reporter, world.same, teacher, asker, reporter.answers
         method = build_method(MethodParts(config, loss, prepared, trainee, resume is None, *builders))
-        folder = OutputFolder(config, claim, prepared, reporter)
-        session = Session(config, folder, prepared, trainee, method, load, reporter)
+        session = Session(config, claim, prepared, trainee, method, load, reporter)
         session.restore(resume)
         try:
             session.train(began)
@@ -145,14 +145,15 @@ class Session:
     def __init__(
         self,
         config: RunConfig,
-        folder: OutputFolder,
+        claim: Claim,
         prepared: PreparedData,
         trainee: Trainee,
         method: Method,
         load_tokenizer: LoadTokenizer,
         reporter: Reporter,
     ) -> None:
-        self._config, self._folder, self._output, self._prepared = config, folder, folder.path, prepared
+        self._folder = OutputFolder(config, claim, prepared, reporter)
+        self._config, self._output, self._prepared = config, self._folder.path, prepared
         self._trainee, self._method = trainee, method
         self._load_tokenizer, self._reporter = load_tokenizer, reporter
         self._mesh = trainee.mesh
