@@ -5,6 +5,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -244,6 +246,12 @@ def nan(completions, **others):
 def infinite(completions, **others):
     return [float("inf") for _ in completions]
 
+def vast(completions, **others):
+    return [10**400 for _ in completions]
+
+def unordered(completions, **others):
+    return {float(place) for place, _ in enumerate(completions)}
+
 def digits(completions, **others):
     return "10"
 
@@ -336,6 +344,19 @@ def test_a_file_is_run_once(tmp_path):
     assert (tmp_path / "runs").read_text() == "x"
 
 
+@pytest.mark.parametrize(("end", "status"), [("return [1.0]", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
+def test_a_process_that_a_function_forks_is_no_second_run(tmp_path, end, status):
+    """Nor does it hang, which it did in the joins of threads that are not in it."""
+    lines = "if child := os.fork():", "    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]", end
+    (tmp_path / "forks.py").write_text("import os\ndef forks(**others):\n" + "".join(f"    {line}\n" for line in lines))
+    code = f"""
+from swiftlite.training.rewards import Answered, load_rewards, rewards_of
+print(rewards_of(load_rewards(["{tmp_path / "forks.py"}:forks"]), [Answered("?", "x", [1], {{}}, "rows.jsonl:1")]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"[[{float(status)}]]\n" and ("Traceback" in done.stderr) == (status > 0)
+
+
 def test_functions_do_not_change_what_others_get(functions):
     answers = [said("4", answer="4"), said("5", answer="4")]
     found = rewards_of(load_rewards([f"{functions}:changes", f"{functions}:right"]), answers)
@@ -350,6 +371,8 @@ def test_functions_do_not_change_what_others_get(functions):
         ("quits", "quits failed: SystemExit"),
         ("nan", "nan returned nan"),
         ("infinite", "infinite returned inf"),
+        ("vast", "vast returned 1000"),
+        ("unordered", "unordered returned set"),
         ("digits", "digits returned str"),
         ("words", "words returned '1.5'"),
         ("tables", "tables returned \\[1.0, 2.0\\]"),

@@ -11,9 +11,10 @@ import importlib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -188,9 +189,10 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[l
 def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answered]) -> list[float]:
     asked = f"for answers to {answers[0].where} and others"
     try:
-        said = reward.function(**columns)
-        if isinstance(said, Iterable) and not isinstance(said, str | bytes | Mapping):
-            said = list(said)  # of a generator, whose code runs only now, and of arrays
+        with _ends_forks():
+            said = reward.function(**columns)
+            if isinstance(said, Iterable) and not isinstance(said, str | bytes | Mapping | Set):  # which have no order
+                said = list(said)  # of a generator, whose code runs only now, and of arrays
     except (Exception, SystemExit) as error:
         if is_of_a_signal(error):
             raise
@@ -218,6 +220,21 @@ def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answ
     return found
 
 
+@contextmanager
+def _ends_forks() -> Iterator[None]:
+    """A process that a function forks ends with it: it would go on as a second run, in the same folder."""
+    here, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == here:
+            raise
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        traceback.print_exc()
+    if os.getpid() != here:
+        os._exit(code)
+
+
 def _number_of(value: Any) -> float | None:
     """A finite number, also of numpy or torch; NaN for None; None for anything else. What a function gives as NaN would
     else pass for nothing, and of an infinite one no mean can be had."""
@@ -225,6 +242,6 @@ def _number_of(value: Any) -> float | None:
         return math.nan
     try:
         number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several numbers
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor with several numbers
         return None
     return number if math.isfinite(number) else None
