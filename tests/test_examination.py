@@ -161,7 +161,7 @@ class Said(Asker):
 
     def __init__(self, rewards):
         """rewards: `[prompts][functions][answers]`."""
-        self._rewards = [Reward(name, weight, print) for name, weight in (("one", 1.0), ("two", 0.5))]
+        self._rewards = [Reward(name, weight, print, name) for name, weight in (("one", 1.0), ("two", 0.5))]
         self._stops, self._known = [2], rewards
 
     def __call__(self, prompts, draw):

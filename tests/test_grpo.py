@@ -501,7 +501,7 @@ def test_what_cannot_be_asked_is_told_or_counted(tmp_path, write_rows, tiny_mode
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        ({"reward": []}, "nothing says what is rewarded"),
+        ({"reward": []}, "nothing says how grpo rewards answers"),
         ({"max_new_tokens": 160}, "leaves no room for a prompt"),
         ({"eval_samples": 2, "eval_temperature": 0}, "are all the same"),
         ({"overlong": "truncate"}, "would make another question of a prompt"),

@@ -17,7 +17,17 @@ ARROWS = {
     "planning": {"config", "models", "parallel"},
     "reporting": {"config"},
     "serving": {"config", "data", "models", "checkpoint"},
-    "training": {"config", "data", "models", "objectives", "parallel", "checkpoint", "planning", "reporting"},
+    "training": {
+        "config",
+        "data",
+        "models",
+        "objectives",
+        "parallel",
+        "checkpoint",
+        "planning",
+        "reporting",
+        "serving",
+    },
     "verification": {"config", "models", "parallel", "checkpoint", "reporting", "training"},
 }
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 400, 60

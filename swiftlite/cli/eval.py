@@ -43,7 +43,11 @@ LARGEST_LOSS = 700.0  # whose exponential is a number
 
 def evaluate(resolved: Resolved, json: str | None, answers: str | None) -> None:
     """Evaluate. Raises what the evaluation itself raises."""
+    from swiftlite.config.resolve import require_reward
+
     check_output(json)
+    if resolved.config.method in SAMPLING:
+        require_reward(resolved.config)
     if answers is not None:
         _check_answers(resolved.config, answers)
     config = choose_rows(resolved)

@@ -198,12 +198,6 @@ def _sampling_rules(config: RunConfig) -> list[Rule]:
         return []
     return [
         (
-            not config.reward,
-            f"{config.method} learns from rewards, and nothing says what is rewarded",
-            ("reward",),
-            "give --reward FILE.py:NAME, a function that gets answers and returns a number for each",
-        ),
-        (
             config.eval_samples > 1 and config.eval_temperature == 0,
             "--eval-temperature 0 takes the likeliest token each time, so that --eval-samples are all the same",
             ("eval_samples", "eval_temperature"),

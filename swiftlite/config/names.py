@@ -178,13 +178,16 @@ def _absolute(name: str | None) -> str | None:
 
 
 def placed_reward(word: str, base: Path | None) -> str:
-    """A word of `--reward` with the path of its file, if it names one that exists, found as `placed` does."""
+    """A word of `--reward` with the path of its file or model, if it names one that exists, found as `placed` does."""
     return _of_file(word, lambda file: placed(file, base))
 
 
 def _of_file(word: str, place: Callable[[str], str | None]) -> str:
     file, colon, function = word.rpartition(":")
-    return f"{place(file) or file}:{function}" if colon else word
+    if colon:
+        return f"{place(file) or file}:{function}"
+    model, star, weight = word.rpartition("*") if "*" in word else (word, "", "")
+    return f"{place(model) or model}{star}{weight}"
 
 
 def _absolute_spec(spec: str) -> str:

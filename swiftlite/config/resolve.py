@@ -178,6 +178,18 @@ def _require(config: RunConfig, *, needs_rows: bool) -> None:
         raise UserError("no model is named", fix=fix)
     if needs_rows and not config.dataset and not config.dry_run:  # which only shows what was resolved
         raise UserError("no data set is named", fix="add --dataset with a file, a folder, a hub id or a short name")
+    if needs_rows and config.method in SAMPLING:
+        require_reward(config)
+
+
+def require_reward(config: RunConfig) -> None:
+    """Raises UserError where answers would be drawn that nothing rewards."""
+    if not config.reward:
+        raise UserError(
+            f"nothing says how {config.method} rewards answers",
+            fix="give --reward FILE.py:NAME, a function that gets answers and returns a number for each, or a reward "
+            "model",
+        )
 
 
 def _another_folder(config: RunConfig, given: Mapping[str, Given], base: Path | None) -> tuple[RunConfig, list[str]]:

@@ -16,7 +16,8 @@ class SamplingSettings(BaseModel):
     reward: Names = flag(
         [],
         REINFORCEMENT,
-        "grpo, eval: Python functions that reward answers, FILE.py:NAME or PACKAGE.MODULE.NAME, perhaps with *WEIGHT.",
+        "grpo, eval: what rewards answers: Python functions, FILE.py:NAME or PACKAGE.MODULE.NAME, or reward models, a "
+        "folder or hub id; each perhaps with *WEIGHT.",
         "reward_funcs",
         shown="needed",
         metavar="FILE:NAME ...",

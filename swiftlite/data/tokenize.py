@@ -153,6 +153,11 @@ class RowTokenizer:
                 self._finish(raw, sequences, batch)
         return batch
 
+    def with_prompt(self, answer: Chat | Completion) -> np.ndarray:
+        """The tokens of an answer behind its prompt, as they are where answers are compared. Raises BadRow."""
+        (((ids, _), _),) = self._encode(self._answer(answer))
+        return ids
+
     def _read(self, raw: RawRow, batch: TokenBatch) -> Row:
         given, columns = parse_payload(raw.payload), self._options.columns
         if raw.format is None:

@@ -189,8 +189,11 @@ def build_asker(
     rewards: Sequence[Reward],
     columns: Sequence[str],
 ) -> Asker:
-    """With the model itself, or a copy of it, to answer. columns: as for `Asker`."""
+    """With the model itself, or a copy of it, to answer. columns: as for `Asker`. Raises UserError where a
+    reward model cannot be loaded."""
     tokenizer = load()
+    for judge in filter(None, (reward.judge for reward in rewards)):
+        judge.load(config, world.device)
     stops = stop_tokens(trainee.base.generation_config, tokenizer)
     answerer = build_answerer(config, model_config, trainee, load, world, stops)
     return Asker(config, answerer, tokenizer, rewards, columns, trainee.mesh, stops)

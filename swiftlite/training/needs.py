@@ -37,6 +37,7 @@ from swiftlite.planning.memory import (
 )
 from swiftlite.training.divide import spares_cheap_results
 from swiftlite.training.flops import FlopCounter
+from swiftlite.training.judges import bytes_of_judges
 from swiftlite.training.muon import orthogonalized_in
 from swiftlite.training.precision import Precision
 
@@ -74,7 +75,8 @@ class Outline:
     """A model before it is divided, on `meta`, tuned as it will be, and what layouts take of it.
 
     kernels: whose are used, `liger` or another's; trained, frozen: parameters; packed: of them, those of
-    quantized matrices; evaluates: there is no backward pass; beside: a teacher, if there is one.
+    quantized matrices; evaluates: there is no backward pass; beside: a teacher, if there is one; judges: bytes of the
+    reward models that each process has.
     """
 
     base: PreTrainedModel
@@ -87,6 +89,7 @@ class Outline:
     packed: int
     evaluates: bool = False
     beside: Beside | None = None
+    judges: int = 0
 
     @staticmethod
     def of(
@@ -104,7 +107,8 @@ class Outline:
         trained, total = count_parameters(base)
         packed = 0 if config.quantization == "none" else count_quantizable(dissect(base).layers)
         counted = trained, total - trained, packed
-        return Outline(base, model_config, precision, device, kernels, *counted, evaluates, beside)
+        judges = bytes_of_judges(config, device) if config.method in SAMPLING else 0
+        return Outline(base, model_config, precision, device, kernels, *counted, evaluates, beside, judges)
 
     @property
     def layers(self) -> int:
@@ -182,13 +186,13 @@ class Outline:
         return TOLD_BYTES * at_each * work.tokens * work.micro_batches / layout.cp
 
     def _with_answers(self, held: Footprint, config: RunConfig, layout: Layout) -> Footprint:
-        """With the whole copy that answers where a model is divided, or its states are elsewhere; and at least what a
-        batch of answers takes, at which time nothing is kept for a backward pass."""
+        """With reward models, and the whole copy that answers where a model is divided, or its states are elsewhere;
+        and at least what a batch of answers takes, at which time nothing is kept for a backward pass."""
         size, rows = self.precision.dtype.itemsize, config.answers_at_once
         copied = layout.world > 1 or config.offload == "cpu"
         cache = cache_bytes_per_token(self.model_config, self.precision.dtype) * rows * config.max_length
         drawn = rows * self.model_config.get_text_config().vocab_size * DRAWN_BYTES
-        weights = held.weights + (self.trained + self.frozen) * size * copied
+        weights = held.weights + self.judges + (self.trained + self.frozen) * size * copied
         return replace(held, weights=weights, activations=max(held.activations, cache + drawn))
 
     def _kept(self, config: RunConfig) -> Kept:

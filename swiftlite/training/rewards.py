@@ -20,25 +20,31 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from swiftlite.config.names import HUB_ID
 from swiftlite.data.prompts import GIVEN, PROMPT
 from swiftlite.ending import is_of_a_signal
 from swiftlite.errors import RunError, UserError
 
+if TYPE_CHECKING:
+    from swiftlite.training.judges import Judge
+
 FLAG = "--reward"
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-HOW = f"give {FLAG} FILE.py:NAME or PACKAGE.MODULE.NAME, with *WEIGHT behind it if it is not 1"
+HOW = f"give {FLAG} FILE.py:NAME, PACKAGE.MODULE.NAME or a reward model, with *WEIGHT behind it if it is not 1"
 
 
 @dataclass(frozen=True)
 class Reward:
-    """name: of the function; weight: what its number counts; given: as `--reward` names it."""
+    """name: of the function or model; weight: what its number counts; given: as `--reward` names it; judge: the
+    function, where it is a model that has to be loaded first."""
 
     name: str
     weight: float
     function: Callable[..., Sequence[float | None]]
     given: str
+    judge: Judge | None = None
 
 
 @dataclass(frozen=True)
@@ -58,35 +64,61 @@ class Answered:
         return self.text if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.text}]
 
 
+@dataclass(frozen=True)
+class Named:
+    """What a word of `--reward` names. place: a file, a package, or a reward model; name: of the function, or what the
+    model is called; kind: `file`, `package` or `model`."""
+
+    place: str
+    name: str
+    weight: float
+    kind: str
+
+
 def load_rewards(given: Sequence[str]) -> list[Reward]:
-    """The functions that the words of `--reward` name. Raises UserError where one cannot be had."""
+    """What the words of `--reward` name, reward models without their weights. Raises UserError where one cannot be
+    had."""
     modules: dict[str, ModuleType] = {}  # each is run once, however many of its functions are named
     found = [_load(word, modules) for word in given]
     names = [reward.name for reward in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"two functions are called {twice}", where=FLAG, fix="name them apart: metrics are called so")
+        raise UserError(f"two of them are called {twice}", where=FLAG, fix="name them apart: metrics are called so")
     return found
 
 
-def parse_reward(word: str) -> tuple[str, str, float, bool]:
-    """(file or package, function, weight, whether it is a file) that a word of `--reward` names. Nothing is run. Raises
-    UserError."""
+def parse_reward(word: str) -> Named:
+    """Nothing is run, and no model is looked at. Raises UserError."""
     spec, star, factor = word.rpartition("*")
     spec, weight = (spec, _number(factor, word)) if star else (word, 1.0)
+    if is_model(spec):
+        path = Path(spec)
+        return Named(spec, path.parent.name if path.name == "model" else path.name, weight, "model")
     place, colon, name = spec.rpartition(":")
     if not colon:
         place, _, name = spec.rpartition(".")
-    if not place or not name:
+    if not place or not name or spec.endswith(".py"):
         raise UserError(f"{word!r} names no function", where=FLAG, fix=HOW)
     if colon and not Path(place).expanduser().is_file():
         raise UserError(f"there is no file {place}", where=f"{FLAG} {word}", fix=HOW)
-    return place, name, weight, bool(colon)
+    return Named(place, name, weight, "file" if colon else "package")
+
+
+def is_model(spec: str) -> bool:
+    """Whether a word without its weight names a reward model: a folder, or OWNER/NAME of the hub."""
+    on_hub = HUB_ID.fullmatch(spec) is not None and not spec.endswith(".py")
+    return on_hub or Path(spec).expanduser().is_dir()
 
 
 def _load(word: str, modules: dict[str, ModuleType]) -> Reward:
-    place, name, weight, is_file = parse_reward(word)
+    named = parse_reward(word)
+    place, name = named.place, named.name
+    if named.kind == "model":
+        from swiftlite.training.judges import find_judge
+
+        judge = find_judge(place, f"{FLAG} {word}")
+        return Reward(name, named.weight, judge, word, judge)
     if place not in modules:
-        modules[place] = _module_of(place, word) if is_file else _package_of(place, word)
+        modules[place] = _module_of(place, word) if named.kind == "file" else _package_of(place, word)
     module = modules[place]
     function = vars(module).get(name)
     if not callable(function):
@@ -96,7 +128,7 @@ def _load(word: str, modules: dict[str, ModuleType]) -> Reward:
         raise UserError(
             f"{name} is asynchronous", where=f"{FLAG} {word}", fix="write a plain function, which may wait for others"
         )
-    return Reward(name, weight, function, word)
+    return Reward(name, named.weight, function, word)
 
 
 def _number(text: str, word: str) -> float:

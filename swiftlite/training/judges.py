@@ -1,0 +1,110 @@
+"""Reward models in the place of functions that reward answers: each process has a whole one, which is not trained.
+
+An answer's reward is the model's score of the conversation that ends with it, in the tokens that `swiftlite rm` would
+train of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from swiftlite.data.forms import BadRow, Chat, Completion
+from swiftlite.data.prepare import token_options
+from swiftlite.data.tokenize import RowTokenizer
+from swiftlite.errors import UserError
+from swiftlite.models.load import build_model, load_config
+from swiftlite.models.tuners import count_parameters
+from swiftlite.serving.load import answer_dtype, load_for_answers
+from swiftlite.serving.source import ModelSource, find_source
+from swiftlite.training.rewards import parse_reward
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from swiftlite.config.schema import RunConfig
+
+
+class Judge:
+    """Called as functions are, once it is loaded."""
+
+    def __init__(self, source: ModelSource, config: PretrainedConfig) -> None:
+        self._source, self._config = source, config
+
+    def load(self, config: RunConfig, device: torch.device) -> None:
+        """config: of the run. Raises UserError."""
+        self._model, tokenizer = load_for_answers(self._source, precision=config.precision, device=device)
+        self._tokenize = RowTokenizer(tokenizer, token_options(config), [])
+        self._at_once = config.answers_at_once
+
+    def weight_bytes(self, precision: str, device: torch.device) -> int:
+        """Of what `load` puts on a device. precision: as `--precision` has it."""
+        dtype = answer_dtype(precision, device, self._config)
+        model = build_model(self._source.base, self._config, dtype=dtype, attention="sdpa", classifier=True)
+        return count_parameters(model)[1] * dtype.itemsize
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_others: object) -> list[float | None]:
+        """The score of each answer, None of one that the model's chat template cannot write."""
+        tokens = {}
+        for place, pair in enumerate(zip(prompts, completions, strict=True)):
+            with suppress(BadRow):
+                tokens[place] = self._tokenize.with_prompt(_said(*pair))
+        order = sorted(tokens, key=lambda place: len(tokens[place]))
+        scores: list[float | None] = [None] * len(prompts)
+        for first in range(0, len(order), self._at_once):
+            places = order[first : first + self._at_once]
+            for place, score in zip(places, self._score([tokens[place] for place in places]), strict=True):
+                scores[place] = score
+        return scores
+
+    @torch.no_grad()
+    def _score(self, tokens: Sequence[np.ndarray]) -> list[float]:
+        """Filled up behind their ends with a token that none of them has: the model takes the last other one."""
+        base = self._model if self._source.adapter is None else self._model.get_base_model()
+        longest, known = max(map(len, tokens)), set(np.concatenate(tokens).tolist())
+        pad = next(token for token in range(len(known) + 1) if token not in known)
+        base.config.get_text_config().pad_token_id = base.config.pad_token_id = pad
+        ids = torch.tensor([[*each.tolist(), *[pad] * (longest - len(each))] for each in tokens])
+        mask = torch.arange(longest) < torch.tensor([[len(each)] for each in tokens])
+        device = next(base.parameters()).device
+        return self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0].float().tolist()
+
+
+def find_judge(name: str, where: str) -> Judge:
+    """The reward model of a run, a folder or the hub, without its weights. Raises UserError where it is none."""
+    try:
+        source = find_source(name, None)
+        config = load_config(source.base)
+        if not _gives_one_score(source, config):
+            raise UserError(
+                "it gives no score of an answer",
+                fix="name what `swiftlite rm` has trained, or another model for sequence classification with one label",
+            )
+    except UserError as error:
+        raise UserError(f"of the reward model: {error.what}", where=error.where or where, fix=error.fix) from error
+    return Judge(source, config)
+
+
+def _gives_one_score(source: ModelSource, config: PretrainedConfig) -> bool:
+    if source.adapter is not None or source.base_folder is not None:
+        return source.is_classifier() and (source.adapter is not None or config.num_labels == 1)
+    named = config.architectures or []
+    return config.num_labels == 1 and any(name.endswith("ForSequenceClassification") for name in named)
+
+
+def _said(prompt: Any, completion: Any) -> Chat | Completion:
+    """A prompt with its answer, as a row that compares answers has them."""
+    if isinstance(prompt, str):
+        return Completion(prompt, completion)
+    return Chat([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
+
+
+def bytes_of_judges(config: RunConfig, device: torch.device) -> int:
+    """Of the reward models that each process has. Raises UserError."""
+    named = [(word, parse_reward(word)) for word in config.reward]
+    judges = [find_judge(one.place, word) for word, one in named if one.kind == "model"]
+    return sum(judge.weight_bytes(config.precision, device) for judge in judges)

@@ -1,0 +1,138 @@
+"""Reward models that judge answers in the place of functions."""
+
+import json
+
+import pytest
+import torch
+from test_eval import evaluate
+from test_grpo import sampled
+from test_parity import metrics, settings, train_alone
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from swiftlite.config.layout import Layout
+from swiftlite.config.recipe import load_recipe
+from swiftlite.config.resolve import resolve_config
+from swiftlite.config.save import save_config
+from swiftlite.errors import UserError
+from swiftlite.models.load import load_config
+from swiftlite.models.toys import toy_pairs
+from swiftlite.training.plan import outline_of
+from swiftlite.training.rewards import load_rewards, parse_reward
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def judge_of(tmp_path_factory, tiny_model):
+    """Train a reward model with a tuner: its output folder, and the pairs that it has learnt from."""
+    pairs = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in toy_pairs(10)))
+    made = {}
+
+    def train(tuner):
+        if tuner not in made:
+            folder = tmp_path_factory.mktemp(tuner)
+            values = settings(folder, tiny_model("qwen3"), pairs, tuner=tuner, learning_rate=1e-2, max_steps=2)
+            train_alone(resolve_config("rm", **values))
+            made[tuner] = folder / "out"
+        return made[tuner], pairs
+
+    return train
+
+
+def loaded(word, **more):
+    """The reward that a word of `--reward` names, ready to be called."""
+    values = {"model": "m", "dataset": ["d"], "precision": "fp32", "answers_at_once": 4} | more
+    config = resolve_config("grpo", reward=[str(word)], **values)
+    (reward,) = load_rewards(config.reward)
+    reward.judge.load(config, CPU)
+    return reward
+
+
+@pytest.mark.parametrize("tuner", ["lora", "full"])
+def test_scores_are_those_that_the_model_was_trained_with(tmp_path, judge_of, tuner):
+    """Of answers of several lengths at a time, and with the names that its run gave it."""
+    run, pairs = judge_of(tuner)
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    reward, (found,) = loaded(run), evaluate(model=str(run), dataset=[str(pairs)], cache_dir=str(tmp_path / "cache"))
+    prompts = [row["prompt"] for row in rows]
+    for name in ("chosen", "rejected"):
+        scores = reward.function(prompts=prompts, completions=[row[name] for row in rows], where=None)
+        assert len(set(scores)) > 5 and sum(scores) / len(scores) == pytest.approx(
+            found.metrics[f"rewards/{name}"], rel=1e-5
+        )
+    assert reward.name == run.name and loaded(f"{run / 'model'}*0.5").weight == 0.5
+
+
+def test_a_run_and_an_evaluation_are_judged_by_it(tmp_path, judge_of, tiny_model, write_rows, chat_rows):
+    """As transformers scores the same conversations one by one."""
+    run, _ = judge_of("full")
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=2, samples=3)
+    values |= {"reward": [f"{run}*2"], "eval_dataset": [str(write_rows("held.jsonl", chat_rows[:4]))], "eval_steps": 2}
+    train_alone(resolve_config("grpo", **values | {"precision": "fp32"}))
+    model = AutoModelForSequenceClassification.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines():
+        told = json.loads(line)
+        for answer in told["answers"]:
+            said = [*told["prompt"], {"role": "assistant", "content": answer["text"]}]
+            ids = tokenizer.apply_chat_template(said, return_tensors="pt", return_dict=True)["input_ids"]
+            with torch.no_grad():
+                score = model(ids).logits.item()
+            assert answer["reward"] == pytest.approx(2 * score, rel=1e-4)
+    last = metrics(tmp_path / "out")[-1]
+    assert last[f"rewards/{run.name}"] == pytest.approx(last["reward"] / 2)
+    given = {"reward": [f"{run}*2"], "cache_dir": str(tmp_path / "cache"), "precision": "fp32"}
+    [found] = evaluate(model=str(tmp_path / "out"), **given)
+    assert found.metrics["reward"] == pytest.approx(last["eval_reward"], rel=1e-6)
+
+
+def test_an_answer_that_its_template_cannot_write_has_no_score(judge_of):
+    run, _ = judge_of("full")
+    reward = loaded(run)
+    question = [{"role": "user", "content": "Who?"}]
+    reward.judge._tokenize._tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] | replace('x', '') }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    answers = [[{"role": "assistant", "content": text}] for text in ("hello", "x")]
+    hello, lost = reward.function(prompts=[question] * 2, completions=answers)
+    assert isinstance(hello, float) and lost is None
+    text = reward.function(prompts=["Once upon"], completions=[" a time"])
+    assert isinstance(text[0], float)  # of a prompt without a chat
+
+
+def test_what_is_no_reward_model_is_told(tmp_path, tiny_model):
+    with pytest.raises(UserError, match="of the reward model: it gives no score") as failure:
+        load_rewards([str(tiny_model("llama"))])
+    assert "swiftlite rm" in failure.value.fix and "--reward" in failure.value.where
+    with pytest.raises(UserError, match="of the reward model: the folder holds neither"):
+        load_rewards([str(tmp_path)])
+    with pytest.raises(UserError, match="names no function"):
+        load_rewards(["beside/functions.py"])
+    named = parse_reward("someone/Judge-7B*0.1")
+    assert (named.place, named.name, named.weight, named.kind) == ("someone/Judge-7B", "Judge-7B", 0.1, "model")
+
+
+def test_a_saved_run_finds_its_reward_model_from_anywhere(tmp_path, judge_of, monkeypatch):
+    run, _ = judge_of("full")
+    monkeypatch.chdir(run.parent)
+    config = resolve_config("grpo", model="m", dataset=["d"], reward=[f"{run.name}*2"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_recipe(str(tmp_path / "config.yaml")).entries["reward"].value == [f"{run}*2"]
+
+
+def test_a_plan_counts_it_in_each_process(tmp_path, judge_of, tiny_model):
+    run, _ = judge_of("lora")
+    given = sampled(tmp_path, tiny_model("llama"), "rows.jsonl", precision="fp32")
+    held = []
+    for more in ({}, {"reward": [str(run)]}):
+        config = resolve_config("grpo", **given | more | {"activation_checkpointing": "none"})
+        outline = outline_of(config, load_config(config.model), "cpu")
+        held.append([outline.holds(config, layout, None).weights for layout in (Layout(), Layout(dp_shard=2))])
+    base = sum(
+        p.numel()
+        for p in AutoModelForSequenceClassification.from_config(load_config(str(tiny_model("qwen3")))).parameters()
+    )
+    for without, judged in zip(*held, strict=True):
+        assert judged - without == pytest.approx(4 * base, rel=0.01)
