@@ -71,7 +71,8 @@ def test_options_say_what_they_take_and_not_in_names_of_python(run, command):
     [
         ("sft", ["--warm-check"], ["--method"]),
         ("eval", ["--json", "FILE", "[default: the recipe's, else sft;"], ["--warm-check", "--lora-rank"]),
-        ("plan", ["--device-memory", "SIZE", "--json"], []),
+        ("plan", ["--device-memory", "SIZE", "--json", "--optimizer"], ["--report-to"]),
+        ("inspect", ["--rows", "--chat-template", "--packing"], ["--learning-rate", "--report-to"]),
         ("train", ["--method", "[default: the recipe's;"], []),
     ],
 )

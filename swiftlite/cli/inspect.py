@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftlite.cli.options import RunCommand, own_flag
 from swiftlite.config.methods import pack_capacity
+from swiftlite.config.setting import DATA, MODEL
 from swiftlite.errors import UserError
 from swiftlite.untrusted import printable
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
+    from swiftlite.config.flags import Flag
     from swiftlite.config.resolve import Resolved
     from swiftlite.data.order import Sequence
     from swiftlite.data.prepare import PreparedData
@@ -31,6 +33,11 @@ VISIBLE |= {code: printable(chr(code)) for code in OBEYED}
 REFUSED = ("bold red", "bold bright_red")
 BINS = 10
 BAR, LONGEST_BAR = "█", 40
+USED_PANELS = (MODEL, DATA)
+USED = {  # of the other panels
+    "new_tokens", "adapter", "share_prompt", "desirable_weight", "undesirable_weight", "max_new_tokens", "epochs",
+    "max_steps", "global_batch_size", "seed", "method", "debug", "dry_run",
+}  # fmt: skip
 RULE = 80  # characters of a line across, where no terminal has a width
 
 
@@ -62,12 +69,18 @@ def inspect(resolved: Resolved, rows: int) -> None:
     console.print(packs_line(prepared, pack_capacity(resolved.config)))
 
 
+def uses(flag: Flag) -> bool:
+    """Whether a setting changes what is shown."""
+    return flag.panel in USED_PANELS or flag.name in USED
+
+
 INSPECT = RunCommand(
     "inspect",
     inspect,
     "Show what the data becomes: trained tokens in colour, the audit, lengths, packing.",
     own=(own_flag("rows", "int", 3, "Rows to show of each data set."),),
     fallback="sft",
+    uses=uses,
 )
 
 

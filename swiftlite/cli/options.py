@@ -38,7 +38,8 @@ class RunCommand:
 
     settle(given, recipe): what the flags and the recipe become before they are resolved, of commands that read them in
     another way; uses(flag): whether a setting is any of its business, if help shows not all of them, and why_idle: why
-    others have no effect; exact_batch: False where a recipe's batch sizes may give way to the processes that there are.
+    others have no effect, where that is told of those that are given; exact_batch: False where a recipe's batch sizes
+    may give way to the processes that there are.
 
     handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags, unless
     `--dry-run` asks for configuration and plan only.
@@ -97,7 +98,7 @@ class RunCommand:
             one_word = isinstance(value, list) and len(value) == 1  # so that `--report-to none` means none
             given[name] = Given(value[0] if one_word else value, line.typed[name], "flag")
         loaded = load_recipe(recipe) if recipe else None
-        notes = [*line.notes, *self._leave_out_idle(given)]
+        notes = [*line.notes, *(self._leave_out_idle(given) if self.why_idle else ())]
         if self.settle is not None:
             given, loaded = self.settle(given, loaded)
         said = "method" in given or (loaded is not None and "method" in loaded.entries)

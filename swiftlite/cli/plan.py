@@ -13,6 +13,7 @@ from swiftlite.cli.options import RunCommand, json_flag, own_flag
 from swiftlite.cli.plan_json import plan_values
 from swiftlite.config.flags import all_flags
 from swiftlite.config.methods import SAMPLING
+from swiftlite.config.setting import LOGGING
 from swiftlite.errors import UserError
 from swiftlite.sizes import in_words
 
@@ -278,6 +279,7 @@ PLAN = RunCommand(
         json_flag("all layouts"),
     ),
     fallback="sft",
+    uses=lambda flag: flag.panel != LOGGING,
     needs_rows=False,
     open_layout=True,
 )
