@@ -1,6 +1,7 @@
 """Learning from a model's own answers: runs against plain PyTorch, layouts, rewards, and what cannot be answered."""
 
 import hashlib
+import importlib
 import json
 import math
 import re
@@ -357,6 +358,30 @@ print(rewards_of(load_rewards(["{tmp_path / "forks.py"}:forks"]), [Answered("?",
     assert done.stdout == f"[[{float(status)}]]\n" and ("Traceback" in done.stderr) == (status > 0)
 
 
+def test_functions_of_a_file_work_in_processes_that_are_spawned(tmp_path):
+    lines = "import multiprocessing", "def half(text): return len(text) / 2", "def pooled(completions, **others):"
+    lines += (
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:",
+        "        return pool.map(half, completions)",
+    )
+    (tmp_path / "pooling.py").write_text("\n".join(lines))
+    lines = "from swiftlite.training.rewards import *", "if __name__ == '__main__':"
+    lines += (f"    rewards = load_rewards(['{tmp_path}/pooling.py:pooled'])",)
+    lines += ("    print(rewards_of(rewards, [Answered('?', 'x', [1], {}, 'rows.jsonl:1')]))",)
+    (tmp_path / "asks.py").write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, tmp_path / "asks.py"], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "[[0.5]]\n", done.stderr[-500:]
+
+
+@pytest.mark.parametrize("name", ["json", "a.b", "__main__", "taken"])
+def test_a_file_may_be_called_as_another_module(tmp_path, monkeypatch, name):
+    """Of the library, or one that was imported from another folder."""
+    monkeypatch.setitem(sys.modules, "taken", importlib.import_module("importlib"))
+    (tmp_path / f"{name}.py").write_text("def right(**others): return [7.0]\n")
+    (found,) = load_rewards([f"{tmp_path / name}.py:right"])
+    assert rewards_of([found], [said("4")]) == [[7.0]]
+
+
 def test_functions_do_not_change_what_others_get(functions):
     answers = [said("4", answer="4"), said("5", answer="4")]
     found = rewards_of(load_rewards([f"{functions}:changes", f"{functions}:right"]), answers)
@@ -471,6 +496,30 @@ def test_rows_become_prompts(tmp_path, write_rows, tiny_model):
     assert [record["prompt"] for record in records[::3]] == [[{"role": "user", "content": "Hi"}], "Once"]
     assert records[0]["columns"] == rows[0] and records[2]["columns"] == rows[2] and records[1]["columns"] == {}
     assert not any(document.trained.any() for document in asked)
+
+
+def test_what_is_not_asked_as_the_row_has_it_is_counted(tmp_path, write_rows, tiny_model):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    rows = [
+        {"question": "Who is {{name}}?"},
+        {"question": "By {{author}}", "tools": tools},  # of which the template knows nothing
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
+        {"prompt": "Once", "completion": " upon"},
+    ]
+    found, _ = prepared(tmp_path, write_rows, tiny_model, rows, placeholders={"name": "Robo"}, system="Be kind.")
+    counts = {"placeholders_filled": 1, "placeholders_left": 1, "tools_left_out": 1, "system_added": 3}
+    assert {name: found.audit["rows"].get(name) for name in counts} == counts
+    tokenizer = load_tokenizer(str(tiny_model("llama")))
+    tokenizer.chat_template = None
+    config = resolve_config("grpo", **sampled(tmp_path, tiny_model("llama"), tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[3]) + "\n")
+    assert prepare_data(config, lambda: tokenizer).audit["rows"]["asked_plainly"] == 1
+
+
+def test_rows_without_a_known_key_are_told_of_columns(tmp_path, write_rows, tiny_model):
+    with pytest.raises(UserError, match="no row format fits these keys: problem, solution") as failure:
+        prepared(tmp_path, write_rows, tiny_model, [{"problem": "1 + 1", "solution": "2"}])
+    assert "--columns KEY=COLUMN" in failure.value.fix
 
 
 def test_functions_get_the_columns_of_all_rows(tmp_path, write_rows, tiny_model, functions):

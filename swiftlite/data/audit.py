@@ -26,6 +26,7 @@ CHANGED = {
     "tools_left_out": "without their tools",
     "messages_left_out": "without some of their messages",
     "asked_otherwise": "asked otherwise than the model is",
+    "asked_plainly": "asked without a chat template, which the tokenizer has not",
     "system_added": "with the message of --system",
     "system_left_out": "that take no message of --system",
     "placeholders_filled": "with placeholders filled",
@@ -44,7 +45,8 @@ def build_audit(
     sequences by length) or `split_by_template` (several because the chat template writes history differently);
     `tools_left_out`, `messages_left_out`: the template does not write the tools, or a question or result, of so many
     rows, or messages follow the last answer to learn; `asked_otherwise`: an answer of so many rows is learnt behind
-    other tokens than the model is asked with; `system_added`: so many rows got the message of `--system`,
+    other tokens than the model is asked with; `asked_plainly`: so many questions are plain text to a tokenizer without
+    a chat template; `system_added`: so many rows got the message of `--system`,
     `system_left_out`: so many are texts, which take none; `placeholders_filled`: so many held one,
     `placeholders_left`: so many still do; `unused_columns`: rows by column of which nothing is made, `messages.KEY` for
     a key of messages.

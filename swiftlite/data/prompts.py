@@ -13,8 +13,9 @@ import numpy as np
 
 from swiftlite.data.chat_template import ChatTemplate
 from swiftlite.data.forms import BadRow, Chat
+from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools
 from swiftlite.data.messages import string
-from swiftlite.data.placeholders import Placeholders
+from swiftlite.data.placeholders import Placeholders, holds_published
 from swiftlite.data.questions import Message, Question, opened, plain_ids, read_question
 from swiftlite.data.readers import parse_payload
 from swiftlite.data.rows import rename_columns
@@ -49,11 +50,12 @@ class PromptTokenizer:
         batch.counts["read"] = len(rows)
         for raw in rows:
             try:
-                question = self._read(raw)
-                ids = self._ids(question)
+                question = self._read(raw, batch)
+                text, ids = self._text_and_ids(question)
             except BadRow as bad:
                 reject(batch, raw, self._files, bad)
                 continue
+            self._count(question, text, batch)
             if self._is_left_out(raw, len(ids), batch):
                 continue
             batch.counts["used"] += 1
@@ -65,16 +67,17 @@ class PromptTokenizer:
             batch.asked.append(_record(question, columns))
         return batch
 
-    def _read(self, raw: RawRow) -> Question:
+    def _read(self, raw: RawRow, batch: TokenBatch) -> Question:
         row = rename_columns(parse_payload(raw.payload), self._options.columns)
         if self._placeholders is not None:
-            row = self._placeholders.fill(row)
+            row, before = self._placeholders.fill(row), row
+            batch.counts["placeholders_filled"] += row != before
         if taken := next((name for name in GIVEN if name in row), None):
             raise BadRow("taken_name", f"functions that reward answers get those as {taken}: call the column otherwise")
         return read_question(row, self._files[raw.file].where(raw.line), self._options.system)
 
-    def _ids(self, question: Question) -> list[int]:
-        """Raises BadRow."""
+    def _text_and_ids(self, question: Question) -> tuple[str, list[int]]:
+        """What the model is asked. Raises BadRow."""
         if question.plain or self._template is None:
             return self._plain(question)
         template, tools = self._template, question.tools
@@ -83,15 +86,25 @@ class PromptTokenizer:
             return template.render(Chat(messages, [], tools), len(messages), generation=add_generation_prompt)
 
         text = string(opened(question.messages, render), "the conversation")
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them all
+        return text, self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them all
 
-    def _plain(self, question: Question) -> list[int]:
+    def _plain(self, question: Question) -> tuple[str, list[int]]:
         if len(question.messages) > 1:
             raise BadRow("no_template", "the tokenizer has no chat template, so it cannot write several messages")
-        ids = plain_ids(string(question.messages[0]["content"], "the prompt"), self._tokenizer)
+        text = string(question.messages[0]["content"], "the prompt")
+        ids = plain_ids(text, self._tokenizer)
         if not ids:
             raise BadRow("empty", "the prompt is empty")
-        return ids
+        return text, ids
+
+    def _count(self, question: Question, text: str, batch: TokenBatch) -> None:
+        """What is not asked as the row has it, and what stands in a question that nobody meant to."""
+        chat = Chat(question.messages, [], question.tools)
+        batch.counts["asked_plainly"] += self._template is None and not question.plain
+        batch.counts["system_added"] += question.system_added
+        batch.counts["tools_left_out"] += leaves_out_tools(chat, [text])
+        batch.counts["messages_left_out"] += leaves_out_messages(chat, [text])
+        batch.counts["placeholders_left"] += holds_published(text)
 
     def _is_left_out(self, row: RawRow, length: int, batch: TokenBatch) -> bool:
         """A question that lost a part of itself would be another one, so no policy cuts it."""

@@ -43,13 +43,14 @@ FORMATS = "messages, conversations, prompt, query, question, or instruction with
 @dataclass(frozen=True)
 class Question:
     """row: as it was read; messages: what the model answers; where: `file.jsonl:17`; plain: one text to go on with, as
-    training takes a prompt and a completion that are strings."""
+    training takes a prompt and a completion that are strings; system_added: it had no system message of its own."""
 
     row: dict[str, Any]
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     where: str
     plain: bool = False
+    system_added: bool = False
 
 
 def read_question(row: dict[str, Any], where: str, system: str | None) -> Question:
@@ -63,9 +64,9 @@ def read_question(row: dict[str, Any], where: str, system: str | None) -> Questi
         raise BadRow("no_question", "the row has no question: it needs a user message")
     if own is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": own})
-    elif system is not None and not has_system(messages):
+    if added := system is not None and not has_system(messages):
         messages.insert(0, {"role": "system", "content": system})
-    return Question(row, messages, tools, where, plain=len(messages) == 1 and _is_plain(row))
+    return Question(row, messages, tools, where, plain=len(messages) == 1 and _is_plain(row), system_added=added)
 
 
 def _is_plain(row: dict[str, Any]) -> bool:
@@ -82,7 +83,7 @@ def _messages(row: dict[str, Any]) -> list[Message]:
     """What training would see of a row's conversation, or of its question. Raises BadRow."""
     key = next((key for key in (*CONVERSATIONS, "prompt", *QUESTIONS) if row.get(key) is not None), None)
     if key is None:
-        raise BadRow("unknown_keys", f"no row format fits these keys: {names_of(row)}; known: {FORMATS}")
+        raise BadRow("unknown_format", f"no row format fits these keys: {names_of(row)}; known: {FORMATS}")
     if key in CONVERSATIONS:
         turns = messages_of(array(row[key], key), key)
     elif isinstance(said := messages_in(row[key]) if key == "prompt" else row[key], list):

@@ -147,13 +147,25 @@ def _module_of(place: str, word: str) -> ModuleType:
     known = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
     if known is None or known.loader is None:
         raise UserError(f"{place} is no Python file", where=f"{FLAG} {word}", fix=HOW)
-    module = importlib.util.module_from_spec(known)
-    sys.modules[known.name] = module  # for dataclasses and pickles in it
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.append(folder)
+    if _is_found(path):
+        return _package_of(path.stem, word)
+    module = importlib.util.module_from_spec(known)
+    sys.modules[known.name] = module  # for dataclasses and pickles in it
     with _importing(place, word):
         known.loader.exec_module(module)
     return module
+
+
+def _is_found(path: Path) -> bool:
+    """Whether an import by the file's own name gives this file, and no other of that name. Then processes that are
+    spawned, which import anew, find its functions too."""
+    try:
+        found = importlib.util.find_spec(path.stem)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and found.origin is not None and Path(found.origin).resolve() == path.resolve()
 
 
 def _package_of(place: str, word: str) -> ModuleType:
