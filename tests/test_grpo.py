@@ -6,8 +6,10 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -238,6 +240,10 @@ def broken(completions):
 async def later(completions, **others):
     return []
 
+def cancelled(completions, **others):
+    import asyncio
+    raise asyncio.CancelledError
+
 def quits(completions, **others):
     raise SystemExit(0)
 
@@ -269,11 +275,15 @@ def changes(completion_ids, completions, **others):
     return [1.0 for _ in completions]
 
 def unsettles(completions, **others):
-    import random, numpy, torch
+    import os, random, signal, numpy, torch
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
+    torch.set_default_device("meta")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.chdir("/")
     return vowels(completions)
 
 def halves(completion_ids, **others):
@@ -338,6 +348,13 @@ def test_a_file_with_a_signal_is_not_at_fault(tmp_path, code):
         load_rewards([f"{tmp_path / 'slow.py'}:right"])
 
 
+def test_a_file_that_goes_elsewhere_takes_nobody_along(tmp_path):
+    (tmp_path / "goes.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\ndef right(**others): ...\n")
+    here = Path.cwd()
+    load_rewards([f"{tmp_path / 'goes.py'}:right"])
+    assert Path.cwd() == here
+
+
 def test_a_file_is_run_once(tmp_path):
     path = tmp_path / "once.py"
     path.write_text(f"open({str(tmp_path / 'runs')!r}, 'a').write('x')\ndef a(**o): ...\ndef b(**o): ...\n")
@@ -393,6 +410,7 @@ def test_functions_do_not_change_what_others_get(functions):
     [
         ("few", "returned 1 numbers for 2 answers"),
         ("broken", "broken failed: TypeError"),
+        ("cancelled", "cancelled failed: CancelledError"),
         ("quits", "quits failed: SystemExit"),
         ("nan", "nan returned nan"),
         ("infinite", "infinite returned inf"),
@@ -451,11 +469,13 @@ def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_mod
 def test_what_a_function_sets_for_all_does_not_change_the_run(tmp_path, tiny_model, write_rows, chat_rows, functions):
     values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=2, tuner="lora")
     values |= {"lora_dropout": 0.2}
+    here, answer, threads = Path.cwd(), signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     train_alone(resolve_config("grpo", **values))
     more = {"reward": [f"{functions}:unsettles"], "output_dir": str(tmp_path / "other")}
     train_alone(resolve_config("grpo", **values | more))
     first, other = ([(row["loss"], row["grad_norm"]) for row in metrics(tmp_path / name)] for name in ("out", "other"))
     assert first == other
+    assert Path.cwd() == here and signal.getsignal(signal.SIGTERM) is answer and torch.get_num_threads() == threads
 
 
 def test_an_answer_without_a_reward_is_compared_with_nothing(tmp_path, tiny_model, write_rows, chat_rows, functions):

@@ -13,6 +13,8 @@ PAIRED = ("dpo", "rm")  # compare two answers to one prompt
 PREFERENCE = (*PAIRED, "kto")
 SAMPLING = ("grpo",)  # learn from answers that the model itself gives to each step's prompts
 EXAMINED_BY = ("max_new_tokens", "answers_at_once", "eval_samples", "eval_temperature")  # beside reward functions
+PROMPT = ("prompt", "completion")  # of a row, which are no columns to the functions that reward answers, as in TRL
+GIVEN = ("prompts", "completions", "completion_ids")  # what they get beside the columns
 
 
 def pack_capacity(config: RunConfig) -> int:

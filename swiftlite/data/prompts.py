@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from swiftlite.config.methods import GIVEN, PROMPT
 from swiftlite.data.chat_template import ChatTemplate
 from swiftlite.data.forms import BadRow, Chat
 from swiftlite.data.left_out import leaves_out_messages, leaves_out_tools
@@ -26,8 +27,6 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROMPT = ("prompt", "completion")  # of a row, which are no columns to the functions that reward answers, as in TRL
-GIVEN = ("prompts", "completions", "completion_ids")  # what they get beside the columns
 NOTHING = np.empty(0, dtype=np.int32)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +88,7 @@ class Asker:
 
         with self._answerer.ready():
             in_turn(self._mesh, answer)
-        with _set_back():
-            in_turn(self._mesh, reward)  # a function with a model of its own computes as it does elsewhere
+        in_turn(self._mesh, reward)  # outside: a function with a model of its own computes as it does elsewhere
         return sorted((group for theirs in self._mesh.collect(mine) for group in theirs), key=lambda group: group.place)
 
     @property
@@ -157,17 +155,6 @@ class Asker:
         """An answer by its ids. prompt, columns: of the row that stands at `where`."""
         said = ids if self.is_cut(ids) else ids[:-1]
         return Answered(prompt, self._tokenizer.decode(said, skip_special_tokens=True), ids, columns, where)
-
-
-@contextmanager
-def _set_back() -> Iterator[None]:
-    """What functions set for all of torch, training does not see."""
-    kind, learning = torch.get_default_dtype(), torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(kind)
-        torch.set_grad_enabled(learning)
 
 
 def _uniform(count: int, *key: object) -> np.ndarray:

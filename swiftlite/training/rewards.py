@@ -12,19 +12,20 @@ import importlib.util
 import inspect
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from swiftlite.config.methods import GIVEN, PROMPT
 from swiftlite.config.names import HUB_ID
-from swiftlite.data.prompts import GIVEN, PROMPT
-from swiftlite.ending import is_of_a_signal
+from swiftlite.ending import STOPPING, is_of_a_signal
 from swiftlite.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ def _package_of(place: str, word: str) -> ModuleType:
 def _importing(place: str, word: str) -> Iterator[None]:
     """A user's own code may raise anything, and end the program. Raises UserError."""
     try:
-        yield
+        with _setting_back():
+            yield
     except (Exception, SystemExit) as error:
         if is_of_a_signal(error):
             raise
@@ -213,6 +215,27 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str], datasets: S
         raise UserError(f"the reward function {reward.name} {problem}", where=where, fix=fix)
 
 
+@contextmanager
+def _setting_back() -> Iterator[None]:
+    """What code of others sets for the whole process, training does not see: else it would go on in another folder."""
+    import torch  # a dry run reads the names of functions without it
+
+    kind, learning, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+    device = torch.get_default_device()
+    answering = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        with chdir("."):
+            yield
+    finally:
+        torch.set_default_dtype(kind)
+        torch.set_grad_enabled(learning)
+        torch.set_num_threads(threads)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)
+        for number, handler in answering.items():
+            signal.signal(number, handler)
+
+
 def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[list[float]]:
     """What each function says of each answer, NaN where it says nothing, `[functions][answers]`.
 
@@ -227,7 +250,8 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[l
         "completions": [answer.completion for answer in answers],
         "completion_ids": [answer.ids for answer in answers],
     }
-    return [_asked(reward, deepcopy(columns), answers) for reward in rewards]  # which each may change
+    with _setting_back():
+        return [_asked(reward, deepcopy(columns), answers) for reward in rewards]  # which each may change
 
 
 def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answered]) -> list[float]:
@@ -237,7 +261,7 @@ def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answ
             said = reward.function(**columns)
             if isinstance(said, Iterable) and not isinstance(said, str | bytes | Mapping | Set):  # which have no order
                 said = list(said)  # of a generator, whose code runs only now, and of arrays
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # such as asyncio's when it is cancelled
         if is_of_a_signal(error):
             raise
         theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
