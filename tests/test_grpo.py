@@ -442,10 +442,10 @@ def test_a_function_that_fails_is_told(functions, name, wanted):
 def test_what_functions_ask_for_is_known_before_training(functions, name, columns, problem, fix):
     rewards = load_rewards([f"{functions}:{name}"])
     if problem is None:
-        check_columns(rewards, columns, ["rows.jsonl"])
+        check_columns(rewards, columns, ["rows.jsonl"], answered=False)
         return
     with pytest.raises(UserError, match=problem) as failure:
-        check_columns(rewards, columns, ["rows.jsonl"])
+        check_columns(rewards, columns, ["rows.jsonl"], answered=False)
     assert failure.value.where == f"--reward {functions}:{name}, --dataset rows.jsonl"
     assert re.search(fix, failure.value.fix)
 

@@ -15,6 +15,7 @@ SAMPLING = ("grpo",)  # learn from answers that the model itself gives to each s
 EXAMINED_BY = ("max_new_tokens", "answers_at_once", "eval_samples", "eval_temperature")  # beside reward functions
 PROMPT = ("prompt", "completion")  # of a row, which are no columns to the functions that reward answers, as in TRL
 GIVEN = ("prompts", "completions", "completion_ids")  # what they get beside the columns
+EXPECTED = "expected"  # what a row itself answers, for those that ask for it and find no such column
 
 
 def pack_capacity(config: RunConfig) -> int:

@@ -16,11 +16,11 @@ class SamplingSettings(BaseModel):
     reward: Names = flag(
         [],
         REINFORCEMENT,
-        "grpo, eval: what rewards answers: Python functions, FILE.py:NAME or PACKAGE.MODULE.NAME, or reward models, a "
-        "folder or hub id; each perhaps with *WEIGHT.",
+        "grpo, eval: what rewards answers: exact_match, contains, last_number, think_format, your own functions as "
+        "FILE.py:NAME or PACKAGE.MODULE.NAME, reward models as folder or hub id; each perhaps with *WEIGHT.",
         "reward_funcs",
         shown="needed",
-        metavar="FILE:NAME ...",
+        metavar="NAME ...",
     )
     samples: Several = flag(
         8, REINFORCEMENT, "Answers to each prompt, which are compared with one another.", "num_generations",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.schema import RunConfig
 
-FORMAT_VERSION = 15  # raise it when the same rows and options give other tokens or counts than before
+FORMAT_VERSION = 16  # raise it when the same rows and options give other tokens or counts than before
 Progress = Callable[[int, int], None]
 LoadTokenizer = Callable[[], "PreTrainedTokenizerBase"]
 
@@ -58,7 +58,8 @@ class Rejected:
 @dataclass(frozen=True)
 class PreparedData:
     """train, eval: the steps; audit: for audit.json; fingerprint: changes with anything that changes the steps;
-    columns: of rows that are prompts, for the functions that reward answers, each of which some row has."""
+    columns: of rows that are prompts, for the functions that reward answers, each of which some row has; answered:
+    whether some of those rows answer themselves."""
 
     train: BatchPlan | StreamPlan
     eval: BatchPlan | None
@@ -66,6 +67,7 @@ class PreparedData:
     rejected: Rejected | list[dict[str, Any]]
     fingerprint: str
     columns: tuple[str, ...] = ()
+    answered: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def prepare_data(
         rejected=Rejected([*train, *held_out]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
         columns=tuple(sorted({name for entry in (*train, *held_out) for name in entry.meta["columns"]})),
+        answered=any(entry.meta["counts"].get("answered") for entry in (*train, *held_out)),
     )
 
 

@@ -64,6 +64,7 @@ class PromptTokenizer:
             columns = {key: value for key, value in question.row.items() if key not in PROMPT}
             batch.columns.update(columns)
             batch.asked.append(_record(question, columns))
+            batch.counts["answered"] += question.answer is not None
         return batch
 
     def _read(self, raw: RawRow, batch: TokenBatch) -> Question:
@@ -123,4 +124,5 @@ class PromptTokenizer:
 def _record(question: Question, columns: dict[str, Any]) -> str:
     """What a function that rewards answers is told of a question, as JSON."""
     prompt = question.messages[0]["content"] if question.plain else question.messages
-    return json.dumps({"prompt": prompt, "columns": columns}, ensure_ascii=False, default=str)
+    told = {"prompt": prompt, "columns": columns, "expected": question.answer}
+    return json.dumps(told, ensure_ascii=False, default=str)

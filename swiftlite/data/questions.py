@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+ANSWERS = ("completion", "response", "answer", "output", "chosen", "solution")  # keys of a row that answer it
 CONVERSATIONS = ("messages", "conversations")
 FORMATS = "messages, conversations, prompt, query, question, or instruction with input"
 
@@ -43,7 +44,8 @@ FORMATS = "messages, conversations, prompt, query, question, or instruction with
 @dataclass(frozen=True)
 class Question:
     """row: as it was read; messages: what the model answers; where: `file.jsonl:17`; plain: one text to go on with, as
-    training takes a prompt and a completion that are strings; system_added: it had no system message of its own."""
+    training takes a prompt and a completion that are strings; system_added: it had no system message of its own;
+    answer: what the row itself answers, as text, if it does."""
 
     row: dict[str, Any]
     messages: list[Message]
@@ -51,6 +53,7 @@ class Question:
     where: str
     plain: bool = False
     system_added: bool = False
+    answer: str | None = None
 
 
 def read_question(row: dict[str, Any], where: str, system: str | None) -> Question:
@@ -58,6 +61,7 @@ def read_question(row: dict[str, Any], where: str, system: str | None) -> Questi
     messages = _messages(row)
     own = optional_text(row, "system")
     tools = tools_of(row)
+    answer = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else _answer_beside(row)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
@@ -66,7 +70,16 @@ def read_question(row: dict[str, Any], where: str, system: str | None) -> Questi
         messages.insert(0, {"role": "system", "content": own})
     if added := system is not None and not has_system(messages):
         messages.insert(0, {"role": "system", "content": system})
-    return Question(row, messages, tools, where, plain=len(messages) == 1 and _is_plain(row), system_added=added)
+    plain = len(messages) == 1 and _is_plain(row)
+    return Question(row, messages, tools, where, plain, system_added=added, answer=answer or None)
+
+
+def _answer_beside(row: dict[str, Any]) -> str | None:
+    """What answers a row's prompt in a column of its own: a text, a number, or messages, of which the last counts."""
+    said = messages_in(next((row[key] for key in ANSWERS if row.get(key) not in (None, "", [])), None))
+    if isinstance(said, list) and isinstance(said[-1], dict):
+        said = said[-1].get("content", said[-1].get("value"))
+    return str(said) if isinstance(said, str | int | float) and not isinstance(said, bool) else None
 
 
 def _is_plain(row: dict[str, Any]) -> bool:

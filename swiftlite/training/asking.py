@@ -131,8 +131,7 @@ class Asker:
         places = [place for place, _ in drawn]
         columns = [dict.fromkeys(self._columns) | record["columns"] for record in records]
         answered = [
-            self._read(prompts[place].where, records[place]["prompt"], columns[place], ids)
-            for (place, _), ids in drawn.items()
+            self._read(prompts[place].where, records[place], columns[place], ids) for (place, _), ids in drawn.items()
         ]
         rewards = rewards_of(self._rewards, answered)
         for first in range(0, len(places), samples):
@@ -151,10 +150,10 @@ class Asker:
         if some:
             yield some
 
-    def _read(self, where: str, prompt: Any, columns: dict[str, Any], ids: list[int]) -> Answered:
-        """An answer by its ids. prompt, columns: of the row that stands at `where`."""
-        said = ids if self.is_cut(ids) else ids[:-1]
-        return Answered(prompt, self._tokenizer.decode(said, skip_special_tokens=True), ids, columns, where)
+    def _read(self, where: str, record: dict[str, Any], columns: dict[str, Any], ids: list[int]) -> Answered:
+        """An answer by its ids. record, columns: of the row that stands at `where`."""
+        text = self._tokenizer.decode(ids if self.is_cut(ids) else ids[:-1], skip_special_tokens=True)
+        return Answered(record["prompt"], text, ids, columns, where, record["expected"])
 
 
 def _uniform(count: int, *key: object) -> np.ndarray:

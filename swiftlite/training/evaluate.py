@@ -104,7 +104,7 @@ def run_evaluation(
             reporter.message(f"note: {note}")
         data = _read_rows(config, load, vocabulary_of(config, model_config), reporter)
         columns = sorted({name for prepared in data for name in prepared.columns})
-        check_columns(rewards, columns, config.dataset)
+        check_columns(rewards, columns, config.dataset, answered=any(prepared.answered for prepared in data))
         with reporter.phase("loading the model"):
             check_same_rows(world, " ".join(prepared.fingerprint for prepared in data))
             world.meet("data")

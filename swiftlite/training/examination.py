@@ -61,7 +61,7 @@ class Examiner:
             **means,
             "answers/length": sums["length"] / sums["answers"],
             "answers/cut": sums["cut"] / sums["answers"],
-            "answers/unrewarded": 1 - sums["known reward"] / sums["answers"],
+            "answers/unrewarded": (sums["answers"] - sums["known reward"]) / sums["answers"],
         }
 
     def _key(self, prompt: Document, _place: int) -> tuple[object, ...]:

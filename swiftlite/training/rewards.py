@@ -23,15 +23,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.config.methods import GIVEN, PROMPT
+from swiftlite.config.methods import EXPECTED, GIVEN, PROMPT
 from swiftlite.config.names import HUB_ID
+from swiftlite.data.questions import ANSWERS
 from swiftlite.ending import STOPPING, is_of_a_signal
 from swiftlite.errors import RunError, UserError
+from swiftlite.training.known_rewards import KNOWN
 
 if TYPE_CHECKING:
     from swiftlite.training.judges import Judge
 
 FLAG = "--reward"
+KNOWN_IN = "swiftlite.training.known_rewards"
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 HOW = f"give {FLAG} FILE.py:NAME, PACKAGE.MODULE.NAME or a reward model, with *WEIGHT behind it if it is not 1"
 
@@ -51,13 +54,14 @@ class Reward:
 @dataclass(frozen=True)
 class Answered:
     """One answer. prompt: messages, or the text it goes on from; text: without special tokens; ids: with what ended it;
-    columns: of the row; where: `file:line`."""
+    columns: of the row; where: `file:line`; expected: what the row itself answers, if it does."""
 
     prompt: list[dict[str, Any]] | str
     text: str
     ids: list[int]
     columns: dict[str, Any]
     where: str
+    expected: str | None = None
 
     @property
     def completion(self) -> list[dict[str, str]] | str:
@@ -94,11 +98,14 @@ def parse_reward(word: str) -> Named:
     if is_model(spec):
         path = Path(spec)
         return Named(spec, path.parent.name if path.name == "model" else path.name, weight, "model")
+    if spec in KNOWN:
+        return Named(KNOWN_IN, spec, weight, "package")
     place, colon, name = spec.rpartition(":")
     if not colon:
         place, _, name = spec.rpartition(".")
     if not place or not name or spec.endswith(".py"):
-        raise UserError(f"{word!r} names no function", where=FLAG, fix=HOW)
+        problem, fix = f"{word!r} names no function", f"{HOW}; those that come with swiftlite: {', '.join(KNOWN)}"
+        raise UserError(problem, where=FLAG, fix=fix)
     if colon and not Path(place).expanduser().is_file():
         raise UserError(f"there is no file {place}", where=f"{FLAG} {word}", fix=HOW)
     return Named(place, name, weight, "file" if colon else "package")
@@ -190,9 +197,11 @@ def _importing(place: str, word: str) -> Iterator[None]:
         ) from error
 
 
-def check_columns(rewards: Sequence[Reward], columns: Sequence[str], datasets: Sequence[str]) -> None:
+def check_columns(
+    rewards: Sequence[Reward], columns: Sequence[str], datasets: Sequence[str], *, answered: bool
+) -> None:
     """Raises UserError for a function that cannot be called with what rows have. columns: that some row has; datasets:
-    as `--dataset` names them."""
+    as `--dataset` names them; answered: some row has an answer of its own."""
     given = (*GIVEN, *columns)
     for reward in rewards:
         try:
@@ -202,7 +211,11 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str], datasets: S
         kinds = {one.kind for one in parameters}
         by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
         needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
-        if missing := next((name for name in needed if name not in given), None):
+        missing = next((name for name in needed if name not in given and (name, answered) != (EXPECTED, True)), None)
+        if missing == EXPECTED:
+            problem = f"compares answers with the rows' own, as `{EXPECTED}`, and no row has one"
+            fix = "give rows with answers: messages that end with one, or one of the columns " + ", ".join(ANSWERS)
+        elif missing is not None:
             problem = f"asks for `{missing}`, which is no column of the rows"
             fix = f"they have {', '.join(columns) or 'none'}: name the argument so, or give it a default"
             if missing in PROMPT:  # as TRL has it
@@ -250,8 +263,20 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[l
         "completions": [answer.completion for answer in answers],
         "completion_ids": [answer.ids for answer in answers],
     }
-    with _setting_back():
-        return [_asked(reward, deepcopy(columns), answers) for reward in rewards]  # which each may change
+    expected = {EXPECTED: [answer.expected for answer in answers]}
+    given = [
+        columns if EXPECTED in columns or not _names(reward, EXPECTED) else columns | expected for reward in rewards
+    ]
+    with _setting_back():  # and what it gets each may change
+        return [_asked(reward, deepcopy(mine), answers) for reward, mine in zip(rewards, given, strict=True)]
+
+
+def _names(reward: Reward, parameter: str) -> bool:
+    """Whether a function asks for an argument by its name."""
+    try:
+        return parameter in inspect.signature(reward.function).parameters
+    except (TypeError, ValueError):  # of some that are written in C nobody knows
+        return False
 
 
 def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answered]) -> list[float]:

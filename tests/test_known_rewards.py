@@ -1,0 +1,96 @@
+"""Functions that reward answers and come with swiftlite, and what rows themselves answer."""
+
+import pytest
+from test_eval import evaluate
+
+from swiftlite.data.questions import read_question
+from swiftlite.errors import UserError
+from swiftlite.training.known_rewards import KNOWN
+from swiftlite.training.rewards import Answered, check_columns, load_rewards, parse_reward, rewards_of
+
+
+def said(name, text, expected=None):
+    """What a function says of an answer, as messages and as text alike."""
+    (reward,) = load_rewards([name])
+    prompts = ([{"role": "user", "content": "?"}], "?")
+    answers = [Answered(prompt, text, [1], {"level": 3}, "rows.jsonl:1", expected) for prompt in prompts]
+    ((first, second),) = rewards_of([reward], answers)
+    assert first == second or first != first
+    return first
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected", "wanted"),
+    [
+        ("exact_match", " Paris\n", "paris", 1.0),
+        ("exact_match", "<think>Lyon? No.</think>\n\nNew  York", "New York", 1.0),
+        ("exact_match", "Paris.", "Paris", 0.0),
+        ("contains", "It is PARIS, of course.", "Paris", 1.0),
+        ("contains", "<think>Paris</think>Lyon", "Paris", 0.0),
+        ("last_number", "3 + 4 is 7", "7", 1.0),
+        ("last_number", "so $1,234.50 in all.", "It is 1200 + 34.5\n#### 1234.5", 1.0),
+        ("last_number", "-5", "5", 0.0),
+        ("last_number", "none", "none", 0.0),
+        ("last_number", "9.0", "<think>8</think>9", 1.0),
+        ("think_format", "<think>hm</think> yes", None, 1.0),
+        ("think_format", "hm</think> yes", None, 1.0),
+        ("think_format", "<think>hm</think> ", None, 0.0),
+        ("think_format", "well <think>hm</think> yes", None, 0.0),
+        ("think_format", "<think>a<think>b</think>c</think> yes", None, 0.0),
+        ("think_format", "yes", None, 0.0),
+    ],
+)
+def test_what_they_reward(name, text, expected, wanted):
+    assert said(name, text, expected) == wanted
+
+
+def test_without_an_answer_of_the_row_there_is_nothing_to_say():
+    assert all(said(name, "x") != said(name, "x") for name in KNOWN if name != "think_format")
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"messages": [["user", "?"], ["assistant", "a"], ["user", "?"], ["assistant", "b"]]}, "b"),
+        ({"messages": [["user", "?"]], "answer": "c"}, "c"),
+        ({"messages": [["user", "?"]]}, None),
+        ({"prompt": "?", "completion": " d"}, " d"),
+        ({"prompt": [["user", "?"]], "completion": [["assistant", "e"]]}, "e"),
+        ({"prompt": [["user", "?"]], "chosen": [["user", "?"], ["assistant", "f"]], "rejected": "g"}, "f"),
+        ({"question": "?", "answer": 7}, "7"),
+        ({"instruction": "?", "input": "", "output": "h"}, "h"),
+        ({"question": "?", "answer": None, "solution": "i"}, "i"),
+        ({"query": "?", "response": True}, None),
+    ],
+)
+def test_what_a_row_itself_answers(row, wanted):
+    """Of every format; messages are short here."""
+    whole = {
+        key: [dict(zip(("role", "content"), one, strict=True)) for one in value] if isinstance(value, list) else value
+        for key, value in row.items()
+    }
+    assert read_question(whole, "rows.jsonl:1", None).answer == wanted
+
+
+def test_they_are_named_as_they_are_called(tmp_path):
+    assert parse_reward("last_number*2").name == "last_number" and load_rewards(["contains*0.5"])[0].weight == 0.5
+    with pytest.raises(UserError, match="'last_numbr' names no function") as failure:
+        parse_reward("last_numbr")
+    assert "exact_match, contains, last_number, think_format" in failure.value.fix
+
+
+def test_rows_without_answers_are_told_before_training():
+    rewards = load_rewards(["last_number"])
+    with pytest.raises(UserError, match="compares answers with the rows' own") as failure:
+        check_columns(rewards, ("level",), ["rows.jsonl"], answered=False)
+    assert "completion, response, answer" in failure.value.fix
+    check_columns(rewards, ("level",), ["rows.jsonl"], answered=True)
+    check_columns(rewards, ("expected",), ["rows.jsonl"], answered=False)  # a column of that name is that
+
+
+def test_an_evaluation_compares_with_what_rows_answer(tmp_path, tiny_model, write_rows):
+    """One row of five has none."""
+    rows = [{"question": f"What is {n}?", "answer": "" if n == 2 else str(n)} for n in range(5)]
+    given = {"dataset": [str(write_rows("rows.jsonl", rows))], "max_new_tokens": 6, "max_length": 100}
+    [found] = evaluate(model=str(tiny_model("llama")), reward=["exact_match"], cache_dir=str(tmp_path), **given)
+    assert found.metrics["rewards/exact_match"] == 0.0 and found.metrics["answers/unrewarded"] == 0.2
