@@ -1,5 +1,7 @@
 """Functions that reward answers and come with swiftlite, and what rows themselves answer."""
 
+import sys
+
 import pytest
 from test_eval import evaluate
 
@@ -32,6 +34,10 @@ def said(name, text, expected=None):
         ("last_number", "-5", "5", 0.0),
         ("last_number", "none", "none", 0.0),
         ("last_number", "9.0", "<think>8</think>9", 1.0),
+        ("math_equal", "so it is $\\frac{1}{2}$", "0.5", 1.0),
+        ("math_equal", "\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1.0),
+        ("math_equal", "<think>72</think> 73", "#### 72", 0.0),
+        ("math_equal", "who knows", "72", 0.0),
         ("think_format", "<think>hm</think> yes", None, 1.0),
         ("think_format", "hm</think> yes", None, 1.0),
         ("think_format", "<think>hm</think> ", None, 0.0),
@@ -76,7 +82,14 @@ def test_they_are_named_as_they_are_called(tmp_path):
     assert parse_reward("last_number*2").name == "last_number" and load_rewards(["contains*0.5"])[0].weight == 0.5
     with pytest.raises(UserError, match="'last_numbr' names no function") as failure:
         parse_reward("last_numbr")
-    assert "exact_match, contains, last_number, think_format" in failure.value.fix
+    assert "exact_match, contains, last_number, math_equal, think_format" in failure.value.fix
+
+
+def test_a_package_that_is_missing_is_told_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match="math_verify") as failure:
+        load_rewards(["math_equal"])
+    assert "swiftlite[math]" in failure.value.fix
 
 
 def test_rows_without_answers_are_told_before_training():

@@ -16,8 +16,9 @@ class SamplingSettings(BaseModel):
     reward: Names = flag(
         [],
         REINFORCEMENT,
-        "grpo, eval: what rewards answers: exact_match, contains, last_number, think_format, your own functions as "
-        "FILE.py:NAME or PACKAGE.MODULE.NAME, reward models as folder or hub id; each perhaps with *WEIGHT.",
+        "grpo, eval: what rewards answers: exact_match, contains, last_number, math_equal, think_format, your own "
+        "functions as FILE.py:NAME or PACKAGE.MODULE.NAME, reward models by folder or hub id; each with *WEIGHT if it "
+        "is not 1.",
         "reward_funcs",
         shown="needed",
         metavar="NAME ...",

@@ -32,12 +32,23 @@ def last_number(completions: Sequence[Any], expected: Expected, **_others: objec
     return _compared(completions, expected, lambda said, wanted: _number(said) == _number(wanted) is not None)
 
 
+def math_equal(completions: Sequence[Any], expected: Expected, **_others: object) -> Rewards:
+    """1 for an answer whose formula or number equals the expected one as mathematics has it: 1/2 is 0.5. None where the
+    expected one is nothing of the kind. Read by https://github.com/huggingface/Math-Verify."""
+    from math_verify import parse, verify
+
+    wanted = [None if text is None else parse(text) or parse(f"${text}$") for text in expected]
+    answers = [text_of(completion).rpartition(CLOSING)[2] for completion in completions]
+    return [float(verify(one, parse(said))) if one else None for one, said in zip(wanted, answers, strict=True)]
+
+
 def think_format(completions: Sequence[Any], **_others: object) -> Rewards:
     """1 for an answer that is one thought in <think> tags, which the prompt may have opened, with text behind it."""
     return [float(_is_thought_and_answer(text_of(completion))) for completion in completions]
 
 
-KNOWN = {function.__name__: function for function in (exact_match, contains, last_number, think_format)}
+KNOWN = {function.__name__: function for function in (exact_match, contains, last_number, math_equal, think_format)}
+PACKAGES = {"math_equal": ("math_verify", "math")}  # that a function needs, and the extra that brings it
 
 
 def text_of(completion: Any) -> str:

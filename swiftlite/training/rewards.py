@@ -28,7 +28,8 @@ from swiftlite.config.names import HUB_ID
 from swiftlite.data.questions import ANSWERS
 from swiftlite.ending import STOPPING, is_of_a_signal
 from swiftlite.errors import RunError, UserError
-from swiftlite.training.known_rewards import KNOWN
+from swiftlite.imports import import_package
+from swiftlite.training.known_rewards import KNOWN, PACKAGES
 
 if TYPE_CHECKING:
     from swiftlite.training.judges import Judge
@@ -125,6 +126,9 @@ def _load(word: str, modules: dict[str, ModuleType]) -> Reward:
 
         judge = find_judge(place, f"{FLAG} {word}")
         return Reward(name, named.weight, judge, word, judge)
+    if place == KNOWN_IN and name in PACKAGES:
+        package, extra = PACKAGES[name]
+        import_package(package, f"{FLAG} {name}", extra)
     if place not in modules:
         modules[place] = _module_of(place, word) if named.kind == "file" else _package_of(place, word)
     module = modules[place]
