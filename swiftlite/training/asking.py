@@ -54,7 +54,7 @@ class Answers:
         """As a file of answers has it. totals: the reward of each, None of one that no function rewards."""
         asked = self.answers[0]
         said = [{"text": one.text, "reward": reward} for one, reward in zip(self.answers, totals, strict=True)]
-        return {"where": asked.where, "prompt": asked.prompt, "answers": said}
+        return {"where": asked.where, "prompt": asked.prompt, "expected": asked.expected, "answers": said}
 
 
 class Asker:
