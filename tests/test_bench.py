@@ -15,6 +15,7 @@ import gpu_check  # noqa: E402
 from bench import campaign, pairs, tables, workload  # noqa: E402
 from bench.measure import PROBE, Run, evaluate, read_files, run_command  # noqa: E402
 from bench.preference_tools import DPO  # noqa: E402
+from bench.rollout_tools import GRPO  # noqa: E402
 from bench.tools import SFT  # noqa: E402
 
 TRAINING = """
@@ -72,7 +73,7 @@ def test_rate_leaves_out_skipped_steps_and_the_time_before_them():
     run = Run("tool", "setting", 1, "log")
     evaluate(run, rows, start=90.0, skip=1)
     assert run.tokens_per_second == pytest.approx((300 + 500) / 4)
-    assert run.pairs_per_second == pytest.approx((3 + 3) / 4)
+    assert run.pairs_per_second == pytest.approx((3 + 3) / 4) and run.steps_per_second == pytest.approx(2 / 4)
     assert run.padding == pytest.approx(200 / 1000)
     assert run.first_step_seconds == pytest.approx(10.0) and run.start_seconds == pytest.approx(9.0)
     assert run.peak_rss_mib == pytest.approx(9.0)
@@ -116,6 +117,19 @@ def test_every_command_asks_for_the_same_training(benchmark, kept, setting, tmp_
     rate = {"bench_cpu": ("1e-4", "0.0001"), "bench_preference": ("1e-5",)}[benchmark.name]
     assert any(value in part for part in line for value in rate)
     assert {setting.tool for setting in benchmark.settings} == set(benchmark.tools)
+
+
+@pytest.mark.parametrize("setting", GRPO.settings, ids=lambda setting: f"{setting.tool} {setting.name}")
+def test_every_command_asks_for_as_many_answers(setting, tmp_path):
+    line = GRPO.command(setting, Path("/env/bin/python"), pairs.PairWorkload(tmp_path), tmp_path / "out", 7)
+    flags = dict(zip(line, line[1:], strict=False))  # what comes last counts, as it does for the tools
+    if setting.tool == "swiftlite":
+        answers, longest = int(flags["--global-batch-size"]) * int(flags["--samples"]), flags["--max-new-tokens"]
+    else:
+        answers = int(flags["--per_device_train_batch_size"]) * int(flags["--gradient_accumulation_steps"])
+        longest = flags["--max_completion_length"]
+    assert answers == 64 and longest == "64" and "8" in (flags.get("--samples"), flags.get("--num_generations"))
+    assert flags.get("--reward", flags.get("--reward_funcs")) == "bench_reward.vowels" and "1e-6" in line
 
 
 def test_packed_settings_take_fewer_steps():
