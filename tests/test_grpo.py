@@ -575,7 +575,6 @@ def test_what_cannot_be_asked_is_told_or_counted(tmp_path, write_rows, tiny_mode
         ({"eval_samples": 2, "eval_temperature": 0}, "are all the same"),
         ({"overlong": "truncate"}, "would make another question of a prompt"),
         ({"reference": "precompute"}, "has none then"),
-        ({"teacher": "x"}, "--teacher is learnt from token by token"),
         ({"neftune_noise_alpha": 5}, "compares answers of several lengths"),
         ({"loss": ["sigmoid"]}, "unknown loss `sigmoid`"),
     ],

@@ -187,8 +187,8 @@ def test_other_tools_words_of_distillation_name_the_teacher(name):
 
 
 @pytest.mark.parametrize("name", ["lmbda", "seq_kd"])
-def test_a_teacher_that_is_learnt_from_on_sampled_answers_is_none_here(name):
-    assert "without sampling" in (instead(name, in_recipe=False) or "")
+def test_a_teacher_that_is_learnt_from_on_sampled_answers_is_grpos(name):
+    assert "grpo on those that the model gives" in (instead(name, in_recipe=False) or "")
 
 
 def other_words(folder):

@@ -6,8 +6,9 @@ import datetime
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from swiftlite.config.losses import LOSSES, losses_of, weighs_by_probability
-from swiftlite.config.methods import PREFERENCE, SAMPLING, prompt_limit
+from swiftlite.config.losses import LOSSES, losses_of
+from swiftlite.config.methods import PREFERENCE, SAMPLING
+from swiftlite.config.own_answers import sampling_rules, teacher_rules
 from swiftlite.config.types import NEVER
 from swiftlite.errors import UserError, all_in_one
 
@@ -180,78 +181,14 @@ def _method_rules(config: RunConfig) -> list[Rule]:
             ("neftune_noise_alpha",),
             "leave it out, or train by sft or pretrain first",
         ),
-        *_sampling_rules(config),
-        *_teacher_rules(config),
+        *sampling_rules(config),
+        *teacher_rules(config),
         (
             bool(config.router_aux_loss_coef) and config.method == "rm",
             "--router-aux-loss-coef weighs a loss that transformers has for language models alone, and rm trains a "
             "model that gives scores",
             ("router_aux_loss_coef",),
             "leave it out",
-        ),
-    ]
-
-
-def _sampling_rules(config: RunConfig) -> list[Rule]:
-    """Of methods whose answers are the model's own."""
-    if config.method not in SAMPLING:
-        return []
-    return [
-        (
-            config.eval_samples > 1 and config.eval_temperature == 0,
-            "--eval-temperature 0 takes the likeliest token each time, so that --eval-samples are all the same",
-            ("eval_samples", "eval_temperature"),
-            "leave one of them out",
-        ),
-        (
-            prompt_limit(config) < 1,
-            f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in --max-length {config.max_length}",
-            ("max_new_tokens", "max_length"),
-            "raise --max-length, or lower --max-new-tokens",
-        ),
-        (
-            config.overlong in ("truncate", "split"),
-            f"--overlong {config.overlong} would make another question of a prompt",
-            ("overlong",),
-            "use drop or error",
-        ),
-        (
-            config.reference == "precompute",
-            f"--reference precompute scores answers before training, and {config.method} has none then",
-            ("reference",),
-            "use --reference model, or leave it out",
-        ),
-        (
-            config.optimizer_in_backward,
-            "--optimizer-in-backward takes the gradient of one forward, and nobody knows how many the answers need",
-            ("optimizer_in_backward",),
-            "leave it out",
-        ),
-    ]
-
-
-def _teacher_rules(config: RunConfig) -> list[Rule]:
-    """Of a second model whose probabilities are learnt."""
-    if config.teacher is None:
-        return []
-    return [
-        (
-            config.method in (*PREFERENCE, *SAMPLING),
-            f"--teacher is learnt from token by token, and {config.method} compares whole answers",
-            ("teacher",),
-            "leave it out, or train by sft or pretrain",
-        ),
-        (
-            weighs_by_probability(config),
-            "--loss dft weighs the tokens of a text by their probability, and --teacher says itself what each counts",
-            ("loss", "teacher"),
-            "leave one of them out",
-        ),
-        (
-            bool(config.new_tokens),
-            "--teacher knows nothing of --new-tokens",
-            ("teacher", "new_tokens"),
-            "leave one of them out",
         ),
     ]
 

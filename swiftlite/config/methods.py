@@ -43,6 +43,13 @@ def is_held(config: RunConfig) -> bool:
     return config.method in SAMPLING and config.beta > 0
 
 
+def teacher_share(config: RunConfig) -> float:
+    """What a teacher counts who tells of the model's own answers, 0 without one; all where nothing rewards them."""
+    if config.teacher is None:
+        return 0.0
+    return config.teacher_weight if config.reward else 1.0
+
+
 def keeps_second(config: RunConfig) -> bool:
     """Whether the reference is surely a second model, which is there while training."""
     return config.reference == "model" or (is_held(config) and not switches_adapters_off(config))

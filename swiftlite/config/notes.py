@@ -116,6 +116,10 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _ineffective_preference(config)
     if config.teacher is None:
         yield from ((name, "without --teacher") for name in ("teacher_weight", "teacher_tokens"))
+    elif config.method in SAMPLING:
+        yield "teacher_tokens", f"with {config.method}, of whose answers the teacher tells each token"
+        if not config.reward:
+            yield "teacher_weight", "without --reward: the teacher counts all"
     if config.lr_scheduler != "wsd":
         yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"
     if config.lr_scheduler.startswith("constant"):

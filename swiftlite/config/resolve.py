@@ -183,8 +183,8 @@ def _require(config: RunConfig, *, needs_rows: bool) -> None:
 
 
 def require_reward(config: RunConfig) -> None:
-    """Raises UserError where answers would be drawn that nothing rewards."""
-    if not config.reward:
+    """Raises UserError where answers would be drawn that nothing rewards, nor a teacher."""
+    if not config.reward and config.teacher is None:
         raise UserError(
             f"nothing says how {config.method} rewards answers",
             fix="give --reward FILE.py:NAME, a function that gets answers and returns a number for each, or a reward "

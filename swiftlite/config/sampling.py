@@ -2,12 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from swiftlite.config.setting import REINFORCEMENT, flag
-from swiftlite.config.types import Count, Names, Number, OptionalNotNegative, Positive, Spelling
-
-Several = Annotated[int, Field(ge=2), Number]  # of one answer nobody can say whether it is better than others
+from swiftlite.config.types import Count, Names, OptionalNotNegative, Positive, Spelling
 
 
 class SamplingSettings(BaseModel):
@@ -23,7 +21,7 @@ class SamplingSettings(BaseModel):
         shown="needed",
         metavar="NAME ...",
     )
-    samples: Several = flag(
+    samples: Count = flag(
         8, REINFORCEMENT, "Answers to each prompt, which are compared with one another.", "num_generations",
         "grpo_samples",
     )  # fmt: skip

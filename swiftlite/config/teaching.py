@@ -16,15 +16,15 @@ class TeacherSettings(BaseModel):
     teacher: OptionalText = flag(
         None,
         OPTIMIZATION,
-        "sft, pretrain: a larger model with the same tokens, whose next-token probabilities are learnt beside the text "
-        "(knowledge distillation); named as --model is.",
+        "A larger model with the same tokens, whose next-token probabilities are learnt beside the text (knowledge "
+        "distillation), with grpo on the model's own answers beside rewards, or without any; named as --model is.",
         "teacher_model",
         "teacher_model_name_or_path",
         shown="none",
         metavar="NAME",
     )
     teacher_weight: Share = flag(
-        0.5, OPTIMIZATION, "What the teacher counts in the loss; the text counts the rest of 1.", "kd_ratio"
+        0.5, OPTIMIZATION, "What the teacher counts in the loss; the text, or rewards, count the rest of 1.", "kd_ratio"
     )
     teacher_tokens: Count = flag(
         64, OPTIMIZATION, "How many of the tokens that the teacher finds likeliest are learnt at each place.",

@@ -4,6 +4,10 @@ Of an answer of n tokens with advantage A, sampled by the policy as it is:
 
     sum over tokens of  share * (-A r + b (exp(d) - d - 1)),   r = p / p_sampled,   d = log ref - log p
 
+With a teacher that counts w a token's A is (1 - w) A + w (log teacher - log p), without gradient. Over what the model
+itself samples, the latter gives the gradient of KL(model || teacher) without the teacher's whole distribution
+(on-policy distillation, arXiv 2306.13649 and 2306.08543).
+
 The ratio r is 1, since a step is learnt from once, and has the gradient of log p; so nothing is clipped. The other term
 estimates the KL to the reference (http://joschu.net/blog/kl-approx.html, k3). share is 1 over what the loss counts:
 
@@ -21,11 +25,12 @@ import torch
 
 @dataclass(frozen=True)
 class Policy:
-    """loss: `dapo`, `grpo` or `dr_grpo`; beta: b; answers, tokens: of the whole step, with those that are not trained
-    because they have no advantage; longest: tokens that an answer may have."""
+    """loss: `dapo`, `grpo` or `dr_grpo`; beta: b; teacher: w, 0 without one; answers, tokens: of the whole step, with
+    those that are not trained because they have no advantage; longest: tokens that an answer may have."""
 
     loss: str
     beta: float
+    teacher: float
     answers: int
     tokens: int
     longest: int
@@ -40,11 +45,14 @@ class Policy:
     def per_token(
         self, logprobs: torch.Tensor, advantages: torch.Tensor, reference: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss of each token, its KL to the reference without gradient), all fp32 `[n]`. advantages: of each token's
-        answer; reference: log p there, None without one."""
-        loss = -advantages * (logprobs - logprobs.detach()).exp()
+        """(loss of each token, an estimate of its KL to the reference without gradient), all fp32 `[n]`. advantages: of
+        each token's answer; reference: log p there of the reference or teacher, None without one."""
+        ratio = (logprobs - logprobs.detach()).exp()
         if reference is None:
-            return loss, torch.zeros_like(loss)
+            return -advantages * ratio, torch.zeros_like(logprobs)
         d = reference - logprobs
+        if self.teacher:
+            ahead = d.detach()
+            return -((1 - self.teacher) * advantages + self.teacher * ahead) * ratio, -ahead
         kl = d.exp() - d - 1
-        return loss + self.beta * kl, kl.detach()
+        return -advantages * ratio + self.beta * kl, kl.detach()

@@ -104,7 +104,8 @@ class Asker:
     def totals(self, groups: list[Answers]) -> np.ma.MaskedArray:
         """The reward of each answer, what functions say by their weights, fp64 `[prompts, answers]`; masked where none
         says anything."""
-        values = np.asarray([group.rewards for group in groups], dtype=np.float64)
+        shape = len(groups), len(self._rewards), len(groups[0].answers)
+        values = np.reshape([group.rewards for group in groups], shape).astype(np.float64)
         weights = np.asarray([reward.weight for reward in self._rewards])[:, None]
         return np.ma.masked_array(np.nansum(values * weights, axis=1), np.isnan(values).all(axis=1))
 

@@ -150,7 +150,8 @@ class PolicyLoss:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("entropy", "kl/reference") if self.policy.beta else ("entropy",)
+        kl = ("kl/teacher",) if self.policy.teacher else ("kl/reference",) if self.policy.beta else ()
+        return ("entropy", *kl)
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         answers = batch.completions

@@ -179,8 +179,9 @@ class Outline:
         return replace(held, activations=held.activations + self._told(config, layout, work))
 
     def _told(self, config: RunConfig, layout: Layout, work: Work) -> float:
-        """Bytes of what a teacher tells of a whole step, if there is one: of its text, or of a rank's slices of it."""
-        if self.beside is None:
+        """Bytes of what a teacher tells of a whole step, if there is one: of its text, or of a rank's slices of it;
+        next to nothing of answers, of which it tells one number a token."""
+        if self.beside is None or config.method in SAMPLING:
             return 0
         at_each = min(config.teacher_tokens, self.beside.base.config.get_text_config().vocab_size)
         return TOLD_BYTES * at_each * work.tokens * work.micro_batches / layout.cp

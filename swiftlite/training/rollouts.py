@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftlite.config.losses import losses_of
+from swiftlite.config.methods import teacher_share
 from swiftlite.data.order import Pack, StepBatch
 from swiftlite.data.order import Sequence as Document
 from swiftlite.data.packing import best_fit_decreasing
@@ -41,8 +42,8 @@ class Rollouts:
         """The same step with answers in place of its prompts. `told` says of them what metrics are to have, `policy`
         what the loss has to know.
 
-        An answer without an advantage has nothing to teach and is left out, unless the model is held to a reference. A
-        step in which none has one keeps an answer, of which nothing is learnt.
+        An answer without an advantage has nothing to teach and is left out, unless the model is held to a reference, or
+        a teacher tells of it. A step in which none has one keeps an answer, of which nothing is learnt.
         """
         config, began = self._config, time.perf_counter()
         prompts = [document for pack in batch.packs for document in pack]
@@ -60,15 +61,12 @@ class Rollouts:
         answers = [ids for group in groups for ids in group.ids]
         lengths = list(map(len, answers))
         ((loss, _),) = losses_of(config.method, config.loss)
-        self.policy = Policy(loss, config.beta, len(lengths), sum(lengths), config.max_new_tokens)
-        self.told = {
-            "reward": _known(totals.mean()),
-            "reward_std": _known(totals.std(axis=1).mean()),
-            **self._by_function(groups),
+        counts = len(lengths), sum(lengths), config.max_new_tokens
+        self.policy = Policy(loss, config.beta, teacher_share(config), *counts)
+        self.told = self._of_rewards(totals, equal, groups) if config.reward else {}
+        self.told |= {
             "answers/length": sum(lengths) / len(lengths),
             "answers/cut": sum(map(self._ask.is_cut, answers)) / len(answers),
-            "answers/equal": float(equal.mean()),
-            "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
             "sampling_seconds": round(seconds, 6),
         }
         if self._tell is not None:
@@ -90,7 +88,7 @@ class Rollouts:
         some: list[tuple[list[int], float]] = []
         size = len(prompt.input_ids) - 1
         for answer, advantage in zip(group.answers, advantages, strict=True):
-            if not (advantage or self._config.beta):
+            if not (advantage or self._config.beta or self._config.teacher):
                 continue
             if some and (not shares or size + 1 + len(answer.ids) > limit):
                 yield _document(prompt, some)
@@ -105,6 +103,18 @@ class Rollouts:
             return [[document] for document in documents]
         lengths = np.asarray([len(document.input_ids) for document in documents], dtype=np.int32)
         return [[documents[i] for i in pack] for pack in best_fit_decreasing(lengths, self._config.max_length)]
+
+    def _of_rewards(
+        self, totals: np.ma.MaskedArray, equal: np.ndarray, groups: list[Answers]
+    ) -> dict[str, float | None]:
+        """What metrics have of the answers of a step."""
+        return {
+            "reward": _known(totals.mean()),
+            "reward_std": _known(totals.std(axis=1).mean()),
+            **self._by_function(groups),
+            "answers/equal": float(equal.mean()),
+            "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
+        }
 
     def _by_function(self, groups: list[Answers]) -> dict[str, float | None]:
         """The mean of what each function says, None where it says nothing."""

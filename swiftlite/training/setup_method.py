@@ -35,6 +35,7 @@ from swiftlite.training.methods import (
 )
 from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
 from swiftlite.training.rollouts import Rollouts
+from swiftlite.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from swiftlite.reporting.run import Reporter
     from swiftlite.training.asking import Asker
     from swiftlite.training.setup import Trainee
-    from swiftlite.training.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MethodParts:
     load_tokenizer: LoadTokenizer
     reporter: Reporter
     same: Callable[[str, str], str]
-    build_teacher: Callable[[], Teacher] | None = None
+    build_teacher: Callable[[], Trainee] | None = None
     build_asker: Callable[[], Asker] | None = None
     tell: Callable[[dict[str, Any]], None] | None = None
     tell_evaluated: Callable[[dict[str, Any]], None] | None = None
@@ -85,14 +85,10 @@ def count_more_forwards(config: RunConfig) -> int:
 def build_method(parts: MethodParts) -> Method:
     """The method of the config, with the reference that it needs."""
     config, trainee, loss = parts.config, parts.trainee, parts.loss
-    if config.teacher is not None and parts.build_teacher is not None:
-        with parts.reporter.phase("loading the teacher"):
-            return Distilled(parts.build_teacher())
     if config.method in SAMPLING and parts.build_asker is not None:
-        _temper(trainee, config)
-        ask = parts.build_asker()
-        rollouts, examiner = Rollouts(config, ask, parts.tell), Examiner(config, ask, parts.tell_evaluated)
-        return Reinforced(rollouts, examiner, _live_reference(parts) if is_held(config) else None)
+        return _reinforced(parts, parts.build_asker())
+    if config.teacher is not None and parts.build_teacher is not None:
+        return Distilled(Teacher(_teacher(parts), config, trainee.base))
     if loss is None:
         return Supervised(dynamic=weighs_by_probability(config))
     if isinstance(loss, RewardModel):
@@ -103,6 +99,23 @@ def build_method(parts: MethodParts) -> Method:
     reference = _reference(parts, mismatched)
     policy = LiveReference(trainee.divided.runner, _modules(trainee), nullcontext)
     return Judged(loss, reference, policy, trainee.mesh, mismatched, _sharer(parts))
+
+
+def _reinforced(parts: MethodParts, ask: Asker) -> Reinforced:
+    config, reference = parts.config, None
+    _temper(parts.trainee, config)
+    if config.teacher is not None and parts.build_teacher is not None:
+        teacher = _teacher(parts)
+        _temper(teacher, config)
+        reference = LiveReference(teacher.divided.runner, _modules(teacher), nullcontext)
+    elif is_held(config):
+        reference = _live_reference(parts)
+    return Reinforced(Rollouts(config, ask, parts.tell), Examiner(config, ask, parts.tell_evaluated), reference)
+
+
+def _teacher(parts: MethodParts) -> Trainee:
+    with parts.reporter.phase("loading the teacher"):
+        return parts.build_teacher()
 
 
 def _reference(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:

@@ -1,4 +1,5 @@
-"""Knowledge distillation: a second model that says, at each trained token, which tokens it finds likeliest.
+"""Knowledge distillation: a second model that says, at each trained token, which tokens it finds likeliest, or of the
+model's own answers how likely they are.
 
 It lies beside the trained one on the same mesh, divided in the same way, and runs through each step's micro-batches
 before they are trained. What it says is k tokens with their probabilities, so the `[tokens, vocabulary]` distributions
@@ -63,8 +64,9 @@ PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32"
 class Teacher:
     """A model that is asked."""
 
-    def __init__(self, trainee: Trainee, config: RunConfig, vocabulary: int) -> None:
-        """trainee: the teacher, divided and filled; config: of the run; vocabulary: tokens that both models know."""
+    def __init__(self, trainee: Trainee, config: RunConfig, taught: PreTrainedModel) -> None:
+        """trainee: the teacher, divided and filled; config: of the run; taught: the trained model."""
+        vocabulary = min(model.config.get_text_config().vocab_size for model in (trainee.base, taught))
         self._runner, self._weight = trainee.divided.runner, config.teacher_weight
         self._count = min(config.teacher_tokens, vocabulary)
         self._scorers = [part.scorer for part in trainee.divided.parts]
@@ -161,8 +163,8 @@ def build_teacher(
     world: World,
     layout: Layout,
     tell: Callable[[str], None],
-) -> Teacher:
-    """Build and load the teacher beside the trained model. Raises UserError where it does not fit."""
+) -> Trainee:
+    """The teacher, loaded beside the trained model. Raises UserError where it does not fit."""
     settings = settings_of(config)
     with _errors_of(config):
         its_config = load_config(settings.model, trust_remote_code=config.trust_remote_code)
@@ -173,8 +175,7 @@ def build_teacher(
         teacher.check(config.max_length, compiled=config.compile)
     for note in teacher.notes:
         tell(f"note: teacher: {note}")
-    sizes = [each.base.config.get_text_config().vocab_size for each in (trainee, teacher)]
-    return Teacher(teacher, config, min(sizes))
+    return teacher
 
 
 @contextmanager

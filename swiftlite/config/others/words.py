@@ -197,7 +197,7 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("muon", _MUON),
     ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
     ("vllm|use_vllm", _OWN_SAMPLER),
-    ("lmbda|seq_kd", _OUT + "a teacher is learnt from on the rows' own answers, without sampling"),
+    ("lmbda|seq_kd", _OUT + "sft learns from a teacher on the rows' own answers, grpo on those that the model gives"),
     ("cosine_m(in|ax)_len|repetition_(n_grams|max_penalty)", _OWN_REWARD),
     ("teacher|kd|gkd", _TEACHER),
     ("vit|aligner", _VISION),
@@ -209,8 +209,8 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
     "method": (
         ("orpo|simpo|cpo|ipo", "write {method: dpo} and {loss: WORD}, with the {beta} that it takes"),
         ("reward|reward_model", "method: rm"),
-        ("gkd", "write {method: sft} and {teacher: MODEL}, which is learnt from on the rows' own answers"),
-        ("gspo|ppo|rloo|opd", _ONE_SAMPLER),
+        ("gkd|opd", "write {teacher: MODEL} with {method: sft}, on the rows' answers, or {method: grpo}, on its own"),
+        ("gspo|ppo|rloo", _ONE_SAMPLER),
     ),
     "sharding": (
         ("zero-?3-offload", "write {sharding: full} and {offload: cpu}"),
