@@ -643,7 +643,8 @@ def test_what_is_told_of_a_run_is_its_reward():
 
 def test_a_plan_counts_who_answers(tmp_path, tiny_model):
     """A copy where the model is divided, the reference, and what answers take while they are drawn."""
-    given = sampled(tmp_path, tiny_model("llama"), "rows.jsonl", answers_at_once=10_000, precision="bf16")
+    many = {"answers_at_once": 10_000, "samples": 2_500}
+    given = sampled(tmp_path, tiny_model("llama"), "rows.jsonl", precision="bf16", **many)
     config = resolve_config("grpo", **given | {"activation_checkpointing": "none"})
     outline = outline_of(config, load_config(config.model), "cuda")
     alone, two = Layout(), Layout(dp_replicate=2)
@@ -653,5 +654,6 @@ def test_a_plan_counts_who_answers(tmp_path, tiny_model):
     assert held.weights - without.weights == pytest.approx(copy)
     kv = 10_000 * config.max_length * cache_bytes_per_token(outline.model_config, torch.bfloat16)
     assert outline.holds(config, alone, None).activations > kv > without.activations
+    assert held.activations - kv / 2 < 0.2 * kv  # each of two draws half of the step's answers, and no more
     tied = config.model_copy(update={"beta": 0.1})
     assert outline.holds(tied, alone, None).weights == pytest.approx(2 * outline.holds(config, alone, None).weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -189,12 +190,20 @@ class Outline:
     def _with_answers(self, held: Footprint, config: RunConfig, layout: Layout) -> Footprint:
         """With reward models, and the whole copy that answers where a model is divided, or its states are elsewhere;
         and at least what a batch of answers takes, at which time nothing is kept for a backward pass."""
-        size, rows = self.precision.dtype.itemsize, config.answers_at_once
+        size, rows = self.precision.dtype.itemsize, self._answers_at_once(config, layout)
         copied = layout.world > 1 or config.offload == "cpu"
         cache = cache_bytes_per_token(self.model_config, self.precision.dtype) * rows * config.max_length
         drawn = rows * self.model_config.get_text_config().vocab_size * DRAWN_BYTES
         weights = held.weights + self.judges + (self.trained + self.frozen) * size * copied
         return replace(held, weights=weights, activations=max(held.activations, cache + drawn))
+
+    def _answers_at_once(self, config: RunConfig, layout: Layout) -> int:
+        """That a process draws, of a step or of an evaluation."""
+        asked = [] if self.evaluates else [(config.global_batch_size, config.samples)]
+        if self.evaluates or config.eval_dataset or config.eval_fraction:
+            asked.append((max(config.global_batch_size, config.answers_at_once), config.eval_samples))
+        mine = max(math.ceil(prompts / layout.world) * samples for prompts, samples in asked)
+        return min(config.answers_at_once, mine)
 
     def _kept(self, config: RunConfig) -> Kept:
         """Of a token for the backward pass, if there is one."""
