@@ -46,6 +46,14 @@ def test_figures_settings_and_curves_of_two_runs_lie_side_by_side(run, tmp_path)
     assert not (first / "report.html").exists()
 
 
+def test_a_loss_and_a_reward_are_on_no_common_scale(run, tmp_path):
+    page = tmp_path / "both.html"
+    assert command(run("sft", {}), run("own", {}, reward=0.25), "--output", page).exit_code == 0
+    text = page.read_text()
+    assert "Loss per trained token, smoothed" in text and "Reward per answer, smoothed" in text
+    assert "step 2: 2.8400" in text and "step 2: 0.2500" in text
+
+
 def test_a_table_in_a_file_holds_names_and_paths_whole(run, tmp_path):
     settings = {"gradient_accumulation_steps": 8, "dataset": [f"{tmp_path}/{'rows' * 20}.jsonl"]}
     done = command(run("a", {"model": "m"}), run("b", settings), run("c", settings), "--output", tmp_path / "p.html")

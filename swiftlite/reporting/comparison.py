@@ -120,15 +120,21 @@ def _table(title: str, marks: dict[str, list[str]], words: dict[str, list[str]],
 
 
 def _charts(runs: Sequence[Run]) -> list[str]:
-    keys, words = zip(*(curve_of(run.rows) for run in runs), strict=True)
-    curves = [series(run.rows, key) for run, key in zip(runs, keys, strict=True)]
-    titles = " / ".join(dict.fromkeys(words)).capitalize()
-    curves = [(steps, smoothed(values)) for steps, values in curves]
-    charts = [chart(f"{titles}, smoothed", _lines(runs, curves), large=True)]
+    told = [curve_of(run.rows) for run in runs]
+    charts = [_progress(runs, told, key) for key in dict(told)]
     added = {key: key.replace("_", " ") for run in runs for keys in added_groups(run.rows).values() for key in keys}
     for key, title in (EVALUATIONS | SINGLE_CHARTS | dict(sorted(added.items()))).items():
         charts.append(chart(title, _lines(runs, [series(run.rows, key) for run in runs]), legend=False))
     return charts
+
+
+def _progress(runs: Sequence[Run], told: Sequence[tuple[str, str]], key: str) -> str:
+    """How the runs go whose curve is of one key: a loss and a reward are on no common scale. told: of `curve_of`."""
+    words = " / ".join(dict.fromkeys(words for known, words in told if known == key)).capitalize()
+    curves = [series(run.rows, key) if known == key else ([], []) for run, (known, _) in zip(runs, told, strict=True)]
+    return chart(
+        f"{words}, smoothed", _lines(runs, [(steps, smoothed(values)) for steps, values in curves]), large=True
+    )
 
 
 def _lines(runs: Sequence[Run], points: Sequence[tuple[list[int], list[float]]]) -> list[Line]:
