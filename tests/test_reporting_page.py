@@ -1,5 +1,6 @@
 """loss.png, report.html, `swiftlite report` and the picture of the terminal: from files alone, and safe to open."""
 
+import itertools
 import json
 import math
 import os
@@ -166,14 +167,32 @@ def test_no_plot_without_rows_and_one_for_a_single_row(tmp_path, run):
     assert write_loss_plot(run(steps=1)) is not None
 
 
-def test_one_point_is_seen_and_a_long_name_leaves_the_curves_their_room(run, monkeypatch):
+def figure_of(output, monkeypatch):
+    """What `loss.png` would be saved from."""
     drawn = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig", lambda figure, path, **_: (drawn.append(figure), path.touch())
     )
+    write_loss_plot(output)
+    return drawn[0]
+
+
+@pytest.mark.parametrize("loss", [2.5, -12345.0, 1.5e-7])
+def test_no_word_is_cut_off_or_covers_another_curve(run, monkeypatch, loss):
+    figure = figure_of(
+        run(loss=loss, grad_norm=1e4 * loss, **{"logps/chosen": -1290.0, "rewards/margin": loss}), monkeypatch
+    )
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    assert len(boxes) == 5
+    for box in boxes:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def test_one_point_is_seen_and_a_long_name_leaves_the_curves_their_room(run, monkeypatch):
     output = run(steps=1, **{"eval_rewards/margin": 0.5})
-    write_loss_plot(output.rename(output.with_name("n" * 250)))
-    axes = drawn[0].axes
+    axes = figure_of(output.rename(output.with_name("n" * 250)), monkeypatch).axes
     assert all(any(line.get_marker() == "." for line in each.lines) for each in axes)
     assert len(axes[0].get_title(loc="left")) < 100
 
