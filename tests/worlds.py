@@ -1,8 +1,8 @@
 """Starts a function in several real processes, for tests of what several ranks do.
 
-A process that imports torch and transformers costs seconds, so ranks are forks of one that has done so and has started
-no thread: `run_world(4, body, argument)` calls `body(rank, argument)` in each of a gloo world and returns what each
-returned, rank by rank. A test tries many things in one world all the same.
+A process that imports torch and transformers costs seconds, so ranks are forks of one that has done so (`preloaded`)
+and has started no thread: `run_world(4, body, argument)` calls `body(rank, argument)` in each of a gloo world and
+returns what each returned, rank by rank. A test tries many things in one world all the same.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SECONDS = 300  # of silence after which a world is given up
-IMPORTED = ("swiftlite.training.run", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing")
 
 
 def run_world(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -45,7 +47,10 @@ def run_swiftlite(size: int, *words: Any) -> list[str]:
 
 def _run(environments: list[dict[str, Any]], body: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
+    context.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         given = [(rank, environment, folder, body, arguments) for rank, environment in enumerate(environments)]
         processes = [context.Process(target=_rank, args=each) for each in given]
