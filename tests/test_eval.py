@@ -389,7 +389,7 @@ def test_a_full_memory_brings_no_advice_for_training(tmp_path, tiny_model, write
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_several_processes_end_on_a_signal_with_a_word(tmp_path, tiny_model, write_rows, number):
-    rows = write_rows("many.jsonl", toy_rows(20_000))
+    rows = write_rows("many.jsonl", toy_rows(6_000))
     words = ["--model", tiny_model("llama"), "--dataset", rows, "--cache-dir", tmp_path / "cache", "--json", "found"]
     command = [*SWIFTLITE, "eval", *map(str, words), "--nproc-per-node", "2"]
     process = subprocess.Popen(
