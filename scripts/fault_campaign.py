@@ -10,6 +10,8 @@ disturbed. What was done is kept in WORK/campaign.jsonl: the same command goes o
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import json
 import os
 import random
@@ -26,6 +28,10 @@ from bench.tables import fill, has_place, markdown_table
 
 STEPS = 8
 LONGEST = 180.0  # seconds that a run may take
+IMPORTED = (  # by runs
+    *("swiftlite.training.run", "peft", "transformers.models.llama.modeling_llama", "transformers.generation.utils"),
+    *("matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.PngImagePlugin"),
+)
 PLACE = "fault_campaign"
 
 
@@ -80,8 +86,12 @@ def words(subject: Subject, work: Path, output: Path) -> list[str]:
 def prepare(work: Path) -> None:
     """The model and the rows, and everything imported that a run imports: each start is then a fork."""
     from swiftlite.models.toys import toy_config, toy_pairs, toy_rows, write_toy
-    from swiftlite.training import run  # noqa: F401 - for the forks
+    from swiftlite.quick_imports import quick_imports
 
+    with quick_imports():
+        for name in IMPORTED:
+            importlib.import_module(name)
+    gc.freeze()  # or each fork's collections go through all of it, and copy its memory
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "pairs.jsonl").is_file():
         write_toy(work / "model", toy_config("llama"))
