@@ -19,8 +19,13 @@ from swiftlite.parallel.world import World
 from swiftlite.training.run import run_training
 
 
-def train_alone(config):
-    run_training(config, World(torch.device("cpu")), Layout())
+def train_alone(config, drawn=False):
+    """A run in this process. drawn: with loss.png, which takes as long as the few steps of a test's run, and which
+    nothing else of a run depends on; test_run has it drawn for every method."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not drawn:
+            patch.setattr("swiftlite.reporting.plots.write_loss_plot", lambda output: None)
+        run_training(config, World(torch.device("cpu")), Layout())
 
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "qwen3-moe", "gpt2"]

@@ -19,12 +19,13 @@ from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
 from swiftlite.data import windows
 from swiftlite.errors import RunError, UserError
-from swiftlite.models.toys import toy_config, write_toy
+from swiftlite.models.toys import toy_config, toy_judged, toy_pairs, write_toy
 from swiftlite.serving.source import find_source
 from swiftlite.training import loop as loop_module
 from swiftlite.training import run as run_module
 from swiftlite.training.run import Session
 from swiftlite.training.step import DirectStep
+from swiftlite.verification.cases import SAMPLED
 
 NEW_TOKENS = [f"<fox {number}>" for number in range(200)]  # more than the toys' vocabulary has rows to spare
 
@@ -40,10 +41,20 @@ def train(values, **more):
     return config
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "rm", "grpo"])
+def test_what_every_method_logs_is_drawn(method, base, tmp_path, write_rows, chat_rows, capsys):
+    rows = {"dpo": toy_pairs(12), "rm": toy_pairs(12), "kto": toy_judged(12)}.get(method, chat_rows)
+    more = SAMPLED | {"samples": 2, "max_new_tokens": 4} if method == "grpo" else {"eval_fraction": 0.3}
+    values = base | {"dataset": [str(write_rows("rows.jsonl", rows))], "max_steps": 2, "eval_steps": 1} | more
+    train_alone(resolve_config(method, **values), drawn=True)
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "cannot be drawn" not in capsys.readouterr().out
+
+
 def test_the_output_folder_is_as_promised(base, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    train(base, report_to=["tensorboard"], eval_fraction=0.1)
+    train_alone(resolve_config("sft", **base, report_to=["tensorboard"], eval_fraction=0.1), drawn=True)
     out = tmp_path / "out"
     names = {path.name for path in out.iterdir()}
     assert {"config.yaml", "audit.json", "metrics.jsonl", "checkpoints", "model", "loss.png", "report.html"} <= names
