@@ -145,9 +145,8 @@ def run_commands() -> dict[str, RunCommand]:
 
 
 def build_app(chosen: RunCommand | None = None) -> typer.Typer:
-    """The Typer app. chosen: the one command that gets its options; the others are only listed."""
-    from swiftlite.cli import export, infer, recipes, report, serve, verify
-
+    """The Typer app. chosen: the one command that is run, with its options; otherwise those with the schema's flags are
+    only listed."""
     app = typer.Typer(
         help=ABOUT,
         epilog=EPILOG,
@@ -159,9 +158,13 @@ def build_app(chosen: RunCommand | None = None) -> typer.Typer:
     )
     app.callback()(_top)
     for name, command in run_commands().items():
-        command.add(app, with_options=command is chosen, name=name, hidden=name != command.name)
-    for module in (infer, export, serve, recipes, report, verify):
-        module.register(app)
+        if chosen in (None, command):
+            command.add(app, with_options=command is chosen, name=name, hidden=name != command.name)
+    if chosen is None:
+        from swiftlite.cli import export, infer, recipes, report, serve, verify
+
+        for module in (infer, export, serve, recipes, report, verify):
+            module.register(app)
     return app
 
 
