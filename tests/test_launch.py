@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from test_parity import metrics
 from torch.distributed import HashStore
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
-from worlds import run_swiftlite
+from worlds import end_of_command, run_ranks, run_swiftlite
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.checkpoint.safetensors_files import SINGLE
@@ -640,24 +640,20 @@ def test_processes_that_find_another_model_do_not_train(tmp_path, tiny_model):
     assert "settings" in told.value.where
 
 
+def end_of_one(rank, lines, port):
+    """By a launcher that gives them no store of its own."""
+    os.environ["MASTER_PORT"] = port
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    return end_of_command(lines[rank])
+
+
 def test_processes_that_read_other_rows_do_not_train(tmp_path, flags, write_rows, chat_rows):
     """As on machines whose copies of a file differ."""
     other = write_rows("other.jsonl", chat_rows[1:])
-    words = [*SWIFTLITE, "sft", *flags, "--max-steps", "2", "-o", str(tmp_path / "out")]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [*words, *more], stderr=subprocess.PIPE, text=True, env=ENV | place | {"RANK": rank, "LOCAL_RANK": rank}
-        )
-        for rank, more in (("0", []), ("1", ["--dataset", str(other)]))
-    ]
-    try:
-        ends = [(process.communicate(timeout=60)[1], process.returncode) for process in reversed(started)]
-    finally:
-        for process in started:
-            process.kill()
-    assert [code for _, code in ends] == [1, 1], ends
-    assert sum("process 1 has read other rows" in said for said, _ in ends) == 1, ends
+    words = ["sft", *flags, "--max-steps", "2", "-o", str(tmp_path / "out")]
+    ends = run_ranks(2, end_of_one, [words, [*words, "--dataset", str(other)]], free_port())
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert sum("process 1 has read other rows" in said for _, said in ends) == 1, ends
     assert not (tmp_path / "out").exists()
 
 
