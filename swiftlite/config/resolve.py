@@ -187,8 +187,8 @@ def require_reward(config: RunConfig) -> None:
     if not config.reward and config.teacher is None:
         raise UserError(
             f"nothing says how {config.method} rewards answers",
-            fix="give --reward FILE.py:NAME, a function that gets answers and returns a number for each, or a reward "
-            "model",
+            fix="give --reward last_number or another that comes along, your own as FILE.py:NAME, or a reward model, or "
+            "give --teacher MODEL",
         )
 
 

@@ -209,7 +209,7 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
     "method": (
         ("orpo|simpo|cpo|ipo", "write {method: dpo} and {loss: WORD}, with the {beta} that it takes"),
         ("reward|reward_model", "method: rm"),
-        ("gkd|opd", "write {teacher: MODEL} with {method: sft}, on the rows' answers, or {method: grpo}, on its own"),
+        ("gkd|opd", "write {teacher: MODEL}, {method: sft} for the rows' answers, {method: grpo} for its own"),
         ("gspo|ppo|rloo", _ONE_SAMPLER),
     ),
     "sharding": (
