@@ -158,6 +158,20 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, tiny_model, write_rows, chat_rows):
     assert (tmp_path / "out" / "answers.jsonl").read_text() == answers  # those of steps that came again are not twice
 
 
+def test_a_reference_that_is_gone_is_told_before_rows_are_read(tmp_path, tiny_model, write_rows, chat_rows):
+    """The adapter that a run went on from: its checkpoints have another."""
+    data = write_rows("rows.jsonl", chat_rows)
+    values = sampled(tmp_path, tiny_model("llama"), data, save_steps=1, beta=0.1, max_steps=1, tuner="lora")
+    train_alone(resolve_config("grpo", **values))
+    adapter = (tmp_path / "out" / "model").rename(tmp_path / "adapter")
+    values |= {"adapter": str(adapter), "output_dir": str(tmp_path / "on")}
+    train_alone(resolve_config("grpo", **values))
+    shutil.rmtree(adapter)
+    data.unlink()
+    with pytest.raises(UserError, match="no adapter_config.json in the adapter folder"):
+        train_alone(resolve_config("grpo", **values | {"max_steps": 2, "resume": "auto"}))
+
+
 def test_answers_become_better(tmp_path, tiny_model, write_rows, chat_rows):
     values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=20, samples=8)
     train_alone(resolve_config("grpo", **values | {"learning_rate": 3e-3}))

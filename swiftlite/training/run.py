@@ -25,7 +25,7 @@ from swiftlite.checkpoint.state import (
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.changes import OF_THE_ROWS, changed_settings
-from swiftlite.config.methods import SAMPLING
+from swiftlite.config.methods import SAMPLING, keeps_second
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.prepare import LoadTokenizer, PreparedData, prepare_data
@@ -87,7 +87,7 @@ def run_training(
         load = tokenizer_loader(reading, reporter.message)
         with reporter.phase("checking the model"):
             model_config, loss = check_model(config, layout, world.device, resume), preference_of(config)
-            if needs_reference(loss):
+            if needs_reference(loss) or keeps_second(config):
                 find_weights(config, None)  # the start of a run that goes on has to be there still
             beside = check_teacher(config, layout, world.device, load) if config.teacher else None
             rewards = load_rewards(config.reward) if config.method in SAMPLING else []
