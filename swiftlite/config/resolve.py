@@ -187,7 +187,7 @@ def require_reward(config: RunConfig) -> None:
     if not config.reward and config.teacher is None:
         raise UserError(
             f"nothing says how {config.method} rewards answers",
-            fix="give --reward last_number or another that comes along, your own as FILE.py:NAME, or a reward model, or "
+            fix="give --reward last_number or another that comes along, FILE.py:NAME of your own or a reward model, or "
             "give --teacher MODEL",
         )
 
