@@ -1,5 +1,7 @@
 """Functions that reward answers and come with swiftlite, and what rows themselves answer."""
 
+import logging
+import math
 import sys
 
 import pytest
@@ -34,6 +36,16 @@ def said(name, text, expected=None):
         ("last_number", "-5", "5", 0.0),
         ("last_number", "none", "none", 0.0),
         ("last_number", "9.0", "<think>8</think>9", 1.0),
+        ("last_number", "1,2,3", "3", 1.0),  # a list, no 123
+        ("last_number", "10-5=5, of 3-5", "5", 1.0),  # a dash between numbers is no sign
+        ("last_number", "so \u22125", "-5", 1.0),  # nor is a sign always a hyphen
+        ("last_number", "x = 1.5e3", "1500", 1.0),
+        ("last_number", "1e5", "5", 0.0),
+        ("last_number", "12345678901234567", "12345678901234568", 0.0),  # alike as floats
+        ("last_number", "9" * 400, "8" * 400, 0.0),
+        ("last_number", "1e" + "9" * 30, "1e" + "9" * 30, 0.0),
+        ("contains", "<think>Is it Paris? Or", "Paris", 0.0),  # which was cut in its thought
+        ("exact_match", "Paris <think>or", "Paris", 1.0),
         ("math_equal", "so it is $\\frac{1}{2}$", "0.5", 1.0),
         ("math_equal", "\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1.0),
         ("math_equal", "<think>72</think> 73", "#### 72", 0.0),
@@ -50,8 +62,23 @@ def test_what_they_reward(name, text, expected, wanted):
     assert said(name, text, expected) == wanted
 
 
-def test_without_an_answer_of_the_row_there_is_nothing_to_say():
-    assert all(said(name, "x") != said(name, "x") for name in KNOWN if name != "think_format")
+@pytest.mark.parametrize("expected", [None, " ", "<think>so</think>", ["x"]])
+def test_without_an_answer_of_the_row_there_is_nothing_to_say(expected):
+    """Nor where a column of that name holds no text."""
+    names = [name for name in KNOWN if name != "think_format"]
+    assert all(math.isnan(said(name, "x", expected)) for name in names)
+
+
+def test_a_column_of_numbers_is_compared_as_their_text():
+    names = [name for name in KNOWN if name != "think_format"]
+    assert [said(name, "7", 7) for name in names] == [1.0] * 4
+
+
+def test_what_takes_too_long_is_no_message_in_the_display(caplog):
+    """Math-Verify says so for each answer, with the whole of it."""
+    assert said("math_equal", "1", "1") == 1.0
+    logging.getLogger("math_verify.grader").warning("Timeout during comparison")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

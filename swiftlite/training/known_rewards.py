@@ -1,19 +1,25 @@
 """Functions that reward answers and come with swiftlite, named by `--reward last_number` and the like.
 
 They are called as a user's own are. expected: what each row itself answers, None where it does not, which then is not
-rewarded. A thought before the answer, as models that reason write it, is none of it.
+rewarded. Thoughts, as models that reason write them, are no part of an answer, and nor is one that has no end.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+MINUS = "\N{MINUS SIGN}"
+# A comma stands between thousands, else between numbers; behind a number a dash is no sign.
+NUMBER = re.compile(
+    rf"(?:(?<![\w.)])[-{MINUS}])?(?:(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+)
 OPENING, CLOSING = "<think>", "</think>"
 
-Expected = Sequence[str | None]
+Expected = Sequence[Any]  # text or None; a user's own column of that name holds what it does
 Rewards = list[float | None]
 
 
@@ -37,8 +43,10 @@ def math_equal(completions: Sequence[Any], expected: Expected, **_others: object
     expected one is nothing of the kind. Read by https://github.com/huggingface/Math-Verify."""
     from math_verify import parse, verify
 
-    wanted = [None if text is None else parse(text) or parse(f"${text}$") for text in expected]
-    answers = [text_of(completion).rpartition(CLOSING)[2] for completion in completions]
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of each answer that takes it too long
+    texts = [_wanted(value) for value in expected]
+    wanted = [None if text is None else parse(text) or parse(f"${text}$") for text in texts]
+    answers = [_without_thoughts(text_of(completion)) for completion in completions]
     return [float(verify(one, parse(said))) if one else None for one, said in zip(wanted, answers, strict=True)]
 
 
@@ -57,20 +65,32 @@ def text_of(completion: Any) -> str:
 
 
 def _compared(completions: Sequence[Any], expected: Expected, is_right: Callable[[str, str], bool]) -> Rewards:
-    answers = (text_of(completion).rpartition(CLOSING)[2] for completion in completions)
-    return [
-        None if wanted is None else float(is_right(said, wanted.rpartition(CLOSING)[2]))
-        for said, wanted in zip(answers, expected, strict=True)
-    ]
+    answers = (_without_thoughts(text_of(completion)) for completion in completions)
+    pairs = zip(answers, map(_wanted, expected), strict=True)
+    return [None if wanted is None else float(is_right(said, wanted)) for said, wanted in pairs]
+
+
+def _wanted(expected: Any) -> str | None:
+    """What an answer is compared with, None where that is nothing: any text would have it as a part."""
+    is_plain = isinstance(expected, str | int | float) and not isinstance(expected, bool)
+    return (_without_thoughts(str(expected)).strip() or None) if is_plain else None
+
+
+def _without_thoughts(text: str) -> str:
+    return text.rpartition(CLOSING)[2].partition(OPENING)[0]
 
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
-def _number(text: str) -> float | None:
+def _number(text: str) -> Decimal | None:
+    """The last one, exactly: long ones are alike as floats."""
     found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    try:
+        return Decimal(found[-1].replace(",", "").replace(MINUS, "-")) if found else None
+    except InvalidOperation:  # its exponent is larger than any
+        return None
 
 
 def _is_thought_and_answer(text: str) -> bool:
