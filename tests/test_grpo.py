@@ -245,6 +245,12 @@ def nothing(completions, **others):
 def few(completions, **others):
     return [1.0]
 
+def placed(completions, /, **others):
+    return [1.0 for _ in completions]
+
+class Kind:
+    pass
+
 def own(completions, completion, **others):
     return [1.0 for _ in completions]
 
@@ -336,6 +342,7 @@ def test_functions_get_what_trl_gives_them(functions):
         ("{}:wrong", "there is no function wrong"),
         ("{}:number", "there is no function number"),
         ("{}:later", "asynchronous"),
+        ("{}:Kind", "Kind is a class"),
         ("{}:right*much", "'much' is no weight"),
         ("right", "'right' names no function"),
         ("no_such_package.rewards.right", "cannot be imported: ModuleNotFoundError"),
@@ -449,6 +456,7 @@ def test_a_function_that_fails_is_told(functions, name, wanted):
         ("right", (), "asks for `answer`", "they have none"),
         ("own", ("answer",), "asks for `completion`", "what rows have as completion is not handed on"),
         ("broken", ("answer",), "does not take answer, completion_ids, prompts", r"add \*\*others"),
+        ("placed", (), "placed takes `completions` by its place alone", "leave out the /"),
         ("right", ("answer",), None, None),
         ("nothing", (), None, None),
     ],

@@ -17,7 +17,7 @@ from swiftlite.errors import UserError
 from swiftlite.models.load import load_config
 from swiftlite.models.toys import toy_pairs
 from swiftlite.training.plan import outline_of
-from swiftlite.training.rewards import load_rewards, parse_reward
+from swiftlite.training.rewards import Answered, Reward, load_rewards, parse_reward, rewards_of
 
 CPU = torch.device("cpu")
 
@@ -102,16 +102,81 @@ def test_an_answer_that_its_template_cannot_write_has_no_score(judge_of):
     assert isinstance(text[0], float)  # of a prompt without a chat
 
 
+def test_an_answer_that_is_longer_than_its_positions_has_no_score(judge_of):
+    """Learnt ones have none there, on a GPU that ends the process."""
+    reward = loaded(judge_of("full")[0])
+    reward.judge._config.max_position_embeddings = 30
+    question = [{"role": "user", "content": "Who?"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("hello", "hello " * 30)]
+    hello, lost = reward.function(prompts=[question] * 2, completions=answers)
+    assert isinstance(hello, float) and lost is None
+
+
+def test_it_sees_the_tools_of_a_row(judge_of):
+    """As it does where it is trained."""
+    reward = loaded(judge_of("full")[0])
+    reward.judge._tokenize._tokenizer.chat_template = (
+        "{% for tool in tools or [] %}tool {{ tool['function']['name'] }}\n{% endfor %}"
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    asked = {
+        "prompts": [[{"role": "user", "content": "Who?"}]],
+        "completions": [[{"role": "assistant", "content": "x"}]],
+    }
+    tool = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+    without, nothing = reward.function(**asked), reward.function(**asked, tools=[None])
+    assert without == nothing != reward.function(**asked, functions=[[tool]])
+    assert reward.function(**asked, functions=[[tool]]) == reward.function(
+        **asked, tools=[[{"type": "function", "function": tool}]]
+    )
+
+
+def test_one_without_a_chat_template_says_so(judge_of):
+    run, _ = judge_of("full")
+    judge = loaded(run).judge
+    judge._has_template = False
+    reward = Reward("judge", 1.0, judge, "judge", judge)
+    with pytest.raises(UserError, match="the reward model has no chat template") as failure:
+        rewards_of([reward], [Answered([{"role": "user", "content": "?"}], "x", [1], {}, "rows.jsonl:1")])
+    assert failure.value.where == str(run / "model") and "chat_template.jinja" in failure.value.fix
+    ((score,),) = rewards_of([reward], [Answered("Once upon", " a time", [1], {}, "rows.jsonl:1")])
+    assert isinstance(score, float)
+
+
 def test_what_is_no_reward_model_is_told(tmp_path, tiny_model):
     with pytest.raises(UserError, match="of the reward model: it gives no score") as failure:
         load_rewards([str(tiny_model("llama"))])
     assert "swiftlite rm" in failure.value.fix and "--reward" in failure.value.where
-    with pytest.raises(UserError, match="of the reward model: the folder holds neither"):
+    with pytest.raises(UserError, match="of the reward model: the folder holds neither") as failure:
         load_rewards([str(tmp_path)])
+    assert failure.value.where == f"--reward {tmp_path}"
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone/base"}')
+    with pytest.raises(UserError, match="base model is not where it was: /gone/base") as failure:
+        load_rewards([str(tmp_path)])
+    assert f"swiftlite export --model BASE --adapter {tmp_path} --output-dir FOLDER" in failure.value.fix
     with pytest.raises(UserError, match="names no function"):
         load_rewards(["beside/functions.py"])
     named = parse_reward("someone/Judge-7B*0.1")
     assert (named.place, named.name, named.weight, named.kind) == ("someone/Judge-7B", "Judge-7B", 0.1, "model")
+
+
+def test_a_misspelt_folder_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "judge-lora").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="of the reward model") as failure:
+        load_rewards(["runs/judge-lor"])
+    assert failure.value.fix == "there is no folder runs/judge-lor; did you mean runs/judge-lora?"
+
+
+def test_two_of_one_name_are_told_apart_by_a_link(tmp_path, judge_of):
+    run, _ = judge_of("full")
+    (tmp_path / "out").symlink_to(run)
+    (tmp_path / "other").symlink_to(run)
+    with pytest.raises(UserError, match="two of them are called out") as failure:
+        load_rewards([str(run), str(tmp_path / "out")])
+    assert "ln -s" in failure.value.fix
+    assert [reward.name for reward in load_rewards([str(run), str(tmp_path / "other")])] == ["out", "other"]
 
 
 def test_a_saved_run_finds_its_reward_model_from_anywhere(tmp_path, judge_of, monkeypatch):

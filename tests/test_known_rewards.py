@@ -110,6 +110,11 @@ def test_they_are_named_as_they_are_called(tmp_path):
     with pytest.raises(UserError, match="'last_numbr' names no function") as failure:
         parse_reward("last_numbr")
     assert "exact_match, contains, last_number, math_equal, think_format" in failure.value.fix
+    assert "did you mean last_number?" in failure.value.fix
+    for word, near in ("accuracy", "math_equal"), ("format", "think_format"):  # of TRL and ms-swift
+        with pytest.raises(UserError, match="names no function") as failure:
+            parse_reward(word)
+        assert f"did you mean {near}?" in failure.value.fix
 
 
 def test_a_package_that_is_missing_is_told_with_its_extra(monkeypatch):
@@ -123,7 +128,7 @@ def test_rows_without_answers_are_told_before_training():
     rewards = load_rewards(["last_number"])
     with pytest.raises(UserError, match="compares answers with the rows' own") as failure:
         check_columns(rewards, ("level",), ["rows.jsonl"], answered=False)
-    assert "completion, response, answer" in failure.value.fix
+    assert "completion, response, answer" in failure.value.fix and "--columns answer=COLUMN" in failure.value.fix
     check_columns(rewards, ("level",), ["rows.jsonl"], answered=True)
     check_columns(rewards, ("expected",), ["rows.jsonl"], answered=False)  # a column of that name is that
 

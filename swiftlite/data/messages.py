@@ -14,6 +14,7 @@ MOST_MESSAGES = 4096  # a conversation is rendered once for each answer, so the 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 TRAIN_KEYS = ("train", "weight", "loss")
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # of a call: OpenAI, Llama, LangChain, Anthropic
+TOOLS = ("tools", "functions")  # keys of a row that may be called
 QUESTIONS = ("query", "question", "instruction")  # keys of a row that ask in a chat
 OWN_KEYS = (*PROPERTIES["role"], *PROPERTIES["content"], *TRAIN_KEYS)  # of a message, read by us
 Turns = list[tuple[dict[str, Any], bool]]  # messages, each with whether it is an answer to learn
@@ -289,7 +290,7 @@ def _arguments(call: dict[str, Any], name: str) -> Any:
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The row's tools as templates take them, None where there are none. `functions` is OpenAI's older name of them.
     Raises BadRow."""
-    given = row.get("tools") or row.get("functions")
+    given = next(filter(None, map(row.get, TOOLS)), None)
     if given in (None, "", []):
         return None
     tools = [json_object(tool, "tools") for tool in array(given, "tools")]

@@ -19,6 +19,7 @@ from swiftlite.models.load import check_model_path, read_settings
 from swiftlite.models.tokenizer import TOKENIZER_FILES
 
 MODEL_CONFIG = "config.json"
+MODEL_FLAG = "--model"
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,21 @@ class ModelSource:
         return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
-def find_source(model: str | None, adapter: str | None) -> ModelSource:
-    """Settles what to load. Raises UserError where a name leads nowhere or the two do not go together."""
+def find_source(model: str | None, adapter: str | None, flag: str = MODEL_FLAG) -> ModelSource:
+    """Settles what to load. flag: that named the model.
+
+    Raises UserError where a name leads nowhere or the two do not go together.
+    """
     if model is None and adapter is None:
         raise UserError("no model is named", fix="add --model with a folder, a hub id or a short name (qwen3-0.6b)")
-    for flag, name in (("--model", model), ("--adapter", adapter)):
+    for by, name in ((flag, model), ("--adapter", adapter)):
         if name is not None:
-            check_name(name, flag)
-    named = None if model is None else _inside_run(_resolve(model), f"--model {model}")
+            check_name(name, by)
+    named = None if model is None else _inside_run(_resolve(model), f"{flag} {model}")
     if adapter is None:
-        return _with_adapter(Path(named), None) if _is_adapter(named) else _checked(ModelSource(named, None, named))
+        return (
+            _with_adapter(Path(named), None, flag) if _is_adapter(named) else _checked(ModelSource(named, None, named))
+        )
     folder = _inside_run(str(_place(adapter)), f"--adapter {adapter}")
     if not _is_adapter(folder):
         raise UserError(
@@ -65,7 +71,7 @@ def find_source(model: str | None, adapter: str | None) -> ModelSource:
         raise UserError(
             "--model is an adapter too", where=f"--model {model}", fix="give the base model, or leave --model out"
         )
-    return _with_adapter(Path(folder), named)
+    return _with_adapter(Path(folder), named, flag)
 
 
 def refuse_reward_model(source: ModelSource) -> None:
@@ -115,20 +121,21 @@ def _inside_run(name: str, where: str) -> str:
     )
 
 
-def _with_adapter(folder: Path, base: str | None) -> ModelSource:
+def _with_adapter(folder: Path, base: str | None, flag: str) -> ModelSource:
     """The adapter in `folder` on the base that is given, else on the one it was trained on."""
-    source = base or _base_of(folder)
+    source = base or _base_of(folder, flag)
     own_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return _checked(ModelSource(source, folder, str(folder) if own_tokenizer else source))
 
 
-def _base_of(folder: Path) -> str:
+def _base_of(folder: Path, flag: str) -> str:
     """The model that an adapter was trained on, as its settings have it. Raises UserError where there is none."""
     path = folder / ADAPTER_CONFIG
-    base, fix = (
-        read_settings(path).get("base_model_name_or_path"),
-        f"name it: --model BASE --adapter {shlex.quote(str(folder))}",
-    )
+    base = read_settings(path).get("base_model_name_or_path")
+    both = f"{MODEL_FLAG} BASE --adapter {shlex.quote(str(folder))}"
+    fix = f"name it: {both}"
+    if flag != MODEL_FLAG:  # which takes one name
+        fix = f"merge the two by `swiftlite export {both} --output-dir FOLDER`, and name the result"
     if not isinstance(base, str) or not base:
         raise UserError("the adapter does not say which model it belongs to", where=str(path), fix=fix)
     check_name(base, str(path))

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from swiftlite.config.flags import nearest
+from swiftlite.config.names import most_positions
 from swiftlite.data.forms import BadRow, Chat, Completion
+from swiftlite.data.messages import TOOLS, tools_of
 from swiftlite.data.prepare import token_options
 from swiftlite.data.tokenize import RowTokenizer
 from swiftlite.errors import UserError
@@ -21,7 +25,7 @@ from swiftlite.models.load import build_model, load_config
 from swiftlite.models.tuners import count_parameters
 from swiftlite.serving.load import answer_dtype, load_for_answers
 from swiftlite.serving.source import ModelSource, find_source
-from swiftlite.training.rewards import parse_reward
+from swiftlite.training.rewards import FLAG, parse_reward
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,6 +43,7 @@ class Judge:
         """config: of the run. Raises UserError."""
         self._model, tokenizer = load_for_answers(self._source, precision=config.precision, device=device)
         self._tokenize = RowTokenizer(tokenizer, token_options(config), [])
+        self._has_template = tokenizer.chat_template is not None
         self._at_once = config.answers_at_once
 
     def weight_bytes(self, precision: str, device: torch.device) -> int:
@@ -47,12 +52,23 @@ class Judge:
         model = build_model(self._source.base, self._config, dtype=dtype, attention="sdpa", classifier=True)
         return count_parameters(model)[1] * dtype.itemsize
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_others: object) -> list[float | None]:
-        """The score of each answer, None of one that the model's chat template cannot write."""
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """The score of each answer, None of one that the model's chat template cannot write, or that is longer than it
+        has positions. Raises UserError where it has no template, and prompts are conversations."""
+        if not self._has_template and not all(isinstance(prompt, str) for prompt in prompts):
+            raise UserError(
+                "the reward model has no chat template, and the prompts are conversations",
+                where=str(self._source.tokenizer),
+                fix="put the template that it was trained with into its folder, as chat_template.jinja",
+            )
+        longest = most_positions(self._config.get_text_config().to_dict())
         tokens = {}
         for place, pair in enumerate(zip(prompts, completions, strict=True)):
             with suppress(BadRow):
-                tokens[place] = self._tokenize.with_prompt(_said(*pair))
+                tools = tools_of({name: columns[name][place] for name in TOOLS if name in columns})
+                ids = self._tokenize.with_prompt(_said(*pair, tools))
+                if longest is None or len(ids) <= longest:
+                    tokens[place] = ids
         order = sorted(tokens, key=lambda place: len(tokens[place]))
         scores: list[float | None] = [None] * len(prompts)
         for first in range(0, len(order), self._at_once):
@@ -77,7 +93,7 @@ class Judge:
 def find_judge(name: str, where: str) -> Judge:
     """The reward model of a run, a folder or the hub, without its weights. Raises UserError where it is none."""
     try:
-        source = find_source(name, None)
+        source = find_source(name, None, FLAG)
         config = load_config(source.base)
         if not _gives_one_score(source, config):
             raise UserError(
@@ -85,8 +101,19 @@ def find_judge(name: str, where: str) -> Judge:
                 fix="name what `swiftlite rm` has trained, or another model for sequence classification with one label",
             )
     except UserError as error:
-        raise UserError(f"of the reward model: {error.what}", where=error.where or where, fix=error.fix) from error
+        near = _nearest_folder(name)
+        fix = error.fix if near is None else f"there is no folder {name}; did you mean {near}?"
+        raise UserError(f"of the reward model: {error.what}", where=error.where or where, fix=fix) from error
     return Judge(source, config)
+
+
+def _nearest_folder(name: str) -> str | None:
+    """That a misspelt name may mean, which could be one of the hub."""
+    path = Path(name).expanduser()
+    if path.exists() or not path.parent.is_dir():
+        return None
+    near = nearest(path.name, (beside.name for beside in path.parent.iterdir() if beside.is_dir()))
+    return None if near is None else str(path.parent / near)
 
 
 def _gives_one_score(source: ModelSource, config: PretrainedConfig) -> bool:
@@ -96,11 +123,11 @@ def _gives_one_score(source: ModelSource, config: PretrainedConfig) -> bool:
     return config.num_labels == 1 and any(name.endswith("ForSequenceClassification") for name in named)
 
 
-def _said(prompt: Any, completion: Any) -> Chat | Completion:
+def _said(prompt: Any, completion: Any, tools: list[dict[str, Any]] | None) -> Chat | Completion:
     """A prompt with its answer, as a row that compares answers has them."""
     if isinstance(prompt, str):
         return Completion(prompt, completion)
-    return Chat([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
+    return Chat([*prompt, *completion], [False] * len(prompt) + [True] * len(completion), tools)
 
 
 def bytes_of_judges(config: RunConfig, device: torch.device) -> int:

@@ -56,6 +56,10 @@ def think_format(completions: Sequence[Any], **_others: object) -> Rewards:
 
 
 KNOWN = {function.__name__: function for function in (exact_match, contains, last_number, math_equal, think_format)}
+ELSEWHERE = {  # what TRL and ms-swift call the like of them
+    "accuracy": "math_equal", "accuracy_reward": "math_equal", "format": "think_format",
+    "think_format_reward": "think_format",
+}  # fmt: skip
 PACKAGES = {"math_equal": ("math_verify", "math")}  # that a function needs, and the extra that brings it
 
 

@@ -23,13 +23,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from swiftlite.config.flags import nearest
 from swiftlite.config.methods import EXPECTED, GIVEN, PROMPT
 from swiftlite.config.names import HUB_ID
 from swiftlite.data.questions import ANSWERS
 from swiftlite.ending import STOPPING, is_of_a_signal
-from swiftlite.errors import RunError, UserError
+from swiftlite.errors import RunError, SwiftliteError, UserError
 from swiftlite.imports import import_package
-from swiftlite.training.known_rewards import KNOWN, PACKAGES
+from swiftlite.training.known_rewards import ELSEWHERE, KNOWN, PACKAGES
 
 if TYPE_CHECKING:
     from swiftlite.training.judges import Judge
@@ -88,7 +89,8 @@ def load_rewards(given: Sequence[str]) -> list[Reward]:
     found = [_load(word, modules) for word in given]
     names = [reward.name for reward in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"two of them are called {twice}", where=FLAG, fix="name them apart: metrics are called so")
+        fix = "metrics are called so: name it once, or one of two folders by a link (ln -s FOLDER OTHER_NAME)"
+        raise UserError(f"two of them are called {twice}", where=FLAG, fix=fix)
     return found
 
 
@@ -105,8 +107,10 @@ def parse_reward(word: str) -> Named:
     if not colon:
         place, _, name = spec.rpartition(".")
     if not place or not name or spec.endswith(".py"):
-        problem, fix = f"{word!r} names no function", f"{HOW}; those that come with swiftlite: {', '.join(KNOWN)}"
-        raise UserError(problem, where=FLAG, fix=fix)
+        near = ELSEWHERE.get(spec) or nearest(spec, KNOWN)
+        meant = f"did you mean {near}? Else " if near else ""
+        fix = f"{meant}{HOW}; those that come with swiftlite: {', '.join(KNOWN)}"
+        raise UserError(f"{word!r} names no function", where=FLAG, fix=fix)
     if colon and not Path(place).expanduser().is_file():
         raise UserError(f"there is no file {place}", where=f"{FLAG} {word}", fix=HOW)
     return Named(place, name, weight, "file" if colon else "package")
@@ -136,6 +140,9 @@ def _load(word: str, modules: dict[str, ModuleType]) -> Reward:
     if not callable(function):
         has = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
         raise UserError(f"there is no function {name} in {place}", where=f"{FLAG} {word}", fix=f"its functions: {has}")
+    if inspect.isclass(function):
+        fix = f"make an object of it in {place}, and name that"
+        raise UserError(f"{name} is a class", where=f"{FLAG} {word}", fix=fix)
     if inspect.iscoroutinefunction(function):
         raise UserError(
             f"{name} is asynchronous", where=f"{FLAG} {word}", fix="write a plain function, which may wait for others"
@@ -215,10 +222,16 @@ def check_columns(
         kinds = {one.kind for one in parameters}
         by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
         needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
+        by_place = next(
+            (one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.name in needed), None
+        )
         missing = next((name for name in needed if name not in given and (name, answered) != (EXPECTED, True)), None)
-        if missing == EXPECTED:
+        if by_place is not None:
+            problem, fix = f"takes `{by_place}` by its place alone", "all are given by their names: leave out the /"
+        elif missing == EXPECTED:
             problem = f"compares answers with the rows' own, as `{EXPECTED}`, and no row has one"
-            fix = "give rows with answers: messages that end with one, or one of the columns " + ", ".join(ANSWERS)
+            fix = f"give rows with answers: messages that end with one, or one of the columns {', '.join(ANSWERS)}, or "
+            fix += "name theirs, as --columns answer=COLUMN"
         elif missing is not None:
             problem = f"asks for `{missing}`, which is no column of the rows"
             fix = f"they have {', '.join(columns) or 'none'}: name the argument so, or give it a default"
@@ -291,14 +304,14 @@ def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answ
             if isinstance(said, Iterable) and not isinstance(said, str | bytes | Mapping | Set):  # which have no order
                 said = list(said)  # of a generator, whose code runs only now, and of arrays
     except BaseException as error:  # such as asyncio's when it is cancelled
-        if is_of_a_signal(error):
+        if is_of_a_signal(error) or isinstance(error, SwiftliteError):  # a reward model says itself what it lacks
             raise
         theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         raise RunError(
             f"the reward function {reward.name} failed: {type(error).__name__}: {error}",
             where=f"{theirs[-1].filename}:{theirs[-1].lineno}, {asked}" if theirs else asked,
-            fix="mend it, and go on with --resume auto; it is called with prompts, completions, completion_ids and the "
-            "rows' columns, and takes those that it does not name as **others",
+            fix="mend it, and let a run go on by --resume auto; it is called with prompts, completions, completion_ids "
+            "and the rows' columns, and takes those that it does not name as **others",
         ) from error
     problem, found = None, []
     if not isinstance(said, list):
@@ -312,7 +325,7 @@ def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answ
         raise RunError(
             f"the reward function {reward.name} returned {problem}",
             where=asked,
-            fix="return a list with a finite number, or None, for each answer; then go on with --resume auto",
+            fix="return a list with a finite number, or None, for each answer; a run then goes on by --resume auto",
         )
     return found
 
