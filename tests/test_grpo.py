@@ -22,7 +22,7 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import save_config
-from swiftlite.data.prepare import prepare_data
+from swiftlite.data.prepare import Asked, prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.load import load_config
 from swiftlite.models.sampling import answering, sample
@@ -464,10 +464,10 @@ def test_a_function_that_fails_is_told(functions, name, wanted):
 def test_what_functions_ask_for_is_known_before_training(functions, name, columns, problem, fix):
     rewards = load_rewards([f"{functions}:{name}"])
     if problem is None:
-        check_columns(rewards, columns, ["rows.jsonl"], answered=False)
+        check_columns(rewards, Asked("--dataset rows.jsonl", columns, False))
         return
     with pytest.raises(UserError, match=problem) as failure:
-        check_columns(rewards, columns, ["rows.jsonl"], answered=False)
+        check_columns(rewards, Asked("--dataset rows.jsonl", columns, False))
     assert failure.value.where == f"--reward {functions}:{name}, --dataset rows.jsonl"
     assert re.search(fix, failure.value.fix)
 
@@ -476,6 +476,17 @@ def test_a_run_whose_rows_lack_a_column_does_not_begin(tmp_path, tiny_model, wri
     values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
     with pytest.raises(UserError, match="asks for `answer`"):
         train_alone(resolve_config("grpo", **values | {"reward": [f"{functions}:right"]}))
+
+
+def test_held_out_rows_that_lack_one_are_told_before_training(tmp_path, tiny_model, write_rows, functions):
+    """Not when the first evaluation is due."""
+    answered = write_rows("rows.jsonl", [{"question": f"{number}?", "answer": "a"} for number in range(9)])
+    held_out = write_rows("held.jsonl", [{"question": "a?"}])
+    values = sampled(tmp_path, tiny_model("llama"), answered, eval_dataset=[str(held_out)])
+    for reward, problem in (f"{functions}:right", "asks for `answer`"), ("contains", "and no row has one"):
+        with pytest.raises(UserError, match=problem) as failure:
+            train_alone(resolve_config("grpo", **values | {"reward": [reward]}))
+        assert failure.value.where == f"--reward {reward}, --eval-dataset {held_out}"
 
 
 def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_model, write_rows, chat_rows, functions):

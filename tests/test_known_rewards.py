@@ -7,6 +7,7 @@ import sys
 import pytest
 from test_eval import evaluate
 
+from swiftlite.data.prepare import Asked
 from swiftlite.data.questions import read_question
 from swiftlite.errors import UserError
 from swiftlite.training.known_rewards import KNOWN
@@ -127,10 +128,10 @@ def test_a_package_that_is_missing_is_told_with_its_extra(monkeypatch):
 def test_rows_without_answers_are_told_before_training():
     rewards = load_rewards(["last_number"])
     with pytest.raises(UserError, match="compares answers with the rows' own") as failure:
-        check_columns(rewards, ("level",), ["rows.jsonl"], answered=False)
+        check_columns(rewards, Asked("--dataset rows.jsonl", ("level",), False))
     assert "completion, response, answer" in failure.value.fix and "--columns answer=COLUMN" in failure.value.fix
-    check_columns(rewards, ("level",), ["rows.jsonl"], answered=True)
-    check_columns(rewards, ("expected",), ["rows.jsonl"], answered=False)  # a column of that name is that
+    check_columns(rewards, Asked("--dataset rows.jsonl", ("level",), True))
+    check_columns(rewards, Asked("--dataset rows.jsonl", ("expected",), False))  # a column of that name is that
 
 
 def test_an_evaluation_compares_with_what_rows_answer(tmp_path, tiny_model, write_rows):

@@ -56,18 +56,31 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What rows that are prompts have for the functions that reward answers. named: by a flag; columns: each of which
+    some row has; answered: whether some of them answer themselves."""
+
+    named: str
+    columns: tuple[str, ...]
+    answered: bool
+
+
+@dataclass(frozen=True)
 class PreparedData:
     """train, eval: the steps; audit: for audit.json; fingerprint: changes with anything that changes the steps;
-    columns: of rows that are prompts, for the functions that reward answers, each of which some row has; answered:
-    whether some of those rows answer themselves."""
+    asked: of rows that are prompts."""
 
     train: BatchPlan | StreamPlan
     eval: BatchPlan | None
     audit: dict[str, Any]
     rejected: Rejected | list[dict[str, Any]]
     fingerprint: str
-    columns: tuple[str, ...] = ()
-    answered: bool = False
+    asked: tuple[Asked, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Of all rows that are prompts."""
+        return tuple(sorted({name for part in self.asked for name in part.columns}))
 
 
 @dataclass(frozen=True)
@@ -132,9 +145,16 @@ def prepare_data(
         audit=audit,
         rejected=Rejected([*train, *held_out]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
-        columns=tuple(sorted({name for entry in (*train, *held_out) for name in entry.meta["columns"]})),
-        answered=any(entry.meta["counts"].get("answered") for entry in (*train, *held_out)),
+        asked=(
+            _asked(f"--dataset {' '.join(config.dataset)}", train),
+            *([_asked(f"--eval-dataset {' '.join(config.eval_dataset)}", held_out)] if held_out else []),
+        ),
     )
+
+
+def _asked(named: str, entries: list[Entry]) -> Asked:
+    columns = {name for entry in entries for name in entry.meta["columns"]}
+    return Asked(named, tuple(sorted(columns)), any(entry.meta["counts"].get("answered") for entry in entries))
 
 
 def _check_rows(entries: list[Entry], vocabulary: int | None) -> None:

@@ -22,7 +22,7 @@ from swiftlite.config.losses import losses_of
 from swiftlite.config.methods import SAMPLING
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import losses_in_words
-from swiftlite.data.prepare import LoadTokenizer, PreparedData, prepare_data
+from swiftlite.data.prepare import Asked, LoadTokenizer, PreparedData, prepare_data
 from swiftlite.errors import UserError
 from swiftlite.models.dtypes import source_dtype
 from swiftlite.models.load import check_model_path
@@ -104,7 +104,8 @@ def run_evaluation(
             reporter.message(f"note: {note}")
         data = _read_rows(config, load, vocabulary_of(config, model_config), reporter)
         columns = sorted({name for prepared in data for name in prepared.columns})
-        check_columns(rewards, columns, config.dataset, answered=any(prepared.answered for prepared in data))
+        answered = any(part.answered for prepared in data for part in prepared.asked)
+        check_columns(rewards, Asked(f"--dataset {' '.join(config.dataset)}", tuple(columns), answered))
         with reporter.phase("loading the model"):
             check_same_rows(world, " ".join(prepared.fingerprint for prepared in data))
             world.meet("data")

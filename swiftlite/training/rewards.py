@@ -33,6 +33,7 @@ from swiftlite.imports import import_package
 from swiftlite.training.known_rewards import ELSEWHERE, KNOWN, PACKAGES
 
 if TYPE_CHECKING:
+    from swiftlite.data.prepare import Asked
     from swiftlite.training.judges import Judge
 
 FLAG = "--reward"
@@ -208,11 +209,9 @@ def _importing(place: str, word: str) -> Iterator[None]:
         ) from error
 
 
-def check_columns(
-    rewards: Sequence[Reward], columns: Sequence[str], datasets: Sequence[str], *, answered: bool
-) -> None:
-    """Raises UserError for a function that cannot be called with what rows have. columns: that some row has; datasets:
-    as `--dataset` names them; answered: some row has an answer of its own."""
+def check_columns(rewards: Sequence[Reward], asked: Asked) -> None:
+    """Raises UserError for a function that cannot be called with what rows have."""
+    columns, answered = asked.columns, asked.answered
     given = (*GIVEN, *columns)
     for reward in rewards:
         try:
@@ -241,7 +240,7 @@ def check_columns(
             problem, fix = f"does not take {', '.join(sorted(more))}", "add **others to its arguments"
         else:
             continue
-        where = f"{FLAG} {reward.given}, --dataset {' '.join(datasets)}"
+        where = f"{FLAG} {reward.given}, {asked.named}"
         raise UserError(f"the reward function {reward.name} {problem}", where=where, fix=fix)
 
 
