@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds import run_swiftlite
 
 from swiftlite.cli.app import main
+from swiftlite.cli.eval import _tell
 from swiftlite.config.resolve import resolve_config
 from swiftlite.config.validate import Given
 from swiftlite.data.order import Sequence, StepBatch
@@ -19,7 +20,8 @@ from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.serving.evaluated import settle
 from swiftlite.training.asking import Answers, Asker
-from swiftlite.training.best import forget_other_losses
+from swiftlite.training.best import best_in_words, forget_other_losses
+from swiftlite.training.evaluate import Evaluated
 from swiftlite.training.evaluation import Evaluation
 from swiftlite.training.examination import Examiner
 from swiftlite.training.progress import Progress
@@ -140,6 +142,7 @@ def test_functions_that_a_run_names_are_not_run_unasked(tmp_path, trained):
         (["--answers", "new.jsonl"], "no answers are given where no function rewards them"),
         (["--reward", "{}:right", "--answers", "rows.jsonl"], "the file exists"),
         (["--reward", "{}:right", "--answers", "-"], "answers are written to a file"),
+        (["--reward", "{}:right", "--answers", "new.jsonl", "--json", "./new.jsonl"], "are for one file"),
         (["--reward", "{}:right", "--answers", "gone/new.jsonl"], "there is no such folder"),
         (["--reward", "{}:wrong"], "there is no function wrong"),
         (["--reward", "{}:right", "--max-length", "200"], "leaves no room for a prompt"),
@@ -183,6 +186,14 @@ def test_what_no_function_says_counts_in_no_mean():
     found = silent(StepBatch(1, 0.0, batch.packs[:1]))
     assert silent.results(found.sums)["reward"] is None and found.loss != found.loss  # no best one
     assert Evaluation().loss != Evaluation().loss
+
+
+def test_a_reward_of_nothing_is_told_as_that(capsys):
+    """It is not for want of rows; and the highest reward may be 0, which has no sign."""
+    _tell(None, [Evaluated("rows.jsonl", {"rows": 3}, None, {"reward": None, "answers/unrewarded": 1.0})])
+    assert ["reward", "none", "rewarded"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"])
+    assert best_in_words(config, 0.0) == ("the highest eval reward", "0")
 
 
 def test_other_rewards_are_no_measure_for_those_before():

@@ -49,7 +49,7 @@ def evaluate(resolved: Resolved, json: str | None, answers: str | None) -> None:
     if resolved.config.method in SAMPLING:
         require_reward(resolved.config)
     if answers is not None:
-        _check_answers(resolved.config, answers)
+        _check_answers(resolved.config, answers, json)
     config = choose_rows(resolved)
     if os.environ.get("RANK", "0") == "0":
         for note in [*resolved.notes, *_of_the_loss(resolved), *_of_the_weights(resolved)]:
@@ -65,7 +65,7 @@ def evaluate(resolved: Resolved, json: str | None, answers: str | None) -> None:
         raise
 
 
-def _check_answers(config: RunConfig, where: str) -> None:
+def _check_answers(config: RunConfig, where: str, json: str | None) -> None:
     """Raises UserError where nothing would be written, or not to a file of its own."""
     if config.method not in SAMPLING:
         fix = "add --reward FILE.py:NAME, or have rows answered by `swiftlite infer --input`"
@@ -74,6 +74,10 @@ def _check_answers(config: RunConfig, where: str) -> None:
     if where == TO_STDOUT or Path(where).expanduser().exists():
         problem = "answers are written to a file" if where == TO_STDOUT else "the file exists"
         raise UserError(problem, where=f"{ANSWERS} {where}", fix="name a new file, such as answers.jsonl")
+    if json is not None and Path(json).expanduser().resolve() == Path(where).expanduser().resolve():
+        raise UserError(
+            "the numbers and the answers are for one file", where=f"{ANSWERS}, --json {json}", fix="name two"
+        )
 
 
 def _evaluation(json: str | None, answers: str | None) -> Work:
@@ -186,7 +190,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(style="dim", no_wrap=True)
-    shown = [{name: _in_words(value) for name, value in row.items()} for row in rows]
+    shown = [{name: _in_words(value, _nothing(row)) for name, value in row.items()} for row in rows]
     for row in shown:
         widest = max(len(words) for name, words in row.items() if name != "data")
         table.add_column(justify="right", overflow="fold", min_width=widest)
@@ -201,11 +205,16 @@ def _fits(table: Table, console: Console) -> bool:
     return console.measure(table, options=unlimited).minimum <= console.width
 
 
-def _in_words(value: str | float | None) -> str:
+def _nothing(row: dict[str, Any]) -> str:
+    """What a mean of nothing is called: of answers, those that something rewards may be none."""
+    return "none rewarded" if "answers/unrewarded" in row else "no rows"
+
+
+def _in_words(value: str | float | None, nothing: str) -> str:
     from swiftlite.reporting.words import in_one_line, short
 
     if value is None:
-        return "no rows"
+        return nothing
     if isinstance(value, str):
         return in_one_line(value)
     return f"{value:,}" if isinstance(value, int) else short(value if _is_finite(value) else None)

@@ -27,7 +27,7 @@ def evaluated_in_words(config: RunConfig) -> str:
 
 def best_in_words(config: RunConfig, loss: float) -> tuple[str, str]:
     """(what it is the best by, its value). loss: of the best evaluation, as `Evaluation` has it."""
-    most, value = ("highest", -loss) if config.method in SAMPLING else ("least", loss)
+    most, value = ("highest", 0.0 - loss) if config.method in SAMPLING else ("least", loss)
     return f"the {most} {evaluated_in_words(config)}", f"{value:.4g}"
 
 
