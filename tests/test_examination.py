@@ -1,6 +1,7 @@
 """What functions say of a model's answers to held-out prompts: while it trains by them, and of any model."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from worlds import run_swiftlite
 
 from swiftlite.cli.app import main
 from swiftlite.cli.eval import _tell
+from swiftlite.cli.json_output import write_line
 from swiftlite.config.resolve import resolve_config
 from swiftlite.config.validate import Given
 from swiftlite.data.order import Sequence, StepBatch
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.serving.evaluated import settle
@@ -170,6 +172,19 @@ class Said(Asker):
     def __call__(self, prompts, draw):
         answers = [Answered("?", "x", ids, {}, "rows.jsonl:1") for ids in ([5, 6, 2], [5])]
         return [Answers(place, answers, self._known[place]) for place, _ in enumerate(prompts)]
+
+
+def test_a_line_of_answers_is_there_whole_or_not_at_all(tmp_path):
+    """On a disk that is full after a part of it."""
+    path, before = tmp_path / "answers.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_line({"text": "é"}, str(path), "--answers")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+    try:
+        with pytest.raises(RunError, match="cannot be written"):
+            write_line({"text": "x" * 80}, str(path), "--answers")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == '{"text": "é"}\n'
 
 
 def test_what_no_function_says_counts_in_no_mean():

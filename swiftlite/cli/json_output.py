@@ -39,9 +39,16 @@ def write_output(value: Any, where: str | None) -> None:
 
 
 def write_line(value: Any, where: str, flag: str) -> None:
-    """Add a line to a file of them. Raises RunError where it cannot be written."""
-    with _written(where, flag), at_home(Path(where), flag).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+    """Add a line to a file of them, whole or not at all. Raises RunError where it cannot be written."""
+    rest = memoryview(f"{json.dumps(value, ensure_ascii=False)}\n".encode())
+    with _written(where, flag), at_home(Path(where), flag).open("ab", buffering=0) as file:
+        began = file.tell()
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(began)
+            raise
 
 
 @contextmanager
