@@ -213,7 +213,8 @@ def test_a_reward_of_nothing_is_told_as_that(capsys):
 
 def test_other_rewards_are_no_measure_for_those_before():
     config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"])
-    for changed, left in ({"loss": "x"}, -0.5), ({"eval_temperature": "x"}, None), ({"reward": "x"}, None):
+    judging = [({name: "x"}, None) for name in ("reward", "eval_temperature", "max_new_tokens")]
+    for changed, left in ({"loss": "x"}, -0.5), *judging:
         progress, told = Progress(best_loss=-0.5, best_step=2, best_step_loss=-0.5), []
         forget_other_losses(progress, config, changed, told.append)
         assert progress.best_loss == left and len(told) == (left is None)

@@ -593,9 +593,9 @@ def test_what_cannot_be_asked_is_told_or_counted(tmp_path, write_rows, tiny_mode
     with pytest.raises(UserError, match="the row has no question") as failure:
         prepared(tmp_path, write_rows, tiny_model, rows)
     assert failure.value.where.endswith("rows.jsonl:2")
-    rows.append({"prompt": "Hello", "completions": "lost"})
+    rows += [{"prompt": "Hello", "completions": "lost"}, {"prompt": "Hello", "answer": "\ud800"}]
     found, _ = prepared(tmp_path, write_rows, tiny_model, rows, on_bad_row="skip")
-    assert found.audit["rows"]["dropped"] == {"no_question": 1, "over_long": 1, "taken_name": 1}
+    assert found.audit["rows"]["dropped"] == {"no_question": 1, "over_long": 1, "taken_name": 1, "not_utf8": 1}
     with pytest.raises(UserError, match=r"the prompt has [\d,]+ tokens, and beside --max-new-tokens 150 are left"):
         prepared(tmp_path, write_rows, tiny_model, rows[:3:2], overlong="error")
 

@@ -51,6 +51,8 @@ class PromptTokenizer:
             try:
                 question = self._read(raw, batch)
                 text, ids = self._text_and_ids(question)
+                columns = {key: value for key, value in question.row.items() if key not in PROMPT}
+                record = _record(question, columns)
             except BadRow as bad:
                 reject(batch, raw, self._files, bad)
                 continue
@@ -61,9 +63,8 @@ class PromptTokenizer:
             batch.ids.append(np.asarray(ids, dtype=np.int32))
             batch.runs.append(NOTHING)
             batch.rows.append((raw.number, raw.file, raw.line))
-            columns = {key: value for key, value in question.row.items() if key not in PROMPT}
             batch.columns.update(columns)
-            batch.asked.append(_record(question, columns))
+            batch.asked.append(record)
             batch.counts["answered"] += question.answer is not None
         return batch
 
@@ -122,7 +123,7 @@ class PromptTokenizer:
 
 
 def _record(question: Question, columns: dict[str, Any]) -> str:
-    """What a function that rewards answers is told of a question, as JSON."""
+    """What a function that rewards answers is told of a question, as JSON. Raises BadRow."""
     prompt = question.messages[0]["content"] if question.plain else question.messages
     told = {"prompt": prompt, "columns": columns, "expected": question.answer}
-    return json.dumps(told, ensure_ascii=False, default=str)
+    return string(json.dumps(told, ensure_ascii=False, default=str), "a column beside the question")
