@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 
 import pytest
 import torch
@@ -159,6 +160,17 @@ def test_what_cannot_be_judged_is_told(tmp_path, capsys, monkeypatch, tiny_model
     with pytest.raises(SystemExit) as stop:
         main(["eval", "--model", str(tiny_model("llama")), "--dataset", "rows.jsonl", "--cache-dir", "cache", *words])
     assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_reward_model_gives_no_answers(tmp_path, tiny_model):
+    """Although its weights may do where they are tied."""
+    shutil.copytree(tiny_model("llama-tied"), tmp_path / "judge")
+    config = tmp_path / "judge" / "config.json"
+    config.write_text(config.read_text().replace("ForCausalLM", "ForSequenceClassification"))
+    given = {"model": Given(str(tmp_path / "judge"), "--model", "flag"), "reward": Given([VOWELS], "--reward", "flag")}
+    with pytest.raises(UserError, match="this is a reward model") as failure:
+        settle(given, None)
+    assert "grpo" in failure.value.fix
 
 
 class Said(Asker):

@@ -625,6 +625,7 @@ def test_settings_that_do_not_go_together(tmp_path, flags, wanted):
         ("use_bias_correction_kl true", "a term of the loss"),
         ("dynamic_sample true", "teach nothing"),
         ("external_plugins plugin.py", "FILE.py:NAME"),
+        ("reward_model_path judge", "reward: FOLDER"),
         ("soft_cache_length 8", "FILE.py:NAME"),
         ("repetition_n_grams 3", "FILE.py:NAME"),
         ("use_bias_correction_kl false", None),

@@ -155,8 +155,9 @@ def test_what_is_no_reward_model_is_told(tmp_path, tiny_model):
     with pytest.raises(UserError, match="base model is not where it was: /gone/base") as failure:
         load_rewards([str(tmp_path)])
     assert f"swiftlite export --model BASE --adapter {tmp_path} --output-dir FOLDER" in failure.value.fix
-    with pytest.raises(UserError, match="names no function"):
-        load_rewards(["beside/functions.py"])
+    for word in ("beside/functions.py", "*2"):
+        with pytest.raises(UserError, match="names no function"):
+            load_rewards([word])
     named = parse_reward("someone/Judge-7B*0.1")
     assert (named.place, named.name, named.weight, named.kind) == ("someone/Judge-7B", "Judge-7B", 0.1, "model")
 

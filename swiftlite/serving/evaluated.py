@@ -20,7 +20,7 @@ from swiftlite.config.save import is_run
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE, TUNER
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
-from swiftlite.serving.source import ModelSource, find_source
+from swiftlite.serving.source import ModelSource, find_source, refuse_reward_model
 
 if TYPE_CHECKING:
     from swiftlite.config.recipe import Recipe
@@ -62,6 +62,8 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
     if named is None:
         return {**settled, **ANY_TUNER}, recipe
     source = find_source(model and str(model.value), adapter and str(adapter.value))
+    if "method" in given and given["method"].value in SAMPLING:
+        refuse_reward_model(source)
     weights = source.adapter or Path(source.base)
     run = _run_of(weights) if recipe is None else None
     settled.setdefault("tokenizer", Given(source.tokenizer, named.where, "flag"))

@@ -80,7 +80,7 @@ def refuse_reward_model(source: ModelSource) -> None:
         raise UserError(
             "this is a reward model: it gives scores, no answers",
             where=str(source.adapter or source.base),
-            fix="name a model that sft, pretrain, dpo or kto trained",
+            fix="name a model that sft, pretrain, dpo, kto or grpo trained",
         )
 
 

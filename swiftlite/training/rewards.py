@@ -99,7 +99,7 @@ def parse_reward(word: str) -> Named:
     """Nothing is run, and no model is looked at. Raises UserError."""
     spec, star, factor = word.rpartition("*")
     spec, weight = (spec, _number(factor, word)) if star else (word, 1.0)
-    if is_model(spec):
+    if spec and is_model(spec):
         path = Path(spec)
         return Named(spec, path.parent.name if path.name == "model" else path.name, weight, "model")
     if spec in KNOWN:

@@ -131,7 +131,10 @@ INSTEAD: dict[str, str] = {
     "split": "eval_fraction: 0.05",
     **dict.fromkeys(("curriculum_sampling", "sample_packing_sequentially"), "shuffle: false"),
     "num_labels": "use `swiftlite rm` with pairs of answers",
-    "reward_model": "use `swiftlite rm` with pairs of answers; grpo takes one that is trained: {reward: FOLDER}",
+    **dict.fromkeys(
+        ("reward_model", "reward_model_path", "reward_model_name_or_path", "reward_pretrain"),
+        "use `swiftlite rm` with pairs of answers; grpo takes one that is trained: {reward: FOLDER}",
+    ),
     "pretraining_dataset": "use `swiftlite pretrain` with {dataset: PATH}; {streaming: true} reads while it trains",
     "strict": "write {on_bad_row: error} to stop at a bad row, {on_bad_row: skip} to leave it out",
     "load": "write {model: FOLDER}, with a model as transformers saves it; {resume: auto} goes on with a run",
