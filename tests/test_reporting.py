@@ -17,7 +17,7 @@ from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import Curve, series, smoothed
 from swiftlite.reporting.files import without_secrets, write_whole
 from swiftlite.reporting.metrics import MetricsFile
-from swiftlite.reporting.words import braille, duration, short, sparkline, spent
+from swiftlite.reporting.words import braille, duration, plain, short, sparkline, spent
 
 
 def drawn(board, width=100, height=40):
@@ -249,3 +249,8 @@ def test_peak_memory_is_this_process_s_and_does_not_fall():
     assert before < 0.2
     assert during - before == pytest.approx(300 / 1024, abs=0.05)
     assert after == pytest.approx(during, abs=0.02)
+
+
+def test_keys_in_words_keep_the_names_of_functions():
+    keys = ("eval_reward", "eval_rewards/last_number", "rewards/think_format")
+    assert [plain(key) for key in keys] == ["eval reward", "eval rewards/last_number", "rewards/think_format"]

@@ -188,6 +188,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    from swiftlite.reporting.words import plain
+
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(style="dim", no_wrap=True)
     shown = [{name: _in_words(value, _nothing(row)) for name, value in row.items()} for row in rows]
@@ -195,7 +197,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         widest = max(len(words) for name, words in row.items() if name != "data")
         table.add_column(justify="right", overflow="fold", min_width=widest)
     for name in rows[0]:
-        table.add_row(name if "/" in name else name.replace("_", " "), *(Text(row[name]) for row in shown))
+        table.add_row(plain(name), *(Text(row[name]) for row in shown))
     return table
 
 

@@ -16,6 +16,7 @@ from swiftlite.reporting.curves import EVALUATIONS, added_groups, curve_of, seri
 from swiftlite.reporting.files import read_run_state
 from swiftlite.reporting.metrics import read_metrics
 from swiftlite.reporting.page import SINGLE_CHARTS, as_html, figures, mark, state_in_words, write_page
+from swiftlite.reporting.words import plain
 from swiftlite.untrusted import printable, without_secrets
 
 TITLE = "Runs side by side"
@@ -122,7 +123,7 @@ def _table(title: str, marks: dict[str, list[str]], words: dict[str, list[str]],
 def _charts(runs: Sequence[Run]) -> list[str]:
     told = [curve_of(run.rows) for run in runs]
     charts = [_progress(runs, told, key) for key in dict(told)]
-    added = {key: key.replace("_", " ") for run in runs for keys in added_groups(run.rows).values() for key in keys}
+    added = {key: plain(key) for run in runs for keys in added_groups(run.rows).values() for key in keys}
     for key, title in (EVALUATIONS | SINGLE_CHARTS | dict(sorted(added.items()))).items():
         charts.append(chart(title, _lines(runs, [series(run.rows, key) for run in runs]), legend=False))
     return charts

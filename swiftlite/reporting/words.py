@@ -28,6 +28,12 @@ def short(value: float | None, digits: int = 4) -> str:
     return f"{value:.1e}" if value != 0 and not 1e-3 <= abs(value) < 1e7 else f"{value:,.{digits}f}"
 
 
+def plain(key: str) -> str:
+    """A key of metrics.jsonl in words; what stands behind a slash is a name that somebody gave."""
+    kind, slash, name = key.partition("/")
+    return f"{kind.replace('_', ' ')}{slash}{name}"
+
+
 def spent(seconds: float) -> str:
     """The time of one step: `<1 ms`, `850 ms`, `12.30 s`."""
     if seconds < 1e-3:
