@@ -36,12 +36,8 @@ OF_THE_LOSS = (
     "loss", "beta", "label_smoothing", "rpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight",
     "center_rewards", "teacher", "teacher_weight", "teacher_tokens",
 )  # fmt: skip
-OF_THE_REWARD = (
-    "reward",
-    "max_new_tokens",
-    "eval_samples",
-    "eval_temperature",
-)  # the same of answers to held-out prompts
+# The same of answers to held-out prompts.
+OF_THE_REWARD = ("reward", "max_new_tokens", "eval_samples", "eval_temperature")
 
 
 def changed_settings(before: Path, now: RunConfig) -> dict[str, str]:
