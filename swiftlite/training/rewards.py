@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import os
 import signal
@@ -209,39 +210,40 @@ def _importing(place: str, word: str) -> Iterator[None]:
         ) from error
 
 
-def check_columns(rewards: Sequence[Reward], asked: Asked) -> None:
+def check_columns(rewards: Sequence[Reward], *asked: Asked) -> None:
     """Raises UserError for a function that cannot be called with what rows have."""
-    columns, answered = asked.columns, asked.answered
-    given = (*GIVEN, *columns)
-    for reward in rewards:
-        try:
-            parameters = inspect.signature(reward.function).parameters.values()
-        except (TypeError, ValueError):  # of some that are written in C nobody knows
-            continue
-        kinds = {one.kind for one in parameters}
-        by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-        needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
-        by_place = next(
-            (one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.name in needed), None
-        )
-        missing = next((name for name in needed if name not in given and (name, answered) != (EXPECTED, True)), None)
-        if by_place is not None:
-            problem, fix = f"takes `{by_place}` by its place alone", "all are given by their names: leave out the /"
-        elif missing == EXPECTED:
-            problem = f"compares answers with the rows' own, as `{EXPECTED}`, and no row has one"
-            fix = f"give rows with answers: messages that end with one, or one of the columns {', '.join(ANSWERS)}, or "
-            fix += "name theirs, as --columns answer=COLUMN"
-        elif missing is not None:
-            problem = f"asks for `{missing}`, which is no column of the rows"
-            fix = f"they have {', '.join(columns) or 'none'}: name the argument so, or give it a default"
-            if missing in PROMPT:  # as TRL has it
-                fix += f"; what rows have as {missing} is not handed on, so write it in a column of another name"
-        elif inspect.Parameter.VAR_KEYWORD not in kinds and (more := set(given) - by_name):
-            problem, fix = f"does not take {', '.join(sorted(more))}", "add **others to its arguments"
-        else:
-            continue
-        where = f"{FLAG} {reward.given}, {asked.named}"
-        raise UserError(f"the reward function {reward.name} {problem}", where=where, fix=fix)
+    for part, reward in itertools.product(asked, rewards):
+        if (misfit := _misfit(reward.function, part)) is not None:
+            problem, fix = misfit
+            where = f"{FLAG} {reward.given}, {part.named}"
+            raise UserError(f"the reward function {reward.name} {problem}", where=where, fix=fix)
+
+
+def _misfit(function: Callable[..., Any], asked: Asked) -> tuple[str, str] | None:
+    """(why a function cannot be called with what rows have, what to do), None where it can be."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of some that are written in C nobody knows
+        return None
+    given, kinds = (*GIVEN, *asked.columns), {one.kind for one in parameters}
+    by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
+    by_place = next((one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.name in needed), None)
+    missing = next((name for name in needed if name not in given and (name, asked.answered) != (EXPECTED, True)), None)
+    if by_place is not None:
+        return f"takes `{by_place}` by its place alone", "all are given by their names: leave out the /"
+    if missing == EXPECTED:
+        fix = f"give rows with answers: messages that end with one, or one of the columns {', '.join(ANSWERS)}, or "
+        fix += "name theirs, as --columns answer=COLUMN"
+        return f"compares answers with the rows' own, as `{EXPECTED}`, and no row has one", fix
+    if missing is not None:
+        fix = f"they have {', '.join(asked.columns) or 'none'}: name the argument so, or give it a default"
+        if missing in PROMPT:  # as TRL has it
+            fix += f"; what rows have as {missing} is not handed on, so write it in a column of another name"
+        return f"asks for `{missing}`, which is no column of the rows", fix
+    if inspect.Parameter.VAR_KEYWORD not in kinds and (more := set(given) - by_name):
+        return f"does not take {', '.join(sorted(more))}", "add **others to its arguments"
+    return None
 
 
 @contextmanager

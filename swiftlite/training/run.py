@@ -95,8 +95,7 @@ def run_training(
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
             prepared = prepare_data(reading, load, update, vocabulary_of(config, model_config))
-            for asked in prepared.asked:
-                check_columns(rewards, asked)
+            check_columns(rewards, *prepared.asked)
         for text in _told_of_rows(config, prepared.audit):
             reporter.message(text)
         repository = open_repository(config) if config.push_to_hub and world.rank == 0 else None
