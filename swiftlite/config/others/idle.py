@@ -92,10 +92,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "local_rank": (EVERY, "processes learn it from who starts them"),
     **dict.fromkeys(("average_tokens_across_devices", "calculate_per_token_loss"), (ON, _MEAN)),
     **dict.fromkeys(("ref_model_sync_steps", "ref_model_mixup_alpha"), (EVERY, "the reference stays as it was")),
-    **dict.fromkeys(
-        ("eval_max_new_tokens", "eval_temperature"),
-        (EVERY, "evaluation samples no answers"),
-    ),
+    "eval_max_new_tokens": (EVERY, "evaluations that sample answers go by {max_new_tokens}"),
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), (EVERY, _OWN_DISTRIBUTION)),
     **dict.fromkeys(
         ("epsilon", "epsilon_high", "epsilon_low", "delta", "importance_sampling_level", "ppo_epochs"),
