@@ -293,8 +293,8 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
     }
 
 
-def _eval_temperature(config: RunConfig) -> float:
-    if config.eval_temperature is not None:
+def _eval_temperature(config: RunConfig) -> float | None:
+    if config.eval_temperature is not None or config.method not in SAMPLING:
         return config.eval_temperature
     return config.temperature if config.eval_samples > 1 else 0.0
 
