@@ -165,9 +165,10 @@ def test_what_is_no_reward_model_is_told(tmp_path, tiny_model):
 def test_a_misspelt_folder_is_no_name_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "runs" / "judge-lora").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="of the reward model") as failure:
-        load_rewards(["runs/judge-lor"])
-    assert failure.value.fix == "there is no folder runs/judge-lor; did you mean runs/judge-lora?"
+    for name, meant in ("runs/judge-lor", "did you mean runs/judge-lora?"), ("runs/x", "check the path"):
+        with pytest.raises(UserError, match="of the reward model") as failure:
+            load_rewards([name])
+        assert failure.value.fix.startswith(f"there is no folder {name}, ") and failure.value.fix.endswith(meant)
 
 
 def test_two_of_one_name_are_told_apart_by_a_link(tmp_path, judge_of):
@@ -196,6 +197,10 @@ def test_a_plan_counts_it_in_each_process(tmp_path, judge_of, tiny_model):
         config = resolve_config("grpo", **given | more | {"activation_checkpointing": "none"})
         outline = outline_of(config, load_config(config.model), "cpu")
         held.append([outline.holds(config, layout, None).weights for layout in (Layout(), Layout(dp_shard=2))])
+    config = resolve_config("grpo", **given | {"reward": [str(tiny_model("llama"))]})
+    with pytest.raises(UserError, match="it gives no score") as failure:
+        outline_of(config, load_config(config.model), "cpu").holds(config, Layout(), None)
+    assert failure.value.where == f"--reward {tiny_model('llama')}"
     base = sum(
         p.numel()
         for p in AutoModelForSequenceClassification.from_config(load_config(str(tiny_model("qwen3")))).parameters()

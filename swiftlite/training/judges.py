@@ -101,19 +101,19 @@ def find_judge(name: str, where: str) -> Judge:
                 fix="name what `swiftlite rm` has trained, or another model for sequence classification with one label",
             )
     except UserError as error:
-        near = _nearest_folder(name)
-        fix = error.fix if near is None else f"there is no folder {name}; did you mean {near}?"
+        fix = _other_folder(name) or error.fix
         raise UserError(f"of the reward model: {error.what}", where=error.where or where, fix=fix) from error
     return Judge(source, config)
 
 
-def _nearest_folder(name: str) -> str | None:
-    """That a misspelt name may mean, which could be one of the hub."""
+def _other_folder(name: str) -> str | None:
+    """What to do where a folder may be meant that is not there, and the hub was asked for one of that name."""
     path = Path(name).expanduser()
     if path.exists() or not path.parent.is_dir():
         return None
     near = nearest(path.name, (beside.name for beside in path.parent.iterdir() if beside.is_dir()))
-    return None if near is None else str(path.parent / near)
+    meant = "check the path" if near is None else f"did you mean {path.parent / near}?"
+    return f"there is no folder {name}, so that it was taken for a name of the hub: {meant}"
 
 
 def _gives_one_score(source: ModelSource, config: PretrainedConfig) -> bool:
@@ -133,5 +133,5 @@ def _said(prompt: Any, completion: Any, tools: list[dict[str, Any]] | None) -> C
 def bytes_of_judges(config: RunConfig, device: torch.device) -> int:
     """Of the reward models that each process has. Raises UserError."""
     named = [(word, parse_reward(word)) for word in config.reward]
-    judges = [find_judge(one.place, word) for word, one in named if one.kind == "model"]
+    judges = [find_judge(one.place, f"{FLAG} {word}") for word, one in named if one.kind == "model"]
     return sum(judge.weight_bytes(config.precision, device) for judge in judges)
