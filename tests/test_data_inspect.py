@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from swiftlite.cli.app import main
 from swiftlite.cli.inspect import audit_table, bracketed, coloured, histogram, inspect, pieces, show_rows
 from swiftlite.config.resolve import resolve
 from swiftlite.config.validate import Given
@@ -154,6 +155,17 @@ def test_the_command(tmp_path, tokenizer, write_rows, chat_rows, capsys):
         assert expected in page
     for expected in ("no_assistant_turn", "tokens of a row", "packs:", "% full", "steps: ", " in all"):
         assert expected in page
+
+
+def test_prompts_are_shown_without_what_rewards_answers(tmp_path, tokenizer, write_rows, capsys):
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    path = write_rows("a.jsonl", [{"question": "Who?", "answer": "I"}])
+    words = ["--method", "grpo", "--model", tmp_path / "model", "--dataset", path, "--cache-dir", tmp_path / "cache"]
+    with pytest.raises(SystemExit) as stop:
+        main(["inspect", *map(str, words)])
+    assert stop.value.code in (0, None)
+    assert f"{path}:1:" in capsys.readouterr().out
 
 
 def test_the_command_on_pairs_and_labels(tmp_path, tokenizer, write_rows, capsys):

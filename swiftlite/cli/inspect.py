@@ -80,6 +80,7 @@ INSPECT = RunCommand(
     "Show what the data becomes: trained tokens in colour, the audit, lengths, packing.",
     own=(own_flag("rows", "int", 3, "Rows to show of each data set."),),
     fallback="sft",
+    needs_reward=False,
     uses=uses,
 )
 

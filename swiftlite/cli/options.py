@@ -33,8 +33,8 @@ class Session:
 class RunCommand:
     """A command that takes the schema's flags. method: what it trains, or None where recipe or `--method` says it.
 
-    fallback: the method where nobody says it, needs_rows: False where no data set has to be named, and open_layout:
-    True where layouts are compared, of commands that only look.
+    fallback: the method where nobody says it, needs_rows: False where no data set has to be named, needs_reward: False
+    where no answers are rewarded, and open_layout: True where layouts are compared, of commands that only look.
 
     settle(given, recipe): what the flags and the recipe become before they are resolved, of commands that read them in
     another way; uses(flag): whether a setting is any of its business, if help shows not all of them, and why_idle: why
@@ -52,6 +52,7 @@ class RunCommand:
     own: tuple[Flag, ...] = ()
     fallback: str | None = None
     needs_rows: bool = True
+    needs_reward: bool = True
     open_layout: bool = False
     settle: Callable[[dict[str, Given], Recipe | None], tuple[dict[str, Given], Recipe | None]] | None = None
     uses: Callable[[Flag], bool] = lambda flag: True
@@ -103,8 +104,9 @@ class RunCommand:
             given, loaded = self.settle(given, loaded)
         said = "method" in given or (loaded is not None and "method" in loaded.entries)
         method = self.method or (None if said else self.fallback)
+        needs = {"needs_rows": self.needs_rows, "needs_reward": self.needs_reward}
         bounds = {"open_layout": self.open_layout, "exact_batch": self.exact_batch}
-        resolved = resolve(method, given, loaded, needs_rows=self.needs_rows, **bounds)
+        resolved = resolve(method, given, loaded, **needs, **bounds)
         resolved.notes[:0] = notes
         session.debug = session.debug or resolved.config.debug
         if not resolved.config.dry_run:

@@ -85,14 +85,16 @@ def resolve(
     env: Mapping[str, str] | None = None,
     now: datetime.datetime | None = None,
     needs_rows: bool = True,
+    needs_reward: bool = True,
     open_layout: bool = False,
     exact_batch: bool = True,
 ) -> Resolved:
     """Merge (flags over environment over recipe), type, check, and fill in.
 
     method: of the command, or None where the recipe or `--method` says it; needs_rows: a data set has to be named;
-    open_layout: layouts are still to be compared, and the batch may be shared by fewer data ranks than this one has;
-    exact_batch: False where the recipe's batch sizes may give way, unless the method's loss depends on them.
+    needs_reward: so has what rewards answers; open_layout: layouts are still to be compared, and the batch may be
+    shared by fewer data ranks than this one has; exact_batch: False where the recipe's batch sizes may give way,
+    unless the method's loss depends on them.
     Raises UserError.
     """
     env = os.environ if env is None else env
@@ -104,6 +106,8 @@ def resolve(
     gave_way = _let_layout_give_way(given)
     typed = build_config(given)
     _require(typed, needs_rows=needs_rows)
+    if needs_rows and needs_reward and typed.method in SAMPLING:
+        require_reward(typed)
     where = {name: item.where for name, item in given.items()}
     check_names(typed, where)
     typed, moved = _another_folder(typed, given, base)
@@ -178,8 +182,6 @@ def _require(config: RunConfig, *, needs_rows: bool) -> None:
         raise UserError("no model is named", fix=fix)
     if needs_rows and not config.dataset and not config.dry_run:  # which only shows what was resolved
         raise UserError("no data set is named", fix="add --dataset with a file, a folder, a hub id or a short name")
-    if needs_rows and config.method in SAMPLING:
-        require_reward(config)
 
 
 def require_reward(config: RunConfig) -> None:
