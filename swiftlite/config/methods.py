@@ -50,6 +50,13 @@ def teacher_share(config: RunConfig) -> float:
     return config.teacher_weight if config.reward else 1.0
 
 
+def examined_at(config: RunConfig) -> float:
+    """The temperature of answers that are evaluated: several would all be the same at 0."""
+    if config.eval_temperature is not None:
+        return config.eval_temperature
+    return config.temperature if config.eval_samples > 1 else 0.0
+
+
 def keeps_second(config: RunConfig) -> bool:
     """Whether the reference is surely a second model, which is there while training."""
     return config.reference == "model" or (is_held(config) and not switches_adapters_off(config))

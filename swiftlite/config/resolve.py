@@ -288,17 +288,10 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "overlong": config.overlong or OVERLONG.get(config.method, "truncate"),
         "learning_rate": config.learning_rate or LEARNING_RATES[config.method][tuner],
         "beta": BETAS.get(config.method) if config.beta is None else config.beta,
-        "eval_temperature": _eval_temperature(config),
         "eval_steps": config.eval_steps or (_as_saving(config) if evaluates else None),
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),
     }
-
-
-def _eval_temperature(config: RunConfig) -> float | None:
-    if config.eval_temperature is not None or config.method not in SAMPLING:
-        return config.eval_temperature
-    return config.temperature if config.eval_samples > 1 else 0.0
 
 
 def _as_saving(config: RunConfig) -> int | float | str:

@@ -145,7 +145,5 @@ def _only(recipe: Recipe, names: set[str], given: Mapping[str, Given]) -> Recipe
         names = names - {"eval_dataset"}
     if "precision" in given:
         names = names - {"pure_bf16"}  # which is one
-    if "eval_samples" in given:
-        names = names - {"eval_temperature"}  # of one answer
     names = _of_answers(recipe, names, given)
     return replace(recipe, entries={name: entry for name, entry in recipe.entries.items() if name in names})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from swiftlite.config.methods import examined_at
 from swiftlite.data.order import Sequence as Document
 from swiftlite.data.order import StepBatch
 from swiftlite.training.asking import Asker, Draw
@@ -31,7 +32,7 @@ class Examiner:
         whichever prompts are beside it.
         """
         config = self._config
-        draw = Draw(config.eval_samples, config.eval_temperature, self._key)
+        draw = Draw(config.eval_samples, examined_at(config), self._key)
         groups = self._ask([document for pack in batch.packs for document in pack], draw)
         totals, answers = self._ask.totals(groups), [ids for group in groups for ids in group.ids]
         if self._tell is not None:
