@@ -348,6 +348,15 @@ def test_the_saved_config_gives_the_same_run(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.7}, {"eval_fraction": 0.1, "eval_samples": 2}])
+def test_the_saved_config_of_a_run_that_draws_answers_gives_the_same_run(tmp_path, more):
+    """Without a word on what nobody said."""
+    config = resolve_config("grpo", model="m/x", dataset="d/x", reward="contains", **more)
+    save_config(config, tmp_path / "config.yaml")
+    again = resolve(None, {}, load_recipe(str(tmp_path / "config.yaml")), env={})
+    assert dump_config(again.config) == dump_config(config) and again.notes == []
+
+
 def test_the_saved_config_runs_in_another_layout(tmp_path):
     path = tmp_path / "config.yaml"
     save_config(resolve_config("sft", model="m/x", dataset="d/x"), path)
