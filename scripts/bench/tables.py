@@ -73,7 +73,7 @@ def _cells(line: Line) -> list[str]:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    form = ",.0f" if line.rate is None or line.rate >= 100 else ".2f"
+    form = ",.0f" if line.rate is None or line.rate >= 100 else ".2f" if line.rate >= 1 else ".3f"
     rate = number(line.rate, form)
     if line.runs > 1 and line.lowest is not None and line.highest is not None:
         rate += f" ({line.lowest:{form}}-{line.highest:{form}})"
