@@ -57,6 +57,11 @@ def examined_at(config: RunConfig) -> float:
     return config.temperature if config.eval_samples > 1 else 0.0
 
 
+def asked_at_once(config: RunConfig) -> int:
+    """Prompts of a step of an evaluation."""
+    return max(config.global_batch_size, config.answers_at_once)
+
+
 def keeps_second(config: RunConfig) -> bool:
     """Whether the reference is surely a second model, which is there while training."""
     return config.reference == "model" or (is_held(config) and not switches_adapters_off(config))

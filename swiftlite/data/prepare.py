@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from swiftlite.config.methods import PAIRED, SAMPLING, pack_capacity, prompt_limit
+from swiftlite.config.methods import PAIRED, SAMPLING, asked_at_once, pack_capacity, prompt_limit
 from swiftlite.data.audit import build_audit, check_anything_left, eval_section, unread_files
 from swiftlite.data.build import bad_row_error, build_entry, check_mapped, check_vocabulary
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
@@ -178,7 +178,7 @@ def _plan_options(config: RunConfig) -> PlanOptions:
 
 def _eval_plan(config: RunConfig, parts: list[Part]) -> BatchPlan | None:
     """One pass over the evaluation rows in the order of the files; of prompts as many at a time as are answered so."""
-    at_once = max(config.global_batch_size, config.answers_at_once if config.method in SAMPLING else 1)
+    at_once = asked_at_once(config) if config.method in SAMPLING else config.global_batch_size
     options = replace(_plan_options(config), shuffle=False, epochs=1.0, max_steps=None, global_batch_size=at_once)
     return BatchPlan(parts, options) if parts else None
 

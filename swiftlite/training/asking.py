@@ -104,10 +104,13 @@ class Asker:
     def totals(self, groups: list[Answers]) -> np.ma.MaskedArray:
         """The reward of each answer, what functions say by their weights, fp64 `[prompts, answers]`; masked where none
         says anything."""
-        shape = len(groups), len(self._rewards), len(groups[0].answers)
-        values = np.reshape([group.rewards for group in groups], shape).astype(np.float64)
-        weights = np.asarray([reward.weight for reward in self._rewards])[:, None]
+        values, weights = _values(groups), np.asarray([reward.weight for reward in self._rewards])[:, None]
         return np.ma.masked_array(np.nansum(values * weights, axis=1), np.isnan(values).all(axis=1))
+
+    def by_function(self, groups: list[Answers]) -> dict[str, np.ma.MaskedArray]:
+        """What each function says, by its key in metrics.jsonl, fp64 `[prompts, answers]`; masked where nothing."""
+        values = np.ma.masked_invalid(_values(groups))
+        return {f"rewards/{name}": values[:, place] for place, name in enumerate(self.names)}
 
     def is_cut(self, ids: list[int]) -> bool:
         """Whether an answer had no end before `--max-new-tokens`."""
@@ -128,9 +131,9 @@ class Asker:
         self, prompts: list[Document], drawn: dict[tuple[int, int], list[int]], samples: int
     ) -> Iterator[Answers]:
         """drawn: as `_drawn` gives it."""
-        records = [json.loads(prompt.asked) for prompt in prompts]
         places = [place for place, _ in drawn]
-        columns = [dict.fromkeys(self._columns) | record["columns"] for record in records]
+        records = {place: json.loads(prompts[place].asked) for place in dict.fromkeys(places)}
+        columns = {place: dict.fromkeys(self._columns) | record["columns"] for place, record in records.items()}
         answered = [
             self._read(prompts[place].where, records[place], columns[place], ids) for (place, _), ids in drawn.items()
         ]
@@ -155,6 +158,12 @@ class Asker:
         """An answer by its ids. record, columns: of the row that stands at `where`."""
         text = self._tokenizer.decode(ids if self.is_cut(ids) else ids[:-1], skip_special_tokens=True)
         return Answered(record["prompt"], text, ids, columns, where, record["expected"])
+
+
+def _values(groups: list[Answers]) -> np.ndarray:
+    """fp64 `[prompts, functions, answers]`, also of no function."""
+    shape = len(groups), len(groups[0].rewards), len(groups[0].answers)
+    return np.reshape([group.rewards for group in groups], shape).astype(np.float64)
 
 
 def _uniform(count: int, *key: object) -> np.ndarray:

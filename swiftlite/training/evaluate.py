@@ -19,7 +19,7 @@ import torch
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.checkpoint.state import STATE, read_trainer_state
 from swiftlite.config.losses import losses_of
-from swiftlite.config.methods import SAMPLING
+from swiftlite.config.methods import SAMPLING, asked_at_once
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import Asked, LoadTokenizer, PreparedData, prepare_data
@@ -238,7 +238,7 @@ def _each_set(config: RunConfig) -> Iterator[RunConfig]:
     once = {"eval_dataset": [], "shuffle": False, "epochs": 1.0, "max_steps": None, "streaming": False}
     once["deduplicate"] = False
     if config.method in SAMPLING:
-        once["global_batch_size"] = max(config.global_batch_size, config.answers_at_once)
+        once["global_batch_size"] = asked_at_once(config)
     for name in config.dataset:
         yield config.model_copy(update={**once, "dataset": [name]})
     if len(config.dataset) > 1 and _of_other_rows(config):

@@ -46,9 +46,8 @@ class Examiner:
             "best": float(totals.max(axis=1).filled(0.0).sum()),
             **_summed("reward", totals),
         }
-        for place, name in enumerate(self._ask.names):
-            values = np.asarray([group.rewards[place] for group in groups], dtype=np.float64)
-            sums |= _summed(f"rewards/{name}", np.ma.masked_invalid(values))
+        for kind, values in self._ask.by_function(groups).items():
+            sums |= _summed(kind, values)
         return Evaluation(-sums["reward"], sums["known reward"], Counter(sums))
 
     def results(self, sums: Mapping[str, float]) -> dict[str, float | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,5 +134,11 @@ def _said(prompt: Any, completion: Any, tools: list[dict[str, Any]] | None) -> C
 def bytes_of_judges(config: RunConfig, device: torch.device) -> int:
     """Of the reward models that each process has. Raises UserError."""
     named = [(word, parse_reward(word)) for word in config.reward]
-    judges = [find_judge(one.place, f"{FLAG} {word}") for word, one in named if one.kind == "model"]
-    return sum(judge.weight_bytes(config.precision, device) for judge in judges)
+    models = [(one.place, f"{FLAG} {word}") for word, one in named if one.kind == "model"]
+    return sum(_weight_bytes(*model, config.precision, device) for model in models)
+
+
+@cache
+def _weight_bytes(name: str, where: str, precision: str, device: torch.device) -> int:
+    """Found once: a run counts its memory for the model, the copy that answers, and what lies beside them."""
+    return find_judge(name, where).weight_bytes(precision, device)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.config.methods import SAMPLING, keeps_second, pack_capacity
+from swiftlite.config.methods import SAMPLING, asked_at_once, keeps_second, pack_capacity
 from swiftlite.models.anatomy import dissect, has_head_norms, why_alone
 from swiftlite.models.quantize import bytes_a_number, count_quantizable
 from swiftlite.models.sampling import DRAWN_BYTES
@@ -201,7 +201,7 @@ class Outline:
         """That a process draws, of a step or of an evaluation."""
         asked = [] if self.evaluates else [(config.global_batch_size, config.samples)]
         if self.evaluates or config.eval_dataset or config.eval_fraction:
-            asked.append((max(config.global_batch_size, config.answers_at_once), config.eval_samples))
+            asked.append((asked_at_once(config), config.eval_samples))
         mine = max(math.ceil(prompts / layout.world) * samples for prompts, samples in asked)
         return min(config.answers_at_once, mine)
 

@@ -221,10 +221,10 @@ def check_columns(rewards: Sequence[Reward], *asked: Asked) -> None:
 
 def _misfit(function: Callable[..., Any], asked: Asked) -> tuple[str, str] | None:
     """(why a function cannot be called with what rows have, what to do), None where it can be."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of some that are written in C nobody knows
+    named = _parameters(function)
+    if named is None:
         return None
+    parameters = named.values()
     given, kinds = (*GIVEN, *asked.columns), {one.kind for one in parameters}
     by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
@@ -282,19 +282,18 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[l
         "completion_ids": [answer.ids for answer in answers],
     }
     expected = {EXPECTED: [answer.expected for answer in answers]}
-    given = [
-        columns if EXPECTED in columns or not _names(reward, EXPECTED) else columns | expected for reward in rewards
-    ]
+    asks = [EXPECTED not in columns and EXPECTED in (_parameters(reward.function) or ()) for reward in rewards]
+    given = [columns | expected if it_asks else columns for it_asks in asks]
     with _setting_back():  # and what it gets each may change
         return [_asked(reward, deepcopy(mine), answers) for reward, mine in zip(rewards, given, strict=True)]
 
 
-def _names(reward: Reward, parameter: str) -> bool:
-    """Whether a function asks for an argument by its name."""
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Of a function by their names; of some that are written in C nobody knows them."""
     try:
-        return parameter in inspect.signature(reward.function).parameters
-    except (TypeError, ValueError):  # of some that are written in C nobody knows
-        return False
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answered]) -> list[float]:

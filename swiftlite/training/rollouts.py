@@ -111,24 +111,19 @@ class Rollouts:
         return {
             "reward": _known(totals.mean()),
             "reward_std": _known(totals.std(axis=1).mean()),
-            **self._by_function(groups),
+            **{kind: _mean(values.compressed()) for kind, values in self._ask.by_function(groups).items()},
             "answers/equal": float(equal.mean()),
             "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
         }
-
-    def _by_function(self, groups: list[Answers]) -> dict[str, float | None]:
-        """The mean of what each function says, None where it says nothing."""
-        found: dict[str, float | None] = {}
-        for place, name in enumerate(self._ask.names):
-            values = np.concatenate([group.rewards[place] for group in groups])
-            known = values[~np.isnan(values)]
-            found[f"rewards/{name}"] = float(known.mean()) if len(known) else None
-        return found
 
 
 def _known(mean: float) -> float | None:
     """None where all is masked."""
     return None if np.ma.is_masked(mean) else float(mean)
+
+
+def _mean(known: np.ndarray) -> float | None:
+    return float(known.mean()) if len(known) else None
 
 
 def _document(prompt: Document, answers: list[tuple[list[int], float]]) -> Document:
