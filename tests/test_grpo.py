@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,29 +20,38 @@ from test_verify import in_real_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftlite.config.layout import Layout
+from swiftlite.config.losses import clip_range
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import save_config
+from swiftlite.config.validate import Given
 from swiftlite.data.prepare import Asked, prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.load import load_config
 from swiftlite.models.sampling import answering, sample
 from swiftlite.models.tokenizer import load_tokenizer
+from swiftlite.planning.devices import find_device
 from swiftlite.planning.memory import cache_bytes_per_token
 from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import curve_of
 from swiftlite.training.asking import Asker
-from swiftlite.training.plan import outline_of
+from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.training.rewards import Answered, check_columns, load_rewards, rewards_of
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
 
 SAMPLES, LONGEST = 4, 10
+AGAIN = {"minibatches": 2, "update_epochs": 2, "epsilon": 0.02, "max_steps": 2}
 
 
 def sampled(tmp_path, model, data, **more):
     values = settings(tmp_path, model, data, **SAMPLED)
     return values | {"samples": SAMPLES, "max_new_tokens": LONGEST, "beta": 0.0, "max_steps": 3} | more
+
+
+def resolved_of(tmp_path, model, **more):
+    values = {"method": "grpo", **sampled(tmp_path, model, "rows.jsonl", **more)}
+    return resolve(None, {name: Given(value, name, "flag") for name, value in values.items()})
 
 
 def numbers(*key):
@@ -70,25 +80,54 @@ def opened(tokenizer, messages):
     return ids + tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
 
 
-def plain_loss(model, reference, groups, kind, beta, temperature):
-    """groups: of (prompt, answers, rewards)."""
+def plain_logprobs(model, prompt, answer, temperature):
+    logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def plain_surrogate(kind, own, before, advantage, low, high):
+    """(loss of each token, how many are beyond the bounds)."""
+    ratio = (own - before).exp()
+    if kind == "cispo":
+        return -advantage * ratio.detach().clamp(max=1 + high) * own, (ratio > 1 + high).sum().item()
+    if kind == "gspo":
+        ratio = (own - before).mean().exp().expand(len(own))
+    free, bounded = ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage
+    return -torch.minimum(free, bounded), (bounded < free).sum().item()
+
+
+def plain_loss(model, reference, groups, kind, config, before):
+    """(loss, part of the tokens that are beyond the bounds). groups: of (prompt, answers, rewards); before: log p of
+    each answer when it was drawn, by its group and place."""
     tokens = sum(len(answer) for _, answers, _ in groups for answer in answers)
     count = sum(len(answers) for _, answers, _ in groups)
-    total = torch.zeros(())
-    for prompt, answers, rewards in groups:
+    bounds = config.epsilon or 0.2, config.epsilon_high or config.epsilon or 0.2
+    total, beyond = torch.zeros(()), 0
+    for (prompt, answers, rewards), then in zip(groups, before, strict=True):
         rewards = torch.tensor(rewards, dtype=torch.float64)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        for answer, advantage in zip(answers, advantages.tolist(), strict=True):
-            ids = torch.tensor([prompt + answer])
-            own, theirs = (
-                (of(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
-                for of in (model, reference)
-            )
-            own, theirs = (each.gather(-1, torch.tensor(answer)[:, None])[:, 0] for each in (own, theirs.detach()))
-            kl = (theirs - own).exp() - (theirs - own) - 1
-            each = -advantage * (own - own.detach()).exp() + beta * kl
-            total = total + each.sum() / {"dapo": tokens, "grpo": count * len(answer), "dr_grpo": count * LONGEST}[kind]
-    return total, tokens
+        for answer, advantage, drawn in zip(answers, advantages.tolist(), then, strict=True):
+            own, theirs = (plain_logprobs(of, prompt, answer, config.temperature) for of in (model, reference))
+            kl = (theirs.detach() - own).exp() - (theirs.detach() - own) - 1
+            each, out = plain_surrogate(kind, own, drawn, advantage, *bounds)
+            alike = {"grpo": count * len(answer), "gspo": count * len(answer), "dr_grpo": count * LONGEST}
+            total, beyond = total + (each + config.beta * kl).sum() / alike.get(kind, tokens), beyond + out
+    return total, beyond / tokens
+
+
+def plain_updates(model, reference, optimizer, groups, kind, config):
+    """(loss, gradient norm, part of the tokens beyond the bounds) of each update of a step."""
+    with torch.no_grad():
+        before = [[plain_logprobs(model, p, each, config.temperature) for each in answers] for p, answers, _ in groups]
+    parts = np.array_split(np.arange(len(groups)), config.minibatches)
+    for part in parts * config.update_epochs:
+        some, then = ([of[i] for i in part] for of in (groups, before))
+        loss, beyond = plain_loss(model, reference, some, kind, config, then)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        model.zero_grad()
+        yield loss.item(), norm, beyond
 
 
 @pytest.mark.parametrize(
@@ -98,6 +137,10 @@ def plain_loss(model, reference, groups, kind, beta, temperature):
         ("gemma2", "grpo", {"beta": 0.3, "temperature": 0.7, "micro_batch_size": 2}),  # logits with a soft cap
         ("qwen3-moe", "dr_grpo", {"packing": False, "answers_at_once": 3, "share_prompt": False}),
         ("qwen3.5", "dapo", {"beta": 0.1}),  # documents in rows of their own
+        ("llama-tied", "dapo", AGAIN | {"epsilon_high": 0.03}),
+        ("llama-tied", "grpo", {"minibatches": 3, "beta": 0.1, "temperature": 0.8}),  # 2, 1 and 1 prompts
+        ("llama-tied", "gspo", AGAIN | {"epsilon": 0.06, "update_epochs": 3, "minibatches": 1}),
+        ("llama-tied", "cispo", AGAIN | {"epsilon_high": 0.02}),
     ],
 )
 def test_a_run_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows, family, kind, more):
@@ -118,25 +161,29 @@ def test_a_run_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows,
             answers = [plain_answer(model, prompt, each, stops, config.temperature) for each in drawn]
             texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
             groups.append((prompt, answers, vowels([[{"content": text}] for text in texts])))
-        loss, tokens = plain_loss(model, reference, groups, kind, config.beta, config.temperature)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
-        optimizer.step()
-        model.zero_grad()
+        found = list(plain_updates(model, reference, optimizer, groups, kind, config))
+        loss, norm, beyond = map(np.mean, zip(*found, strict=True))
+        tokens = sum(len(answer) for _, answers, _ in groups for answer in answers)
         assert row["reward"] == pytest.approx(np.mean([rewards for *_, rewards in groups]), abs=1e-12)
         assert row["answers/length"] == tokens / (len(groups) * SAMPLES)
-        assert row["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+        assert row["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-4 if step > 2 else 2e-5)
+        assert row.get("clipped", 0.0) == pytest.approx(beyond, abs=1e-9)
+        again = config.minibatches * config.update_epochs > 1
+        assert ("clipped" in row) == again and row["trained_tokens"] == tokens * config.update_epochs
+    assert config.epsilon is None or 0.05 < row["clipped"] < 0.5
 
 
 def test_two_processes_learn_the_same(tmp_path):
     chosen = ("ddp 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "cp 2")
-    for verdict in in_real_processes(tmp_path, 2, chosen, Subject("llama-tied", "full", FULL | SAMPLED, "grpo")):
+    once = Subject("llama-tied", "full", FULL | SAMPLED, "grpo")
+    again = replace(once, name="gspo", flags=once.flags | AGAIN | {"loss": ["gspo"], "update_epochs": 3})
+    for verdict in in_real_processes(tmp_path, 2, chosen, once, again):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
 def test_four_processes_learn_the_same(tmp_path):
-    chosen, lora = ("hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"), LORA | SAMPLED | {"max_steps": 3}
+    chosen, lora = ("hybrid 2x2", "tp 2 x pp 2", "pp 2 x cp 2"), LORA | SAMPLED | AGAIN
     for verdict in in_real_processes(tmp_path, 4, chosen, Subject("llama", "LoRA", lora, "grpo")):
         assert verdict.passed and verdict.difference is not None, verdict
 
@@ -144,11 +191,12 @@ def test_four_processes_learn_the_same(tmp_path):
 def test_a_run_goes_on_bit_for_bit(tmp_path, tiny_model, write_rows, chat_rows):
     values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), save_steps=1, tuner="lora")
     values |= {"beta": 0.1, "max_steps": 4, "lora_dropout": 0.2, "learning_rate": 1e-2, "keep_checkpoints": 9}
+    values |= {"minibatches": 2, "update_epochs": 2}
     train_alone(resolve_config("grpo", **values))
     answers = (tmp_path / "out" / "answers.jsonl").read_text()
     checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
     train_alone(resolve_config("grpo", **values | {"output_dir": str(tmp_path / "again"), "resume": str(checkpoint)}))
-    kept = ("step", "loss", "reward", "grad_norm", "kl/reference", "entropy")
+    kept = ("step", "loss", "reward", "grad_norm", "kl/reference", "entropy", "clipped")
     first, again = ([[row[name] for name in kept] for row in metrics(tmp_path / name)] for name in ("out", "again"))
     assert again == first[2:]
     assert (tmp_path / "again" / "answers.jsonl").read_text().splitlines() == answers.splitlines()[2:]
@@ -491,9 +539,11 @@ def test_held_out_rows_that_lack_one_are_told_before_training(tmp_path, tiny_mod
 
 def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_model, write_rows, chat_rows, functions):
     values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows))
-    train_alone(resolve_config("grpo", **values | {"reward": [f"{functions}:nothing"], "max_steps": 2}))
+    values |= {"reward": [f"{functions}:nothing"], "max_steps": 2, "minibatches": 2, "update_epochs": 2}
+    train_alone(resolve_config("grpo", **values))
     messages = [one["text"] for one in json.loads((tmp_path / "out" / "run.json").read_text())["messages"]]
-    assert any("step 1 skipped: each prompt's answers have the same reward" in text for text in messages)
+    told = [text for text in messages if "skipped: each prompt's answers have the same reward" in text]
+    assert [text.partition(":")[0] for text in told] == ["step 1 skipped", "step 2 skipped"]
     row = metrics(tmp_path / "out")[0]
     assert (row["answers/equal"], row["answers/unrewarded"], row["grad_norm"]) == (1.0, 1.0, 0.0)
     assert (row["reward"], row["reward_std"], row["rewards/nothing"], row["entropy"]) == (None, None, None, None)
@@ -610,6 +660,8 @@ def test_what_cannot_be_asked_is_told_or_counted(tmp_path, write_rows, tiny_mode
         ({"reference": "precompute"}, "has none then"),
         ({"neftune_noise_alpha": 5}, "compares answers of several lengths"),
         ({"loss": ["sigmoid"]}, "unknown loss `sigmoid`"),
+        ({"minibatches": 5}, "--minibatches 5 divides the prompts of a step, of which there are 4"),
+        ({"loss": ["gspo"], "teacher": "teacher"}, "gspo counts an answer's tokens alike"),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path, flags, wanted):
@@ -617,10 +669,40 @@ def test_settings_that_do_not_go_together(tmp_path, flags, wanted):
         resolve_config("grpo", **sampled(tmp_path, "model", "rows.jsonl") | flags)
 
 
+def test_bounds_of_several_updates(tmp_path):
+    """By default the papers'."""
+
+    def bounds(**more):
+        return clip_range(resolved_of(tmp_path, "model", update_epochs=2, **more).config)
+
+    assert bounds() == (0.2, 0.2)
+    assert bounds(epsilon=0.1) == (0.1, 0.1)
+    assert bounds(epsilon=0.1, epsilon_high=0.28) == (0.1, 0.28)
+    assert bounds(loss=["gspo"]) == (3e-4, 4e-4)
+    assert bounds(loss=["cispo"], epsilon=0.1) == (math.inf, 5.0)
+    for more, note in (
+        ({"update_epochs": 2, "loss": ["cispo"]}, "epsilon has no effect with --loss cispo"),
+        ({}, "epsilon has no effect where a step has one update"),
+    ):
+        assert any(told.startswith(note) for told in resolved_of(tmp_path, "model", epsilon=0.1, **more).notes)
+
+
+def test_more_updates_take_more_time(tmp_path, tiny_model):
+    def seconds(**more):
+        resolved = resolved_of(tmp_path, tiny_model("llama"), **more)
+        outline = outline_of(resolved.config, load_config(resolved.config.model), "cuda")
+        return settle(resolved, outline, Fleet(find_device("h200"), 1, 1)).pace.compute
+
+    once = seconds()
+    assert seconds(minibatches=2) / once < 1.5 < seconds(update_epochs=2) / once
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("steps_per_generation 4", "global_batch_size"),
+        ("steps_per_generation 4", "`minibatches` for the updates"),
+        ("importance_sampling_level sequence", "loss: gspo"),
+        ("importance_sampling_level token", None),
         ("generation_batch_size 32", "global_batch_size"),
         ("use_bias_correction_kl true", "a term of the loss"),
         ("dynamic_sample true", "teach nothing"),

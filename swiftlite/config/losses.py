@@ -32,7 +32,9 @@ PAIR_LOSSES = (
 )
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired")
 CROSS_ENTROPY, DYNAMIC = SUPERVISED_LOSSES = ("cross_entropy", "dft")
-POLICY_LOSSES = ("dapo", "grpo", "dr_grpo")
+POLICY_LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo")
+CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (math.inf, 5.0)}  # where others than CLIP: arXiv 2507.18071, 2510.13786
+CLIP = 0.2
 LOSSES = {  # of the methods that have several
     "sft": SUPERVISED_LOSSES, "dpo": PAIR_LOSSES, "kto": UNPAIRED_LOSSES, "grpo": POLICY_LOSSES,
 }  # fmt: skip
@@ -80,6 +82,22 @@ def losses_of(method: str, words: Sequence[str], where: str = "--loss") -> list[
 def weighs_by_probability(config: RunConfig) -> bool:
     """Whether each token's cross-entropy is weighted by the token's own probability."""
     return config.method == "sft" and losses_of("sft", config.loss)[0][0] == DYNAMIC
+
+
+def policy_loss(config: RunConfig) -> str:
+    """Of a method that learns from its own answers."""
+    ((name, _),) = losses_of(config.method, config.loss)
+    return name
+
+
+def clip_range(config: RunConfig) -> tuple[float, float]:
+    """How far a probability ratio may be below and above 1 and still teach, of a method that learns from its own
+    answers."""
+    name = policy_loss(config)
+    low, high = CLIPS.get(name, (CLIP, CLIP))
+    if config.epsilon is not None and name != "cispo":
+        low, high = config.epsilon, config.epsilon
+    return low, high if config.epsilon_high is None else config.epsilon_high
 
 
 def _known(spelled: str, known: Sequence[str], where: str) -> str:

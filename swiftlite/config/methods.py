@@ -43,6 +43,16 @@ def is_held(config: RunConfig) -> bool:
     return config.method in SAMPLING and config.beta > 0
 
 
+def passes(config: RunConfig) -> int:
+    """How often what a step learns from goes through the model to be learnt from."""
+    return config.update_epochs if config.method in SAMPLING else 1
+
+
+def learns_again(config: RunConfig) -> bool:
+    """Whether some update of a step learns from answers of weights that are not there any more."""
+    return config.method in SAMPLING and config.minibatches * config.update_epochs > 1
+
+
 def teacher_share(config: RunConfig) -> float:
     """What a teacher counts who tells of the model's own answers, 0 without one; all where nothing rewards them."""
     if config.teacher is None:

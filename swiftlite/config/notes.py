@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.checks import REFERRING
 from swiftlite.config.flags import all_flags
-from swiftlite.config.losses import LOSSES, REFERENCE_FREE, losses_of
-from swiftlite.config.methods import SAMPLING, pack_capacity
+from swiftlite.config.losses import LOSSES, REFERENCE_FREE, losses_of, policy_loss
+from swiftlite.config.methods import SAMPLING, learns_again, pack_capacity
 from swiftlite.config.names import has_count, may_hold_texts
 from swiftlite.config.types import NEVER
 
@@ -37,6 +37,10 @@ METHOD_SETTINGS = {  # what acts in which methods
             "temperature",
             "eval_samples",
             "eval_temperature",
+            "minibatches",
+            "update_epochs",
+            "epsilon",
+            "epsilon_high",
             "scale_rewards",
             "answers_at_once",
         ),
@@ -176,14 +180,24 @@ def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from (
         (name, f"with {config.method}") for name, where in METHOD_SETTINGS.items() if config.method not in where
     )
-    if config.method in SAMPLING and not config.beta:
-        yield "reference", "without --beta, the weight of the distance to it"
+    if config.method in SAMPLING:
+        yield from _ineffective_updates(config)
     if config.method == "dpo":
         named = _losses_named(config)
         if named == ["sft"]:
             yield "beta", "with --loss sft, which compares nothing"
         if all(name in REFERENCE_FREE for name in named):
             yield "reference", f"with --loss {' '.join(named)}, which has no reference"
+
+
+def _ineffective_updates(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if not config.beta:
+        yield "reference", "without --beta, the weight of the distance to it"
+    if not learns_again(config):
+        why = "where a step has one update: without --minibatches or --update-epochs"
+        yield from ((name, why) for name in ("epsilon", "epsilon_high"))
+    elif policy_loss(config) == "cispo":
+        yield "epsilon", "with --loss cispo, which bounds nothing below"
 
 
 def _losses_named(config: RunConfig) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swiftlite.config.losses import weighs_by_probability
+from swiftlite.config.losses import policy_loss, weighs_by_probability
 from swiftlite.config.methods import PREFERENCE, SAMPLING, is_held, prompt_limit
 
 if TYPE_CHECKING:
@@ -58,6 +58,26 @@ def sampling_rules(config: RunConfig) -> list[Rule]:
             "--optimizer-in-backward takes the gradient of one forward, and nobody knows how many the answers need",
             ("optimizer_in_backward",),
             "leave it out",
+        ),
+        *_update_rules(config),
+    ]
+
+
+def _update_rules(config: RunConfig) -> list[Rule]:
+    """Of what a step's answers are learnt by."""
+    return [
+        (
+            config.minibatches > config.global_batch_size,
+            f"--minibatches {config.minibatches} divides the prompts of a step, of which there are "
+            f"{config.global_batch_size}",
+            ("minibatches", "global_batch_size"),
+            "lower the first, or raise --global-batch-size",
+        ),
+        (
+            config.teacher is not None and policy_loss(config) == "gspo",
+            "--loss gspo counts an answer's tokens alike, and --teacher tells of each",
+            ("loss", "teacher"),
+            "use --loss dapo, or leave --teacher out",
         ),
     ]
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import REINFORCEMENT, flag
-from swiftlite.config.types import Count, Names, OptionalNotNegative, Positive, Spelling
+from swiftlite.config.types import Count, Names, OptionalNotNegative, OptionalPositive, Positive, Spelling
 
 
 class SamplingSettings(BaseModel):
@@ -36,6 +36,24 @@ class SamplingSettings(BaseModel):
     eval_temperature: OptionalNotNegative = flag(
         None, REINFORCEMENT, "Of the answers that are evaluated; 0 takes the likeliest token each time.",
         shown="0; of several answers --temperature",
+    )  # fmt: skip
+    minibatches: Count = flag(
+        1, REINFORCEMENT, "Parts of a step's prompts that are learnt from one after the other, each by an update.",
+        "num_minibatches", "num_mini_batches",
+    )  # fmt: skip
+    update_epochs: Count = flag(
+        1, REINFORCEMENT, "How often a step's answers are learnt from.", "num_iterations", "ppo_epochs",
+        "num_ppo_epochs",
+    )  # fmt: skip
+    epsilon: OptionalPositive = flag(
+        None, REINFORCEMENT, "How far a token's probability may have fallen since it was drawn, as a part of it, and "
+        "still be lowered by a later update of the step.", "epsilon_low", "clip_ratio_low", "clip_ratio", "cliprange",
+        "eps_clip",
+        shown="0.2; 3e-4 for gspo",
+    )  # fmt: skip
+    epsilon_high: OptionalPositive = flag(
+        None, REINFORCEMENT, "The same of what has risen.", "clip_ratio_high",
+        shown="--epsilon; 4e-4 for gspo, 5 for cispo",
     )  # fmt: skip
     scale_rewards: Annotated[Literal["group", "none"], Spelling({"true": "group", "false": "none"})] = flag(
         "group", REINFORCEMENT, "Divide rewards by how much they differ among the answers to a prompt, or do not."

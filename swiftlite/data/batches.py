@@ -90,8 +90,9 @@ class MicroBatch:
     of each label in the order of the labels.
     noise: int64 `[3, T]`, of each token the key of its document's noise, its position there and the document's tokens;
     None where embeddings get no noise.
-    taught: what a teacher says of the trained tokens; None without one, or before it has been asked. reference: fp32
-    `[trained tokens]`, or those of one rank's slice: their log p under the reference, where a loss wants each.
+    taught: what a teacher says of the trained tokens; None without one, or before it has been asked. reference,
+    sampled: fp32 `[trained tokens]`, or those of one rank's slice: their log p under the reference, where a loss wants
+    each, and when they were drawn, where that is not now.
     """
 
     input_ids: torch.Tensor
@@ -112,6 +113,7 @@ class MicroBatch:
     noise: torch.Tensor | None = None
     taught: Taught | None = None
     reference: torch.Tensor | None = None
+    sampled: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on a device."""

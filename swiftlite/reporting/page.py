@@ -23,6 +23,7 @@ SINGLE_CHARTS = {
     "router_loss": "Router loss of the experts",
     "reward_std": "Spread of the rewards of a prompt's answers",
     "entropy": "Entropy of the tokens sampled",
+    "clipped": "Part of the tokens whose ratio was clipped",
     "tokens_per_second": "Tokens per second",
     "peak_memory_gib": "Peak memory, GiB",
     "mfu": "Model FLOPs utilisation",

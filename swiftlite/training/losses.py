@@ -143,26 +143,40 @@ class RowLoss:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What the answers that a model has just given are to it, by their advantages, which stand where pairs have their
-    margin."""
+    """What the answers that a model has given for this step are to it, by their advantages, which stand where pairs
+    have their margin."""
 
     policy: Policy
 
     @property
     def names(self) -> tuple[str, ...]:
         kl = ("kl/teacher",) if self.policy.teacher else ("kl/reference",) if self.policy.beta else ()
-        return ("entropy", *kl)
+        clipped = () if self.policy.clip is None else ("clipped",)
+        return ("entropy", *clipped, *kl)
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
-        answers = batch.completions
-        shares, advantages = (of[batch.owner] for of in (self.policy.shares(answers.tokens), answers.margin))
-        losses, kl = self.policy.per_token(logprobs, advantages, batch.reference)
+        policy, answers = self.policy, batch.completions
+        shares, advantages = (of[batch.owner] for of in (policy.shares(answers.tokens), answers.margin))
+        sampled = logprobs.detach() if batch.sampled is None else batch.sampled
+        ahead = policy.ahead(sampled, advantages, batch.reference)
+        losses, clipped = policy.surrogate(self._log_ratio(logprobs, sampled, batch), logprobs, ahead)
+        held, kl = policy.distance(logprobs, batch.reference)
         surprise = -logprobs.detach().sum()  # of what was sampled: its mean is the entropy
-        loss, *sums = (shares * losses).sum(), surprise, kl.sum()
+        loss, found = (shares * (losses + held)).sum(), {"entropy": surprise, "clipped": clipped.sum()}
+        found |= {"kl/teacher": kl.sum(), "kl/reference": kl.sum()}
+        sums = [found[name] for name in self.names]
         if batch.context is not None:  # each rank of a row tells of all of it, see `reported`
             whole = [batch.context.sum(value) for value in (loss.detach(), *sums)]
             loss, sums = loss - loss.detach() + whole[0], whole[1:]
-        return loss, tuple(sums[: len(self.names)])
+        return loss, tuple(sums)
+
+    def _log_ratio(self, logprobs: torch.Tensor, sampled: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Of each token; where it is of the answer, with the gradient of the token's own part in it."""
+        own = logprobs - sampled
+        if not self.policy.of_answers:
+            return own
+        means = answer_sums(own.detach(), batch) / batch.completions.tokens.clamp(min=1)
+        return means.float()[batch.owner] + logprobs - logprobs.detach()
 
 
 def answer_sums(logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

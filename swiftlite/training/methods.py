@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,18 +38,20 @@ START_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-
 
 
 class Method(ABC):
-    """One method, and what most of them have in common. state: what a checkpoint keeps of it, as JSON."""
+    """One method, and what most of them have in common. state: what a checkpoint keeps of it, as JSON; passes: how
+    often a step's lessons are learnt from."""
 
     state: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
+    passes = 1
     learns_nothing = "no trained token in the whole step"  # why a step can be without any
 
-    def answered(self, batch: StepBatch) -> StepBatch:
-        """The step as it is trained, of methods whose rows are made while training."""
-        return batch
+    def lessons(self, batch: StepBatch) -> Sequence[StepBatch]:
+        """What the step's updates learn from, one after the other: the step itself, or what is made of it now."""
+        return [batch]
 
     @abstractmethod
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
-        """What a step needs before its first micro-batch. kind: train or eval."""
+        """What a lesson needs before the step's first micro-batch. kind: train or eval."""
 
     def prepare_evaluation(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         """The same for rows of which nothing is learnt."""
@@ -208,11 +210,20 @@ class Reinforced(Method):
 
     learns_nothing = "each prompt's answers have the same reward"
 
-    def __init__(self, rollouts: Rollouts, examiner: Examiner, reference: LiveReference | None) -> None:
-        """examiner: of held-out prompts; reference: that the model is held to, if it is."""
-        self._rollouts, self._examiner, self._reference = rollouts, examiner, reference
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        examiner: Examiner,
+        reference: LiveReference | None,
+        sampler: LiveReference | None,
+        passes: int,
+    ) -> None:
+        """examiner: of held-out prompts; reference: that the model is held to, or its teacher, if there is one;
+        sampler: the trained model itself, where a step has several updates."""
+        self._rollouts, self._examiner, self.passes = rollouts, examiner, passes
+        self._reference, self._sampler = reference, sampler
 
-    def answered(self, batch: StepBatch) -> StepBatch:
+    def lessons(self, batch: StepBatch) -> Sequence[StepBatch]:
         return self._rollouts(batch)
 
     def evaluate(
@@ -225,11 +236,14 @@ class Reinforced(Method):
         return self._examiner.results(found.sums)
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
+        batches = share.micro_batches
         if self._reference is not None:
-            told = self._reference.tokens(share.micro_batches)
-            batches = [replace(one, reference=of) for one, of in zip(share.micro_batches, told, strict=True)]
-            share = replace(share, micro_batches=batches)
-        return share, lambda _count: PolicyLoss(self._rollouts.policy)
+            told = self._reference.tokens(batches)
+            batches = [replace(one, reference=of) for one, of in zip(batches, told, strict=True)]
+        if self._sampler is not None:
+            told = self._sampler.tokens(batches)
+            batches = [replace(one, sampled=of) for one, of in zip(batches, told, strict=True)]
+        return replace(share, micro_batches=batches), lambda _count: PolicyLoss(batch.policy)
 
     def count(self, share: StepShare) -> int:
         return share.trained_tokens

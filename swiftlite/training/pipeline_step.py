@@ -30,10 +30,9 @@ from swiftlite.parallel.data import reshard
 from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, Routing, Stage
 from swiftlite.planning.communication import row_in_pipeline
-from swiftlite.seeds import derive_seed
 from swiftlite.training.losses import StepLoss, answer_sums, reported
 from swiftlite.training.precision import Precision
-from swiftlite.training.step import StepOutcome, whole_outcome
+from swiftlite.training.step import StepOutcome, seed_dropout, whole_outcome
 
 # On an error, which is told by us, it prints the whole schedule.
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
@@ -149,7 +148,7 @@ class PipelineStep:
         self._schedule: object | None = None
 
     def train(
-        self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
+        self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int, update: int = 0
     ) -> StepOutcome:
         """As `StepRunner.train`; `batches` are whole rows, which are divided over context ranks here.
 
@@ -172,7 +171,7 @@ class PipelineStep:
         @contextlib.contextmanager
         def around(stage: int, index: int) -> Iterator[None]:
             place = (index * layout.data_ranks + self._mesh.data_rank) * plan.stages + stage
-            torch.manual_seed(derive_seed(self._seed, step, place))  # dropout depends on the step, not on history
+            seed_dropout(self._seed, step, update, place)
             with self._precision.compute(self._mesh.device):
                 yield
 

@@ -19,7 +19,7 @@ import torch
 from swiftlite.config.batch import ACCUMULATION, GLOBAL, MICRO
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout
-from swiftlite.config.methods import pack_capacity, step_packs
+from swiftlite.config.methods import pack_capacity, passes, step_packs
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
@@ -231,14 +231,15 @@ def _pace(
     row, packs = pack_capacity(config), step_packs(config)
     count = config.gradient_accumulation_steps * packs // config.global_batch_size
     adapted = outline.trained < outline.frozen
-    again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) + count_more_forwards(config) * FORWARD
-    again *= WITH_ADAPTERS if adapted else 1
+    forward = WITH_ADAPTERS if adapted else 1
+    again = AGAIN.get(config.activation_checkpointing, AGAIN["full"]) * forward
+    work = passes(config) * (1 + again) + count_more_forwards(config) * FORWARD * forward
     on_gpu = outline.device.type != "cpu"
     of = outline.number_bytes(config)
     step = Step(
         tokens=config.micro_batch_size * row,
         trained=config.micro_batch_size * row,
-        micro_batches=count,
+        micro_batches=count * passes(config),
         compute=of.compute,
         stored=of.stored,
         frozen=of.frozen,
@@ -255,7 +256,7 @@ def _pace(
     taught = FORWARD * outline.beside.flops.step(documents) if outline.beside else 0
     return step_pace(
         layout,
-        outline.flops.step(documents) * (1 + again) + taught + orthogonalizing,
+        outline.flops.step(documents) * work + taught + orthogonalizing,
         step_traffic(layout, outline.shape, step),
         fleet.device,
         per_machine=fleet.per_machine,

@@ -1,21 +1,21 @@
 """A step of prompts -> the model's answers to them as documents to learn from.
 
 Each prompt is answered several times, and an answer's advantage is by how much its reward is better than that of the
-others: the policy gradient with a group as its own baseline (GRPO, arXiv 2402.03300). A step is learnt from once, by
-the weights that gave its answers, so each token's probability ratio is 1 and nothing has to be clipped.
+others: the policy gradient with a group as its own baseline (GRPO, arXiv 2402.03300). By default a step is learnt from
+once, by the weights that gave its answers, so each token's probability ratio is 1 and nothing has to be clipped.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swiftlite.config.losses import losses_of
-from swiftlite.config.methods import teacher_share
+from swiftlite.config.losses import clip_range, policy_loss
+from swiftlite.config.methods import learns_again, teacher_share
 from swiftlite.data.order import Pack, StepBatch
 from swiftlite.data.order import Sequence as Document
 from swiftlite.data.packing import best_fit_decreasing
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 LEAST_SPREAD = 1e-4  # added to what rewards are divided by, as in the paper's implementation
 
 
+@dataclass(frozen=True)
+class Lesson(StepBatch):
+    """Answers that an update learns from. policy: what the loss has to know of them."""
+
+    policy: Policy
+
+
 class Rollouts:
     """Answers each step's prompts."""
 
@@ -36,11 +43,10 @@ class Rollouts:
         """tell: gets a row of answers.jsonl each step."""
         self._config, self._ask, self._tell = config, ask, tell
         self.told: dict[str, float | None] = {}
-        self.policy: Policy | None = None
 
-    def __call__(self, batch: StepBatch) -> StepBatch:
-        """The same step with answers in place of its prompts. `told` says of them what metrics are to have, `policy`
-        what the loss has to know.
+    def __call__(self, batch: StepBatch) -> list[Lesson]:
+        """The same step with answers in place of its prompts, divided by updates. `told` says of them what metrics are
+        to have.
 
         An answer without an advantage has nothing to teach and is left out, unless the model is held to a reference, or
         a teacher tells of it. A step in which none has one keeps an answer, of which nothing is learnt.
@@ -52,26 +58,36 @@ class Rollouts:
         seconds = time.perf_counter() - began
         totals = self._ask.totals(groups)
         equal = np.ma.ptp(totals, axis=1).filled(0.0) == 0
-        advantages = self._advantages(totals, equal).tolist()
-        documents = [
-            document
-            for group, of_group in zip(groups, advantages, strict=True)
-            for document in self._documents(prompts[group.place], group, of_group)
-        ]
+        advantages = self._advantages(totals, equal)
         answers = [ids for group in groups for ids in group.ids]
-        lengths = list(map(len, answers))
-        ((loss, _),) = losses_of(config.method, config.loss)
-        counts = len(lengths), sum(lengths), config.max_new_tokens
-        self.policy = Policy(loss, config.beta, teacher_share(config), *counts)
         self.told = self._of_rewards(totals, equal, groups) if config.reward else {}
         self.told |= {
-            "answers/length": sum(lengths) / len(lengths),
+            "answers/length": sum(map(len, answers)) / len(answers),
             "answers/cut": sum(map(self._ask.is_cut, answers)) / len(answers),
             "sampling_seconds": round(seconds, 6),
         }
         if self._tell is not None:
             self._tell({"step": batch.step} | groups[0].told(totals[0].tolist()))
-        return replace(batch, packs=self._packs(documents or [_untaught(prompts[0], answers[0])]))
+        parts = np.array_split(np.arange(len(groups)), min(config.minibatches, len(groups)))
+        lessons = [self._lesson(batch, prompts, [groups[i] for i in part], advantages[part]) for part in parts]
+        untaught = replace(lessons[0], packs=[[_untaught(prompts[0], answers[0])]])
+        return [lesson for lesson in lessons if lesson.packs] or [untaught]
+
+    def _lesson(
+        self, batch: StepBatch, prompts: list[Document], groups: list[Answers], advantages: np.ndarray
+    ) -> Lesson:
+        """Without packs where nothing is to be learnt from these groups."""
+        config = self._config
+        documents = [
+            document
+            for group, of_group in zip(groups, advantages.tolist(), strict=True)
+            for document in self._documents(prompts[group.place], group, of_group)
+        ]
+        lengths = [len(ids) for group in groups for ids in group.ids]
+        counts = len(lengths), sum(lengths), config.max_new_tokens
+        clip = clip_range(config) if learns_again(config) else None
+        policy = Policy(policy_loss(config), config.beta, teacher_share(config), *counts, clip)
+        return Lesson(batch.step, batch.epoch, self._packs(documents), policy)
 
     def _advantages(self, rewards: np.ma.MaskedArray, equal: np.ndarray) -> np.ndarray:
         """fp64 `[prompts, answers]`, 0 for an answer that no function rewards, which the others are not compared with.

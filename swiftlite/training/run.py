@@ -44,7 +44,8 @@ from swiftlite.training.asking import build_asker
 from swiftlite.training.best import best_model, forget_lost_best, forget_other_losses
 from swiftlite.training.failures import StepFailed, other_memory_errors
 from swiftlite.training.interval import Interval
-from swiftlite.training.loop import Loop, Parts
+from swiftlite.training.learner import Parts
+from swiftlite.training.loop import Loop
 from swiftlite.training.methods import Method, preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder

@@ -13,7 +13,7 @@ from torch import nn
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.config.losses import weighs_by_probability
-from swiftlite.config.methods import SAMPLING, is_held, switches_adapters_off
+from swiftlite.config.methods import SAMPLING, is_held, learns_again, passes, switches_adapters_off
 from swiftlite.data.batches import MicroBatch
 from swiftlite.data.prepare import LoadTokenizer, PreparedData, cache_root
 from swiftlite.models.load import model_folder
@@ -74,12 +74,12 @@ def needs_reference(loss: Preference | Unpaired | RewardModel | None) -> bool:
 
 def count_more_forwards(config: RunConfig) -> int:
     """Forward passes without gradient over the tokens of a step, beside its own: of a reference that is there while
-    training, and of both models over prompts with other rows' answers."""
+    training, of both models over prompts with other rows' answers, of the model before updates that it changes in."""
     loss = preference_of(config)
     live = needs_reference(loss) and (config.reference == "model" or switches_adapters_off(config))
     live = live or is_held(config)
     mismatched = isinstance(loss, Unpaired) and loss.needs_mismatched
-    return live + mismatched * (1 + live)
+    return live + mismatched * (1 + live) + learns_again(config)
 
 
 def build_method(parts: MethodParts) -> Method:
@@ -97,8 +97,7 @@ def build_method(parts: MethodParts) -> Method:
         return Paired(loss, _reference(parts, None) if needs_reference(loss) else None)
     mismatched = mismatched_of(config, parts.load_tokenizer().bos_token_id) if loss.needs_mismatched else None
     reference = _reference(parts, mismatched)
-    policy = LiveReference(trainee.divided.runner, _modules(trainee), nullcontext)
-    return Judged(loss, reference, policy, trainee.mesh, mismatched, _sharer(parts))
+    return Judged(loss, reference, _itself(trainee), trainee.mesh, mismatched, _sharer(parts))
 
 
 def _reinforced(parts: MethodParts, ask: Asker) -> Reinforced:
@@ -107,10 +106,12 @@ def _reinforced(parts: MethodParts, ask: Asker) -> Reinforced:
     if config.teacher is not None and parts.build_teacher is not None:
         teacher = _teacher(parts)
         _temper(teacher, config)
-        reference = LiveReference(teacher.divided.runner, _modules(teacher), nullcontext)
+        reference = _itself(teacher)
     elif is_held(config):
         reference = _live_reference(parts)
-    return Reinforced(Rollouts(config, ask, parts.tell), Examiner(config, ask, parts.tell_evaluated), reference)
+    rollouts, examiner = Rollouts(config, ask, parts.tell), Examiner(config, ask, parts.tell_evaluated)
+    sampler = _itself(parts.trainee) if learns_again(config) else None
+    return Reinforced(rollouts, examiner, reference, sampler, passes(config))
 
 
 def _teacher(parts: MethodParts) -> Trainee:
@@ -135,7 +136,12 @@ def _live_reference(parts: MethodParts) -> LiveReference:
         second = parts.build_start()
     if config.method in SAMPLING:
         _temper(second, config)
-    return LiveReference(second.divided.runner, _modules(second), nullcontext)
+    return _itself(second)
+
+
+def _itself(trainee: Trainee) -> LiveReference:
+    """A model as it is whenever it is asked."""
+    return LiveReference(trainee.divided.runner, _modules(trainee), nullcontext)
 
 
 def _temper(trainee: Trainee, config: RunConfig) -> None:

@@ -39,12 +39,12 @@ class StepRunner(Protocol):
     """The two ways to run a step: directly, or through the stages of a pipeline."""
 
     def train(
-        self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
+        self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int, update: int = 0
     ) -> StepOutcome:
         """Add the gradients of `scale` x the global step's loss to the parameters.
 
         batches: this data rank's, equally many on each; count: the step's micro-batches that are not empty, over all
-        data ranks.
+        data ranks; update: of the step, which may have several.
         """
 
     def evaluate(self, batches: Sequence[MicroBatch], step_loss: StepLoss) -> tuple[float, dict[str, float]]:
@@ -83,13 +83,13 @@ class DirectStep:
         self._gradients = KeptGradients(scorer) if keep_gradients else None
 
     def train(
-        self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int
+        self, step: int, batches: Sequence[MicroBatch], step_loss: StepLoss, scale: float, count: int, update: int = 0
     ) -> StepOutcome:
         """As `StepRunner.train`. Reads the device once, at the end."""
 
         def train_one(scorer: TokenScorer, index: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
             number = index * self._mesh.layout.data_ranks + self._mesh.data_rank
-            torch.manual_seed(derive_seed(self._seed, step, number))  # dropout depends on the step, not on history
+            seed_dropout(self._seed, step, update, number)
             last = index == len(batches) - 1
             reduce_at_last_micro_batch(scorer, self._sync_always or last, self._mesh.layout.sharding)
             return self._train_one(scorer, batches[index], step_loss, scale, count)
@@ -161,6 +161,11 @@ def _upstream(step_loss: StepLoss, batch: MicroBatch, scale: float) -> torch.Ten
     logprobs = torch.zeros(shape, device=batch.learnt.device, requires_grad=True)
     (gradient,) = torch.autograd.grad(step_loss(logprobs, batch)[0] * scale, logprobs)
     return gradient.flatten()[0]
+
+
+def seed_dropout(seed: int, step: int, update: int, number: int) -> None:
+    """Let dropout depend on the step, and not on history. number: of the micro-batch, and of its stage, in the step."""
+    torch.manual_seed(derive_seed(seed, step, number, *([update] if update else [])))
 
 
 def whole_outcome(

@@ -94,11 +94,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("ref_model_sync_steps", "ref_model_mixup_alpha"), (EVERY, "the reference stays as it was")),
     "eval_max_new_tokens": (EVERY, "evaluations that sample answers go by {max_new_tokens}"),
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), (EVERY, _OWN_DISTRIBUTION)),
-    **dict.fromkeys(
-        ("epsilon", "epsilon_high", "epsilon_low", "delta", "importance_sampling_level", "ppo_epochs"),
-        (EVERY, "a step is learnt from once, by the weights that gave its answers: no ratio is clipped"),
-    ),
-    "num_iterations": (("1",), "a step is learnt from once"),
+    "importance_sampling_level": (("token",), "each token has a ratio of its own"),
     **dict.fromkeys(("log_completions", "num_completions_to_print"), (EVERY, "answers.jsonl has some of each step")),
     "mask_truncated_completions": (OFF, "answers that {max_new_tokens} cuts are learnt too"),
     **dict.fromkeys(("use_vllm", "use_transformers_paged"), (OFF, _OWN_ANSWERS)),

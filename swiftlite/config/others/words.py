@@ -43,11 +43,12 @@ INSTEAD: dict[str, str] = {
     "use_hf": "download the model by ModelScope, and write {model: FOLDER}",
     "packing_length": _OUT + "a pack holds {max_length} tokens",
     "interleave_prob": "write *WEIGHT behind a data set's name: {dataset: a*2,b*0.5}",
-    "num_iterations": _OUT + "a step is learnt from once, by the weights that gave its answers",
+    "delta": _OUT + "ratios are bounded by {epsilon} and {epsilon_high}",
+    "importance_sampling_level": "loss: gspo",
     "reward_weights": "write weights behind the functions: {reward: rewards.py:NAME*0.5}",
     **dict.fromkeys(
         ("generation_batch_size", "steps_per_generation"),
-        "write {global_batch_size} for the prompts of a step, which is learnt from answers of its own",
+        "write {global_batch_size} for the prompts that are answered at a time, {minibatches} for the updates by them",
     ),
     **dict.fromkeys(
         ("use_bias_correction_kl", "kl_in_reward"), _OUT + "the KL is a term of the loss, as in GRPO's paper"
@@ -213,7 +214,9 @@ VALUES: dict[str, tuple[tuple[str, str], ...]] = {
         ("orpo|simpo|cpo|ipo", "write {method: dpo} and {loss: WORD}, with the {beta} that it takes"),
         ("reward|reward_model", "method: rm"),
         ("gkd|opd", "write {teacher: MODEL}, {method: sft} for the rows' answers, {method: grpo} for its own"),
-        ("gspo|ppo|rloo", _ONE_SAMPLER),
+        ("gspo", "write {method: grpo} and {loss: gspo}"),
+        ("cispo", "write {method: grpo} and {loss: cispo}"),
+        ("ppo|rloo", _ONE_SAMPLER),
     ),
     "sharding": (
         ("zero-?3-offload", "write {sharding: full} and {offload: cpu}"),

@@ -1,0 +1,237 @@
+"""One step's learning: gradients of what it teaches, then an update of the weights, or several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swiftlite.data.batches import MicroBatch
+from swiftlite.models.compiled import nothing_compiled
+from swiftlite.parallel.mesh import Mesh
+from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors
+from swiftlite.training.losses import TokenLoss
+from swiftlite.training.methods import MakeLoss, Method, check_start
+from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moments, set_rate
+from swiftlite.training.precision import LossScale, Precision
+from swiftlite.training.profiler import StepProfiler
+from swiftlite.training.progress import Progress
+from swiftlite.training.share import Sharing, StepShare
+from swiftlite.training.step import StepOutcome, StepRunner
+from swiftlite.training.untouched import without_gradient
+from swiftlite.training.warm_check import tokens_of_longest
+
+if TYPE_CHECKING:
+    import torch
+
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.data.order import BatchPlan, StepBatch
+
+COUNTED = ("tokens", "trained_tokens", "padded_tokens")  # of a step
+
+
+class Listener(Protocol):
+    """Who is told about the run: the reporter in a real run."""
+
+    def log(self, row: dict[str, Any]) -> None: ...
+    def message(self, text: str) -> None: ...
+
+
+@dataclass
+class Parts:
+    """Everything a loop works with. uncounted: ids of trained parameters whose gradient another process counts;
+    checks_start: nothing random stands between the first step's loss and its known value; ample_memory: every step will
+    fit without a trial; profiler: of `--profile`.
+    """
+
+    config: RunConfig
+    plan: BatchPlan
+    eval_plan: BatchPlan | None
+    runner: StepRunner
+    share: Sharing
+    method: Method
+    checks_start: bool
+    ample_memory: bool
+    modules: list[torch.nn.Module]
+    trained: list[tuple[str, torch.nn.Parameter]]
+    uncounted: set[int]
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    mesh: Mesh
+    memory_gib: Callable[[], float]
+    profiler: StepProfiler | None = None
+
+
+class Learner:
+    """Takes the steps of a run, from `progress.step` on."""
+
+    def __init__(self, parts: Parts, progress: Progress, listener: Listener) -> None:
+        self._parts, self._progress, self._listener = parts, progress, listener
+        self._scale = parts.precision.loss_scale()
+        if progress.loss_scale and progress.loss_scale["dynamic"] == self._scale.dynamic:  # the precision is the same
+            self._scale = LossScale(**progress.loss_scale)
+        self._spikes = SpikeWatch(progress.recent_losses)
+        kind = UpdatesInBackward if parts.config.optimizer_in_backward else Updates
+        trained = [parameter for _, parameter in parts.trained]
+        self._updates = kind(parts.optimizer, trained, parts.uncounted, parts.mesh)
+
+    @property
+    def is_spiking(self) -> bool:
+        """Whether the last losses were far above those before."""
+        return self._spikes.count > 0
+
+    def try_out(self, share: StepShare) -> None:
+        """Take memory as the heaviest step to come will; nothing is learnt. Raises OutOfMemory."""
+        parts = self._parts
+        make_moments(parts.optimizer)
+        with self.memory_errors("the check of the longest rows", share.micro_batches):
+            parts.runner.train(0, share.micro_batches, TokenLoss(share.trained_tokens), self._scale.value, share.count)
+        parts.optimizer.zero_grad(set_to_none=True)
+        longest, peak = tokens_of_longest(share), parts.memory_gib()
+        self._listener.message(f"the longest micro-batch, {longest:,} tokens, fits: {peak:.2f} GiB of memory")
+
+    def memory_errors(
+        self, doing: str, batches: Sequence[MicroBatch], *, sound: bool = True
+    ) -> AbstractContextManager[None]:
+        """The weights may be saved afterwards where they are those of a whole step (sound), and nobody else waits for
+        this process."""
+        sound = sound and self._parts.mesh.stored is None and self._updates.at_once
+        return memory_errors(doing, batches, self._parts.config, sound=sound)
+
+    def step(
+        self, batch: StepBatch, lessons: Sequence[tuple[StepBatch, StepShare]], rate: float
+    ) -> tuple[dict[str, Any], list[int]]:
+        """(the step's row of metrics.jsonl, the tokens of each document that was learnt from). lessons: what updates
+        learn from, with this process's share. Raises StepFailed, LossSpike."""
+        parts, progress = self._parts, self._progress
+        set_rate(parts.optimizer, rate)
+        prepared = [parts.method.prepare(lesson, share, "train") for lesson, share in lessons]
+        passes = parts.method.passes if any(share.trained_tokens for share, _ in prepared) else 1
+        rows = [self._update(batch.step, number, *one) for number, one in enumerate(prepared * passes)]
+        progress.step, progress.epoch = batch.step, batch.epoch
+        progress.loss_scale, progress.method = asdict(self._scale), parts.method.state
+        found = of_updates(rows)
+        row = {"step": batch.step, "epoch": round(batch.epoch, 6), "loss": found.pop("loss"), "learning_rate": rate}
+        return row | found, [length for share, _ in prepared for length in share.lengths] * passes
+
+    def _update(self, step: int, number: int, share: StepShare, make_loss: MakeLoss) -> dict[str, Any]:
+        """What is told of an update. number: in the step, from 0."""
+        parts, method = self._parts, self._parts.method
+        count, first = method.count(share), self._progress.step == number == 0
+        learning = self._updates.during_backward() if share.trained_tokens else nullcontext()
+        with self.memory_errors(f"step {step}", share.micro_batches, sound=number == 0), learning:
+            outcome = parts.runner.train(
+                step, share.micro_batches, make_loss(count), self._scale.value, share.count, number
+            )
+        if first and parts.config.compile and (warning := nothing_compiled()):
+            self._listener.message(f"warning: {warning}")
+        if first and parts.checks_start:
+            check_start(method, share, outcome.loss, parts.precision.dtype)
+        norm = self._updates.norm(parts.config.max_grad_norm, self._scale.value)
+        if self._may_update(step, number, share, outcome, norm):
+            self._watch_loss(step, share, outcome)
+            self._updates.finish()
+            method.after(outcome.sums, count)
+        if math.isfinite(outcome.loss):  # a loss that is no number is so at any scale
+            self._scale.update(overflowed=not math.isfinite(norm))
+        parts.optimizer.zero_grad(set_to_none=True)
+        told = {
+            "loss": outcome.loss if math.isfinite(outcome.loss) else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "trained_tokens": share.trained_tokens,
+            "tokens": share.tokens,
+            "padded_tokens": outcome.padded_tokens,
+        } | method.metrics(outcome.sums, count)
+        return told if outcome.router_loss is None else told | {"router_loss": outcome.router_loss}
+
+    def _may_update(self, step: int, number: int, share: StepShare, outcome: StepOutcome, norm: float) -> bool:
+        """False where the update is skipped, which is said. Raises RunError on non-finite numbers by default."""
+        if share.trained_tokens == 0:
+            self._skip(step, self._parts.method.learns_nothing)
+            return False
+        if self._progress.step == number == 0:
+            self._look_for_gradients(step, norm)
+        if math.isfinite(outcome.loss) and math.isfinite(norm):
+            return True
+        if math.isfinite(outcome.loss) and self._scale.can_shrink:
+            self._listener.message(f"step {step}: fp16 gradients overflowed, loss scale halved")
+            return False
+        what, fix = self._parts.method.not_finite(outcome.loss, outcome.sums)
+        if self._parts.config.on_nonfinite == "skip":
+            self._skip(step, f"{what} is not finite")
+            return False
+        raise NotFinite(
+            f"the {what} of step {step} is not finite",
+            where=self._rows(_not_finite(share, outcome)),
+            fix=f"{fix}; --on-nonfinite skip leaves such steps out and counts them",
+            sound=self._updates.at_once and number == 0,
+        )
+
+    def _look_for_gradients(self, step: int, norm: float) -> None:
+        """Say what of the trained tensors learns nothing in the first step, and most likely in none."""
+        config = self._parts.config
+        if norm == 0.0:
+            where = ""
+        elif config.optimizer_in_backward or config.method == "rm":
+            return  # they are gone; a new score head is zero, and gives what is before it none
+        elif places := without_gradient(self._parts.trained, self._parts.mesh):
+            where = f" for {', '.join(places[:3])}{' and others' if len(places) > 3 else ''}"
+        else:
+            return
+        self._listener.message(
+            f"warning: the gradient of step {step} is zero{where}: what is trained there learns nothing"
+        )
+
+    def _watch_loss(self, step: int, share: StepShare, outcome: StepOutcome) -> None:
+        """Say where the loss jumps. Raises LossSpike where it does not come down again."""
+        if not self._spikes.is_spike(outcome.loss):
+            return
+        rows = self._rows([_heaviest_loss(share, outcome)])
+        self._listener.message(f"step {step}: loss {outcome.loss:.4g} is {self._spikes.words()}; {rows}")
+        if self._spikes.count < PATIENCE:
+            return
+        if self._parts.config.on_loss_spike == "warn":
+            self._spikes.accept()
+            return
+        raise LossSpike(
+            f"the loss of step {step} and of the {PATIENCE - 1} before it is {self._spikes.words()}",
+            where=rows,
+            fix="look at these rows, lower --learning-rate and go on with --resume auto: no checkpoint was saved "
+            "since; --on-loss-spike warn trains on",
+        )
+
+    def _skip(self, step: int, why: str) -> None:
+        self._progress.skipped_steps.append(step)
+        self._listener.message(f"step {step} skipped: {why} ({len(self._progress.skipped_steps)} so far)")
+
+    def _rows(self, batches: Sequence[MicroBatch]) -> str:
+        """The rows of these micro-batches and of those that the other processes name."""
+        return list_rows(self._parts.mesh.gather([where for batch in batches for where in batch.where]))
+
+
+def of_updates(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is told of a step's updates as one row: tokens are added up, of the others it is the mean, of those that
+    have a number."""
+    if len(rows) == 1:
+        return rows[0]
+    found = {}
+    for name in rows[0]:
+        known = [row[name] for row in rows if row[name] is not None]
+        found[name] = sum(known) if name in COUNTED else fmean(known) if known else None
+    return found
+
+
+def _not_finite(share: StepShare, outcome: StepOutcome) -> list[MicroBatch]:
+    """The micro-batches whose loss is not finite here; all where only the gradient is not."""
+    batches = share.micro_batches
+    bad = [b for b, loss in zip(batches, outcome.micro_losses, strict=True) if not math.isfinite(loss)]
+    return bad if bad or not math.isfinite(outcome.loss) else batches
+
+
+def _heaviest_loss(share: StepShare, outcome: StepOutcome) -> MicroBatch:
+    """The micro-batch here whose trained tokens have the highest loss."""
+    means = [loss / max(1, b.trained_tokens) for b, loss in zip(share.micro_batches, outcome.micro_losses, strict=True)]
+    return share.micro_batches[means.index(max(means))]
