@@ -23,7 +23,7 @@ from swiftlite.checkpoint.shared import _reason, in_turn, nothing
 from swiftlite.checkpoint.space import Space
 from swiftlite.config.types import seconds_of
 from swiftlite.errors import RunError, UserError
-from swiftlite.training import loop as loop_module
+from swiftlite.training import learner as learner_module
 from swiftlite.training import run as run_module
 from swiftlite.training import setup
 from swiftlite.training.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
@@ -150,16 +150,16 @@ def test_a_step_that_takes_too_long_leaves_its_stacks(base, tmp_path, monkeypatc
     train(base)
     assert not (tmp_path / "out" / "stacks").exists()
     monkeypatch.setattr("swiftlite.training.watchdog.SECONDS", 0.2)
-    real = loop_module.set_rate
+    real = learner_module.set_rate
 
     def slow(*arguments):
         time.sleep(0.5)
         return real(*arguments)
 
-    monkeypatch.setattr(loop_module, "set_rate", slow)
+    monkeypatch.setattr(learner_module, "set_rate", slow)
     train(base, output_dir=str(tmp_path / "slow"), max_steps=1)
     stacks = (tmp_path / "slow" / "stacks" / "rank-00000.txt").read_text()
-    assert "in slow" in stacks and "in _step" in stacks
+    assert "in slow" in stacks and "in step" in stacks
 
 
 def test_a_run_that_is_interrupted_leaves_no_empty_stacks(tmp_path):
@@ -389,7 +389,7 @@ def test_a_spike_is_far_beyond_what_came_before():
 
 
 def test_a_folder_that_is_removed_while_the_run_works_is_made_again(base, tmp_path, monkeypatch, capsys):
-    real = loop_module.set_rate
+    real = learner_module.set_rate
     steps = iter(range(1, 100))
 
     def remove_in_the_third(*arguments):
@@ -397,7 +397,7 @@ def test_a_folder_that_is_removed_while_the_run_works_is_made_again(base, tmp_pa
             shutil.rmtree(tmp_path / "out")
         return real(*arguments)
 
-    monkeypatch.setattr(loop_module, "set_rate", remove_in_the_third)
+    monkeypatch.setattr(learner_module, "set_rate", remove_in_the_third)
     train(base)
     assert "the output folder was removed" in capsys.readouterr().out
     assert steps_of(tmp_path / "out") == [3, 4, 5, 6]
@@ -409,20 +409,20 @@ def test_a_folder_that_is_removed_while_the_run_works_is_made_again(base, tmp_pa
 def test_a_token_cache_that_is_removed_while_the_run_works_takes_nothing_from_it(base, tmp_path, monkeypatch):
     rows = Path(base["dataset"][0])
     rows.write_text(rows.read_text() + "no JSON\n")
-    real = loop_module.set_rate
+    real = learner_module.set_rate
 
     def remove(*arguments):
         shutil.rmtree(base["cache_dir"], ignore_errors=True)
         return real(*arguments)
 
-    monkeypatch.setattr(loop_module, "set_rate", remove)
+    monkeypatch.setattr(learner_module, "set_rate", remove)
     train(base, on_bad_row="skip")
     assert "no JSON" in (tmp_path / "out" / "rejected_rows.jsonl").read_text()
     assert (tmp_path / "out" / "model" / "config.json").is_file()
 
 
 def test_a_model_folder_that_is_removed_while_the_run_works_takes_nothing_from_it(base, tmp_path, monkeypatch):
-    folder, real = tmp_path / "moved", loop_module.set_rate
+    folder, real = tmp_path / "moved", learner_module.set_rate
     shutil.copytree(base["model"], folder)
     base |= {"model": str(folder), "max_steps": 2}
     train(base, output_dir=str(tmp_path / "first"))  # from now on the rows are cached, and need no tokenizer
@@ -431,7 +431,7 @@ def test_a_model_folder_that_is_removed_while_the_run_works_takes_nothing_from_i
         shutil.rmtree(folder, ignore_errors=True)
         return real(*arguments)
 
-    monkeypatch.setattr(loop_module, "set_rate", remove)
+    monkeypatch.setattr(learner_module, "set_rate", remove)
     train(base)
     assert not folder.exists() and same_weights(
         *(tmp_path / name / "model" / "model.safetensors" for name in ("out", "first"))
