@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from worlds import run_swiftlite
 from swiftlite.cli.app import main
 from swiftlite.cli.eval import _tell
 from swiftlite.cli.json_output import write_line
-from swiftlite.config.resolve import resolve_config
+from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
+from swiftlite.data.examined import prepare_run
 from swiftlite.data.order import Sequence, StepBatch
 from swiftlite.errors import RunError, UserError
+from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.serving.evaluated import settle
@@ -124,6 +127,97 @@ def test_a_model_that_was_trained_otherwise_is_evaluated_too(tmp_path, tiny_mode
     assert list(run.metrics.values()) == list(alone.metrics.values())
 
 
+def in_sft(tmp_path, tiny_model, write_rows, rows, **more):
+    """Settings of a run that asks what it holds out."""
+    data = write_rows("rows.jsonl", rows)
+    judged = {"reward": [VOWELS], "max_new_tokens": 8, "eval_fraction": 0.3, "eval_steps": 1, "save_steps": 1}
+    return settings(tmp_path, tiny_model("llama"), data, learning_rate=1e-2, max_steps=3, **judged) | more
+
+
+def test_other_methods_have_what_they_hold_out_answered_beside_its_loss(tmp_path, tiny_model, write_rows, chat_rows):
+    """And learn what they learn without; in several processes too."""
+    values = in_sft(tmp_path, tiny_model, write_rows, chat_rows, result="best", keep_checkpoints=9)
+    train_alone(resolve_config("sft", **values))
+    rows, out = metrics(tmp_path / "out"), tmp_path / "out"
+    places = [document.where for document in asked_of(values)]
+    held = write_rows("held.jsonl", [chat_rows[int(where.rpartition(":")[2]) - 1] for where in places])
+    assert 3 < len(places) < len(chat_rows) / 2
+    for step in (2, 3):
+        folder, given = out / "checkpoints" / f"step-0000000{step}", {"cache_dir": values["cache_dir"]}
+        [found] = evaluate(model=str(folder), reward=[VOWELS], dataset=[str(held)], max_new_tokens=8, **given)
+        assert rows[step - 1]["eval_reward"] == found.metrics["reward"]
+        assert rows[step - 1]["eval_answers/length"] == found.metrics["answers/length"]
+    rewards = [row["eval_reward"] for row in rows]
+    assert max(rewards) > min(rewards)
+    texts = [message["text"] for message in json.loads((out / "run.json").read_text())["messages"]]
+    assert any(f"which has the highest eval reward ({max(rewards):.4g})" in text for text in texts)
+    assert json.loads((out / "audit.json").read_text())["questions"]["rows"]["used"] == len(places)
+    plain = values | {"reward": [], "output_dir": str(tmp_path / "plain"), "result": "last"}
+    train_alone(resolve_config("sft", **plain))
+    learnt = [[row["loss"], row["eval_loss"], row["grad_norm"]] for row in rows]
+    assert learnt == [[row["loss"], row["eval_loss"], row["grad_norm"]] for row in metrics(tmp_path / "plain")]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if not isinstance(value, list)]
+    words += ["--dataset", *values["dataset"], "--reward", VOWELS, "--parallel", "fsdp"]
+    run_swiftlite(2, "sft", *words, "--output-dir", tmp_path / "two")
+    assert [row["eval_reward"] for row in metrics(tmp_path / "two")] == pytest.approx(rewards, rel=1e-9)
+
+
+def asked_of(values, method="sft"):
+    config = resolve_config(method, **values)
+    prepared = prepare_run(config, lambda: load_tokenizer(config.model, trust_remote_code=False))
+    assert (prepared.questions is None) == (not config.reward)
+    return [one for batch in prepared.questions.steps() for pack in batch.packs for one in pack]
+
+
+def test_the_rows_that_are_asked_are_those_that_are_held_out(tmp_path, tiny_model, write_rows, chat_rows):
+    """Whatever is left out of one and not of the other."""
+    long = [{"role": "user", "content": "short?"}, {"role": "assistant", "content": "much too long " * 80}]
+    rows = [row for pair in zip(chat_rows, [{"messages": long}] * 20, strict=False) for row in pair]
+    values = in_sft(tmp_path, tiny_model, write_rows, rows, overlong="drop")
+    config = resolve_config("sft", **values)
+    prepared = prepare_run(config, lambda: load_tokenizer(config.model, trust_remote_code=False))
+    learnt, held = (
+        {one.where for batch in plan.steps() for pack in batch.packs for one in pack}
+        for plan in (prepared.train, prepared.eval)
+    )
+    asked = {one.where for one in asked_of(values)}
+    assert asked == held and not asked & learnt and len(asked) == 6
+    assert prepared.audit["questions"]["rows"] == {"read": 6, "used": 6, "dropped": {}}
+
+
+def test_pairs_and_judged_answers_are_asked_too(tmp_path, tiny_model, write_rows):
+    pairs = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(12)]
+    values = in_sft(tmp_path, tiny_model, write_rows, pairs) | {"reward": ["contains"], "max_steps": 1}
+    train_alone(resolve_config("dpo", **values | {"reference": "model"}))
+    [row] = metrics(tmp_path / "out")
+    assert row["eval_loss"] > 0 and row["eval_rewards/contains"] == row["eval_reward"] == 0.0
+    assert {"eval_rewards/accuracy", "eval_answers/length"} <= row.keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "idle"),
+    [
+        ({"eval_fraction": None}, {"reward", "max_new_tokens", "eval_steps"}),
+        ({"reward": []}, {"max_new_tokens"}),
+        ({"samples": 4}, {"samples"}),
+        ({}, set()),
+    ],
+)
+def test_what_has_no_effect_where_nothing_is_asked(tmp_path, tiny_model, write_rows, chat_rows, more, idle):
+    values = {"method": "sft", **in_sft(tmp_path, tiny_model, write_rows, chat_rows, **more)}
+    given = {name: Given(value, name, "flag") for name, value in values.items() if value is not None}
+    notes = [note for note in resolve(None, given).notes if "has no effect" in note]
+    assert {note.partition(" ")[0] for note in notes} == idle
+
+
+def test_a_prompt_needs_room_before_its_answer(tmp_path, tiny_model, write_rows, chat_rows):
+    values = in_sft(tmp_path, tiny_model, write_rows, chat_rows, max_new_tokens=160)
+    with pytest.raises(UserError, match="leaves no room for a prompt"):
+        resolve_config("sft", **values)
+    with pytest.raises(UserError, match="none of the rows that are held out can be asked"):
+        asked_of(values | {"max_new_tokens": 150})
+
+
 def test_functions_that_a_run_names_are_not_run_unasked(tmp_path, trained):
     trained(loss=["grpo"], beta=0.1, eval_samples=2)
     given = {"model": Given(str(tmp_path / "out" / "model"), "--model", "flag")}
@@ -197,19 +291,23 @@ def test_a_line_of_answers_is_there_whole_or_not_at_all(tmp_path):
     assert path.read_text() == '{"text": "é"}\n'
 
 
+def examined(examiner, batch):
+    return examiner.evaluate(batch, None, None, lambda *_: nullcontext(), "eval")
+
+
 def test_what_no_function_says_counts_in_no_mean():
     nan, config = float("nan"), resolve_config("grpo", model="m", dataset=["d"], reward=["f"], eval_samples=2)
     batch = StepBatch(1, 0.0, [[Sequence([1], [False], "")], [Sequence([1], [False], "")]])
     examine = Examiner(config, Said([[[1.0, nan], [2.0, nan]], [[nan, -3.0], [nan, nan]]]))
-    found = examine(batch) + examine(batch)
-    assert examine.results(found.sums) == {
+    found = examined(examine, batch) + examined(examine, batch)
+    assert examine.results(found) == {
         "reward": -0.5, "reward_best": -0.5, "rewards/one": -1.0, "rewards/two": 2.0, "answers/length": 2.0,
         "answers/cut": 0.5, "answers/unrewarded": 0.5,
     }  # fmt: skip
     assert found.loss == 0.5  # the less, the better
     silent = Examiner(config, Said([[[nan, nan], [nan, nan]]]))
-    found = silent(StepBatch(1, 0.0, batch.packs[:1]))
-    assert silent.results(found.sums)["reward"] is None and found.loss != found.loss  # no best one
+    found = examined(silent, StepBatch(1, 0.0, batch.packs[:1]))
+    assert silent.results(found)["reward"] is None and found.loss != found.loss  # no best one
     assert Evaluation().loss != Evaluation().loss
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from swiftlite.cli.console import print_notes, wide_console
 from swiftlite.config.batch import ranks_in_words
 from swiftlite.config.flags import all_flags, shown_value
-from swiftlite.config.methods import PREFERENCE, SAMPLING, learns_again, pack_capacity
+from swiftlite.config.methods import PREFERENCE, SAMPLING, answers, learns_again, pack_capacity
 from swiftlite.untrusted import printable
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _check(config: RunConfig) -> None:
         from swiftlite.models.tokenizer import read_chat_template
 
         read_chat_template(config.chat_template)
-    if config.method in SAMPLING:
+    if answers(config):
         from swiftlite.training.rewards import parse_reward
 
         for word in config.reward:
@@ -117,8 +117,8 @@ def _plan(resolved: Resolved) -> Table:
         table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
     capacity = pack_capacity(config)
     if config.method in SAMPLING:
-        answers = f"{config.global_batch_size} prompts with {config.samples} answers each"
-        table.add_row("a step", f"{answers}, of up to {config.max_new_tokens:,} tokens")
+        asked = f"{config.global_batch_size} prompts with {config.samples} answers each"
+        table.add_row("a step", f"{asked}, of up to {config.max_new_tokens:,} tokens")
         updates = f"{config.minibatches * config.update_epochs} updates by " if learns_again(config) else ""
         table.add_row("", f"then {updates}forward passes of {config.micro_batch_size} x {capacity:,} tokens at most")
         return table

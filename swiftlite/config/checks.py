@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.losses import LOSSES, losses_of
 from swiftlite.config.methods import PREFERENCE, SAMPLING
-from swiftlite.config.own_answers import sampling_rules, teacher_rules
+from swiftlite.config.own_answers import examination_rules, sampling_rules, teacher_rules
 from swiftlite.config.types import NEVER
 from swiftlite.errors import UserError, all_in_one
 
@@ -182,6 +182,7 @@ def _method_rules(config: RunConfig) -> list[Rule]:
             "leave it out, or train by sft or pretrain first",
         ),
         *sampling_rules(config),
+        *examination_rules(config),
         *teacher_rules(config),
         (
             bool(config.router_aux_loss_coef) and config.method == "rm",

@@ -12,6 +12,7 @@ Method = Literal["sft", "pretrain", "dpo", "kto", "rm", "grpo"]
 PAIRED = ("dpo", "rm")  # compare two answers to one prompt
 PREFERENCE = (*PAIRED, "kto")
 SAMPLING = ("grpo",)  # learn from answers that the model itself gives to each step's prompts
+EXAMINED = ("sft", "dpo", "kto", *SAMPLING)  # whose model may answer held-out prompts, and its answers be rewarded
 EXAMINED_BY = ("max_new_tokens", "answers_at_once", "eval_samples", "eval_temperature")  # beside reward functions
 PROMPT = ("prompt", "completion")  # of a row, which are no columns to the functions that reward answers, as in TRL
 GIVEN = ("prompts", "completions", "completion_ids")  # what they get beside the columns
@@ -43,6 +44,26 @@ def is_held(config: RunConfig) -> bool:
     return config.method in SAMPLING and config.beta > 0
 
 
+def evaluates(config: RunConfig) -> bool:
+    """Whether rows are held out."""
+    return bool(config.eval_dataset or config.eval_fraction)
+
+
+def examines(config: RunConfig) -> bool:
+    """Whether evaluations are of answers that the model gives to held-out prompts, beside a loss or alone."""
+    return config.method in EXAMINED and bool(config.reward) and evaluates(config)
+
+
+def answers(config: RunConfig) -> bool:
+    """Whether the model is asked anything in the course of a run, or of an evaluation."""
+    return config.method in SAMPLING or examines(config)
+
+
+def as_prompts(config: RunConfig) -> RunConfig:
+    """The config by which rows are prompts."""
+    return config.model_copy(update={"method": SAMPLING[0], "overlong": "drop", "packing": False})
+
+
 def passes(config: RunConfig) -> int:
     """How often what a step learns from goes through the model to be learnt from."""
     return config.update_epochs if config.method in SAMPLING else 1
@@ -64,7 +85,8 @@ def examined_at(config: RunConfig) -> float:
     """The temperature of answers that are evaluated: several would all be the same at 0."""
     if config.eval_temperature is not None:
         return config.eval_temperature
-    return config.temperature if config.eval_samples > 1 else 0.0
+    lively = config.temperature if config.method in SAMPLING else 1.0
+    return lively if config.eval_samples > 1 else 0.0
 
 
 def asked_at_once(config: RunConfig) -> int:

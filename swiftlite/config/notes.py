@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.checks import REFERRING
 from swiftlite.config.flags import all_flags
 from swiftlite.config.losses import LOSSES, REFERENCE_FREE, losses_of, policy_loss
-from swiftlite.config.methods import SAMPLING, learns_again, pack_capacity
+from swiftlite.config.methods import EXAMINED, EXAMINED_BY, SAMPLING, answers, evaluates, learns_again, pack_capacity
 from swiftlite.config.names import has_count, may_hold_texts
 from swiftlite.config.types import NEVER
 
@@ -29,23 +29,14 @@ METHOD_SETTINGS = {  # what acts in which methods
     "undesirable_weight": ("kto",),
     "center_rewards": ("rm",),
     "share_prompt": ("dpo", "rm", *SAMPLING),
-    **dict.fromkeys(
-        (
-            "reward",
-            "samples",
-            "max_new_tokens",
-            "temperature",
-            "eval_samples",
-            "eval_temperature",
-            "minibatches",
-            "update_epochs",
-            "epsilon",
-            "epsilon_high",
-            "scale_rewards",
-            "answers_at_once",
-        ),
-        SAMPLING,
-    ),
+    "reward": EXAMINED,
+    "samples": SAMPLING,
+    "max_new_tokens": EXAMINED,
+    "temperature": SAMPLING,
+    "eval_samples": EXAMINED,
+    "eval_temperature": EXAMINED,
+    **dict.fromkeys(("minibatches", "update_epochs", "epsilon", "epsilon_high", "scale_rewards"), SAMPLING),
+    "answers_at_once": EXAMINED,
 }
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
 DEFAULT_SCALE = 2.0  # of LoRA's update
@@ -62,7 +53,7 @@ def unused(config: RunConfig, layout: Layout, by: Mapping[str, str], *, trains: 
     values = config.model_dump()
     given = {name for name, who in by.items() if who == "flag" or values[name] != all_flags()[name].default}
     ineffective = [*_ineffective(config), *_ineffective_layout(config, layout)]
-    ineffective += _without_evaluations(config) if trains else ()
+    ineffective += _without_evaluations(config) if trains else _judged_by_loss(config)
     notes = [f"{name} has no effect {why}" for name, why in ineffective if name in given]
     if config.method == "dpo" and config.label_smoothing == 0 and "robust" in _losses_named(config):
         notes.append("--loss robust is sigmoid without --label-smoothing, the share of labels that are wrong")
@@ -154,9 +145,18 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _without_evaluations(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if not (config.eval_dataset or config.eval_fraction):
-        why = "without --eval-dataset or --eval-fraction"
+    why = "without --eval-dataset or --eval-fraction"
+    if not evaluates(config):
         yield from ((name, why) for name in ("eval_steps", "eval_samples", "eval_temperature"))
+    if config.method in EXAMINED and not answers(config):
+        judged = ("reward", "max_new_tokens", "answers_at_once") if not evaluates(config) else EXAMINED_BY
+        yield from ((name, "without --reward" if evaluates(config) else why) for name in judged)
+
+
+def _judged_by_loss(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Of `swiftlite eval`, where it judges no answers."""
+    if config.method not in SAMPLING:
+        yield from ((name, f"with --method {config.method}") for name in ("reward", *EXAMINED_BY))
 
 
 def _ineffective_layout(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swiftlite.config.losses import policy_loss, weighs_by_probability
-from swiftlite.config.methods import PREFERENCE, SAMPLING, is_held, prompt_limit
+from swiftlite.config.methods import PREFERENCE, SAMPLING, answers, is_held, prompt_limit
 
 if TYPE_CHECKING:
     from swiftlite.config.checks import Rule
@@ -30,18 +30,6 @@ def sampling_rules(config: RunConfig) -> list[Rule]:
             "add --reward last_number or another, or leave them out",
         ),
         (
-            config.eval_samples > 1 and config.eval_temperature == 0,
-            "--eval-temperature 0 takes the likeliest token each time, so that --eval-samples are all the same",
-            ("eval_samples", "eval_temperature"),
-            "leave one of them out",
-        ),
-        (
-            prompt_limit(config) < 1,
-            f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in --max-length {config.max_length}",
-            ("max_new_tokens", "max_length"),
-            "raise --max-length, or lower --max-new-tokens",
-        ),
-        (
             config.overlong in ("truncate", "split"),
             f"--overlong {config.overlong} would make another question of a prompt",
             ("overlong",),
@@ -60,6 +48,26 @@ def sampling_rules(config: RunConfig) -> list[Rule]:
             "leave it out",
         ),
         *_update_rules(config),
+    ]
+
+
+def examination_rules(config: RunConfig) -> list[Rule]:
+    """Of runs in which the model is asked anything."""
+    if not answers(config):
+        return []
+    return [
+        (
+            config.eval_samples > 1 and config.eval_temperature == 0,
+            "--eval-temperature 0 takes the likeliest token each time, so that --eval-samples are all the same",
+            ("eval_samples", "eval_temperature"),
+            "leave one of them out",
+        ),
+        (
+            prompt_limit(config) < 1,
+            f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in --max-length {config.max_length}",
+            ("max_new_tokens", "max_length"),
+            "raise --max-length, or lower --max-new-tokens",
+        ),
     ]
 
 

@@ -14,11 +14,11 @@ class SamplingSettings(BaseModel):
     reward: Names = flag(
         [],
         REINFORCEMENT,
-        "grpo, eval: what rewards answers: exact_match, contains, last_number, math_equal, think_format, your own "
-        "functions as FILE.py:NAME or PACKAGE.MODULE.NAME, reward models by folder or hub id; each with *WEIGHT if it "
-        "is not 1.",
+        "What rewards answers, of grpo those that it learns from, of sft, dpo and kto those to held-out prompts: "
+        "exact_match, contains, last_number, math_equal, think_format, your own functions as FILE.py:NAME or "
+        "PACKAGE.MODULE.NAME, reward models by folder or hub id; each with *WEIGHT if it is not 1.",
         "reward_funcs",
-        shown="needed",
+        shown="needed by grpo",
         metavar="NAME ...",
     )
     samples: Count = flag(

@@ -52,6 +52,8 @@ def build_audit(
     a key of messages.
     `repeated`: rows that are the same as one before, by their tokens and what is learnt of them; under `--deduplicate`
     such rows, and those that are evaluated, are among `dropped`. `trained_on`: rows to evaluate that are trained on.
+    `questions`: the evaluation rows as prompts that the model answers, where functions judge its answers; `no_prompt`
+    of those that are held out cannot be asked, which may be because they are too long.
     `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read, or
     folders of runs and of models.
     """
@@ -78,6 +80,16 @@ def build_audit(
 def eval_section(held_out: list[Entry], plan: BatchPlan) -> dict[str, Any]:
     """What audit.json says of the evaluation rows."""
     return {"eval": {"rows": _rows(held_out)} | _numbers(plan.describe())}
+
+
+def questions_section(entries: list[Entry], plan: BatchPlan, held_out: int | None) -> dict[str, Any]:
+    """What audit.json says of evaluation rows as prompts. held_out: how many there are of them, where they are a part
+    of the rows of `entries`."""
+    rows, used = _rows(entries), sum(plan.row_counts.values())
+    if held_out is not None:
+        unasked = held_out - used
+        rows = {"read": held_out, "used": used, "dropped": {"no_prompt": unasked} if unasked else {}}
+    return {"questions": {"rows": rows} | _numbers(plan.describe())}
 
 
 def unread_files(sources: list[Source]) -> dict[str, list[str]]:
@@ -141,8 +153,8 @@ def _rows(entries: list[Entry]) -> dict[str, Any]:
 def losses_in_words(audit: dict[str, Any]) -> str | None:
     """What of the rows is not trained as it was written, for whoever starts a run; None where everything is."""
     told = []
-    for name, section in (("", audit), ("evaluation ", audit.get("eval", {"rows": {}}))):
-        rows = section["rows"]
+    for name, key in (("", None), ("evaluation ", "eval"), ("prompt ", "questions")):
+        rows = audit["rows"] if key is None else audit.get(key, {"rows": {}})["rows"]
         dropped = ", ".join(f"{reason} {count:,}" for reason, count in rows.get("dropped", {}).items())
         parts = [f"{sum(rows['dropped'].values()):,} dropped ({dropped})"] if dropped else []
         parts += [f"{rows[key]:,} {words}" for key, words in (CUT | CHANGED | SAME).items() if rows.get(key)]

@@ -135,6 +135,11 @@ class BatchPlan:
         return [self._read_pack(self._packs(0)[place]) for place in places]
 
     @property
+    def parts(self) -> list[Part]:
+        """The shares of the data sets."""
+        return list(self._parts)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps of the first epoch."""
         return self._epoch_steps(0)

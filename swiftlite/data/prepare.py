@@ -68,7 +68,8 @@ class Asked:
 @dataclass(frozen=True)
 class PreparedData:
     """train, eval: the steps; audit: for audit.json; fingerprint: changes with anything that changes the steps;
-    asked: of rows that are prompts."""
+    asked: of rows that are prompts; questions: the rows of `eval` as prompts, of methods that learn from others'
+    answers, and questions_fingerprint: the same of them."""
 
     train: BatchPlan | StreamPlan
     eval: BatchPlan | None
@@ -76,6 +77,8 @@ class PreparedData:
     rejected: Rejected | list[dict[str, Any]]
     fingerprint: str
     asked: tuple[Asked, ...] = ()
+    questions: BatchPlan | None = None
+    questions_fingerprint: str = ""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -126,16 +129,16 @@ def prepare_data(
     )
     files = [file for source in (*sources, *eval_sources) for file in source.files]
     check_mapped(files, config.columns, config.sample_by)
-    held_out = [_prepare_one(config, source, identity, load_tokenizer, progress) for source in eval_sources]
+    held_out = [prepare_one(config, source, identity, load_tokenizer, progress) for source in eval_sources]
     if config.streaming:
         _check_rows(held_out, vocabulary)
         return _prepare_stream(config, sources, held_out, identity, load_tokenizer, vocabulary)
-    train = [_prepare_one(config, source, identity, load_tokenizer, progress) for source in sources]
+    train = [prepare_one(config, source, identity, load_tokenizer, progress) for source in sources]
     _check_rows(train, vocabulary)
     _check_rows(held_out, vocabulary)
     train = _with_unique(config, train, held_out)
     parts, eval_parts = _split(config, train, held_out)
-    plan, eval_plan = BatchPlan(parts, _plan_options(config)), _eval_plan(config, eval_parts)
+    plan, eval_plan = BatchPlan(parts, _plan_options(config)), plan_evaluation(config, eval_parts)
     audit = build_audit(train, plan, held_out, eval_plan)
     if known := count_trained_on(parts, eval_parts):
         audit["eval"]["rows"]["trained_on"] = known
@@ -146,13 +149,13 @@ def prepare_data(
         rejected=Rejected([*train, *held_out]),
         fingerprint=_fingerprint(config, [*train, *held_out]),
         asked=(
-            _asked(f"--dataset {' '.join(config.dataset)}", train),
-            *([_asked(f"--eval-dataset {' '.join(config.eval_dataset)}", held_out)] if held_out else []),
+            asked_of(f"--dataset {' '.join(config.dataset)}", train),
+            *([asked_of(f"--eval-dataset {' '.join(config.eval_dataset)}", held_out)] if held_out else []),
         ),
     )
 
 
-def _asked(named: str, entries: list[Entry]) -> Asked:
+def asked_of(named: str, entries: list[Entry]) -> Asked:
     columns = {name for entry in entries for name in entry.meta["columns"]}
     return Asked(named, tuple(sorted(columns)), any(entry.meta["counts"].get("answered") for entry in entries))
 
@@ -176,7 +179,7 @@ def _plan_options(config: RunConfig) -> PlanOptions:
     )
 
 
-def _eval_plan(config: RunConfig, parts: list[Part]) -> BatchPlan | None:
+def plan_evaluation(config: RunConfig, parts: list[Part]) -> BatchPlan | None:
     """One pass over the evaluation rows in the order of the files; of prompts as many at a time as are answered so."""
     at_once = asked_at_once(config) if config.method in SAMPLING else config.global_batch_size
     options = replace(_plan_options(config), shuffle=False, epochs=1.0, max_steps=None, global_batch_size=at_once)
@@ -221,7 +224,7 @@ def _prepare_stream(
         key, [source.spec.weight for source in sources], config.seed, config.shuffle, config.global_batch_size,
         [entry.tokens for entry in held_out],
     )  # fmt: skip
-    eval_plan = _eval_plan(config, [_part(entry) for entry in held_out])
+    eval_plan = plan_evaluation(config, [part_of(entry) for entry in held_out])
     if eval_plan is not None:
         plan.audit |= eval_section(held_out, eval_plan) | unread_files([*sources, *(one.source for one in held_out)])
         plan.rejected += Rejected(held_out)
@@ -250,7 +253,7 @@ def _check(config: RunConfig) -> None:
     check_columns(config.columns)
 
 
-def _prepare_one(
+def prepare_one(
     config: RunConfig, source: Source, identity: str, load_tokenizer: LoadTokenizer, progress: Progress | None
 ) -> Entry:
     options = token_options(config)
@@ -330,7 +333,7 @@ def _with_unique(config: RunConfig, train: list[Entry], held_out: list[Entry]) -
 def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tuple[list[Part], list[Part]]:
     """(training parts, evaluation parts). `eval_fraction` holds out whole rows, so none is ever in both."""
     if not config.eval_fraction:
-        return [_part(entry, entry.rows) for entry in train], [_part(entry) for entry in held_out]
+        return [part_of(entry, entry.rows) for entry in train], [part_of(entry) for entry in held_out]
     _check_apart(train)
     parts, eval_parts = [], []
     for place, entry in enumerate(train):
@@ -339,7 +342,7 @@ def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tupl
         count = max(0, min(len(order) - 1, max(1, round(config.eval_fraction * len(order)))))
         if count:
             eval_parts.append(Part(entry.source.spec.text, entry.store, rows[np.sort(order[:count])]))
-        parts.append(_part(entry, rows[np.sort(order[count:])]))
+        parts.append(part_of(entry, rows[np.sort(order[count:])]))
     if not eval_parts:
         raise UserError(
             "too few rows to hold any out", where="--eval-fraction", fix="give --eval-dataset, or more rows"
@@ -361,7 +364,7 @@ def _check_apart(train: list[Entry]) -> None:
                 )
 
 
-def _part(entry: Entry, rows: np.ndarray | None = None) -> Part:
+def part_of(entry: Entry, rows: np.ndarray | None = None) -> Part:
     return Part(entry.source.spec.text, entry.store, rows, entry.source.spec.weight)
 
 

@@ -174,17 +174,21 @@ class SequenceStore:
         self.trained = np.concatenate([empty, *(_numpy(batch.column("trained")) for batch in batches)])
         no_digest = np.empty(0, dtype=np.int64)
         self.digests = np.concatenate([no_digest, *(_numpy(batch.column("digest")) for batch in batches)])
-        self.firsts = self._find_firsts(batches)
+        self._rows = [_numpy(batch.column("row")) for batch in batches]  # in the mapped file
+        self.firsts = self._find_firsts()
         self.preferences = None
         if "prompt" in reader.schema.names:
             names = [field.name for field in list(PREFERENCE_SCHEMA)[len(SCHEMA) :]]
             table = pa.Table.from_batches(batches, PREFERENCE_SCHEMA)
             self.preferences = {name: table.column(name).to_numpy() for name in names}
 
-    def _find_firsts(self, batches: list[pa.RecordBatch]) -> np.ndarray:
+    def row_numbers(self) -> np.ndarray:
+        """The number in its data set of each row that has a sequence, int64, ascending."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self._rows])[self.firsts]
+
+    def _find_firsts(self) -> np.ndarray:
         found, before = [np.empty(0, dtype=number_type(len(self)))], -1
-        for start, batch in zip(self._starts, batches, strict=False):
-            rows = _numpy(batch.column("row"))
+        for start, rows in zip(self._starts, self._rows, strict=False):
             opens = np.diff(rows, prepend=before) != 0
             found.append((np.flatnonzero(opens) + start).astype(found[0].dtype))
             before = rows[-1]

@@ -41,7 +41,7 @@ class Board:
         self.total, self.facts, self.step = total, facts, start_step
         self.row: dict[str, Any] = {}
         self.held_out: float | None = None  # the last value of `evaluated` of that curve
-        self._evaluated: dict[str, float | None] = {}  # what preference methods measured last, as `eval_rewards/margin`
+        self.evaluated: dict[str, float | None] = {}  # what else was evaluated last, as `eval_rewards/margin`
         self.events: deque[str] = deque(maxlen=3)
         self.curve = "loss"  # the key of what is drawn, see `curve_of`
         self.first: float | None = None
@@ -81,7 +81,8 @@ class Board:
         on_held_out, _ = evaluated(self.curve)
         if row.get(on_held_out) is not None:
             self.held_out = row[on_held_out]
-        self._evaluated |= {key: value for key, value in row.items() if key.startswith("eval_") and "/" in key}
+        others = (key for key in row if key.startswith("eval_") and key != on_held_out)
+        self.evaluated |= {key: row[key] for key in others}
 
     @property
     def elapsed(self) -> str:
@@ -205,8 +206,8 @@ class Board:
             ("memory", shown("peak_memory_gib", "{:.2f} GiB".format)),
             ("MFU", f"{row['mfu']:.1%}" if row.get("mfu") is not None else "–"),
         ]
-        preference = {key: value for key, value in row.items() if "/" in key and key not in self._evaluated}
-        for key, value in (preference | self._evaluated).items():
+        preference = {key: value for key, value in row.items() if "/" in key and key not in self.evaluated}
+        for key, value in (preference | self.evaluated).items():
             name = key.replace("eval_", "eval ").replace("rewards/", "").replace("logps/", "logp ")
             cells.append((name, short(value, 3) if value is not None else "–"))  # a step may have no rejected answer
         return cells

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from swiftlite.reporting.charts import Line, chart
-from swiftlite.reporting.curves import added_groups, curve_of, evaluated, series, smoothed
+from swiftlite.reporting.curves import EVALUATIONS, added_groups, curve_of, evaluated, series, smoothed
 from swiftlite.reporting.files import read_json, read_run_state, write_whole
 from swiftlite.reporting.metrics import read_metrics
 from swiftlite.reporting.words import duration, short
@@ -82,6 +82,8 @@ def figures(rows: Rows, state: dict[str, Any]) -> dict[str, str]:
         found["smoothed"] = short(smoothed(values)[-1])
     if evals:
         found[f"best {called}"] = short(max(evals) if key == "reward" else min(evals))
+    if key != "reward" and (rewards := series(rows, "eval_reward")[1]):
+        found["best eval reward"] = short(max(rewards))
     if speeds:
         found["tokens/s"] = f"{median(speeds):,.0f}"
     if memory:
@@ -134,7 +136,8 @@ def _charts(rows: Rows) -> list[str]:
         Line(called, "eval", series(rows, on_held_out)),
     ]
     charts = [chart(words.capitalize(), lines, large=True)]
-    charts += [chart(title, [Line(title, "main", series(rows, key))]) for key, title in SINGLE_CHARTS.items()]
+    others = {key: title for key, title in EVALUATIONS.items() if key != on_held_out} | SINGLE_CHARTS
+    charts += [chart(title, [Line(title, "main", series(rows, key))]) for key, title in others.items()]
     seconds = [
         Line("whole step", "main", series(rows, "step_seconds")),
         Line("waiting for data", "eval2", series(rows, "data_seconds")),

@@ -18,7 +18,7 @@ from swiftlite import __version__
 from swiftlite.config.methods import SAMPLING
 from swiftlite.errors import RunError, UserError, first_line, kind_and_words
 from swiftlite.reporting.board import Board
-from swiftlite.reporting.curves import evaluated
+from swiftlite.reporting.curves import EVALUATIONS, evaluated
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
 from swiftlite.reporting.metrics import ANSWERS, MetricsFile
@@ -144,6 +144,7 @@ class RunReporter:
             lines[board.curve] = f"{short(board.first)} → {short(board.last)} (smoothed {short(board.smooth)})"
         if board.held_out is not None:
             lines[evaluated(board.curve)[1]] = short(board.held_out)
+        lines |= {key.replace("_", " "): short(board.evaluated[key]) for key in EVALUATIONS if key in board.evaluated}
         lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
         if self._config.method != "rm":  # which gives scores, not answers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swiftlite.checkpoint.folder import step_folder
 from swiftlite.checkpoint.state import copy_model
 from swiftlite.config.changes import OF_THE_LOSS, OF_THE_REWARD
-from swiftlite.config.methods import PREFERENCE, SAMPLING
+from swiftlite.config.methods import PREFERENCE, answers
 from swiftlite.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ Parts = tuple[Callable[[Path], None], Callable[[Path], None]]
 
 def evaluated_in_words(config: RunConfig) -> str:
     """What evaluations are compared by."""
-    return "eval reward" if config.method in SAMPLING else "eval loss"
+    return "eval reward" if answers(config) else "eval loss"
 
 
 def best_in_words(config: RunConfig, loss: float) -> tuple[str, str]:
     """(what it is the best by, its value). loss: of the best evaluation, as `Evaluation` has it."""
-    most, value = ("highest", 0.0 - loss) if config.method in SAMPLING else ("least", loss)
+    most, value = ("highest", 0.0 - loss) if answers(config) else ("least", loss)
     return f"the {most} {evaluated_in_words(config)}", f"{value:.4g}"
 
 
@@ -36,7 +36,8 @@ def forget_other_losses(progress: Progress, config: RunConfig, settings: Mapping
     those to come. Of sft and pretraining these are always of the same. settings: that have changed, in words."""
     if any(name in OF_THE_LOSS for name in settings):
         progress.recent_losses.clear()
-    judged_by = OF_THE_REWARD if config.method in SAMPLING else OF_THE_LOSS if config.method in PREFERENCE else ()
+    by_reward = answers(config) or "reward" in settings
+    judged_by = OF_THE_REWARD if by_reward else OF_THE_LOSS if config.method in PREFERENCE else ()
     changed = [words for name, words in settings.items() if name in judged_by]
     if changed and progress.best_loss is not None:
         progress.best_loss = progress.best_step = progress.best_step_loss = None

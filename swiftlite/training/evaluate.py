@@ -33,13 +33,13 @@ from swiftlite.reporting.display import open_display
 from swiftlite.reporting.run import QuietReporter, Reporter
 from swiftlite.training.agreement import check_same_rows
 from swiftlite.training.asking import build_asker
-from swiftlite.training.evaluation import Evaluation, evaluate_rows
+from swiftlite.training.evaluation import Evaluation, Evaluator, evaluate_rows
 from swiftlite.training.failures import memory_errors, other_memory_errors
-from swiftlite.training.methods import Method, preference_of
+from swiftlite.training.methods import preference_of
 from swiftlite.training.progress import saved_progress
 from swiftlite.training.rewards import check_columns, load_rewards
 from swiftlite.training.setup import Trainee, build_trainee, check_model, precision_of, vocabulary_of
-from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
+from swiftlite.training.setup_method import MethodParts, build_examiner, build_method, needs_reference
 from swiftlite.training.sources import find_weights
 from swiftlite.training.stopping import stop_requests
 
@@ -119,16 +119,23 @@ def run_evaluation(
         asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, columns))
         answers = {"build_asker": asker, "tell_evaluated": tell_answers if world.rank == 0 else None}
 
-        def build(number: int, prepared: PreparedData) -> Method:
+        def build(number: int, prepared: PreparedData) -> Evaluator:
             same = world.within(f"set {number}").same
-            builders = build_start, load, reporter, same
-            method = build_method(MethodParts(start, loss, prepared, trainee, False, *builders, **answers))
-            method.state = _carried(checkpoint, method.state)
-            return method
+            parts = MethodParts(start, loss, prepared, trainee, False, build_start, load, reporter, same, **answers)
+            return _evaluator(parts, checkpoint)
 
         found = list(_evaluate(config, data, trainee, build, reporter, stopped))
     if world.rank == 0:
         tell(found)
+
+
+def _evaluator(parts: MethodParts, checkpoint: Path | None) -> Evaluator:
+    """What judges a model by a data set. checkpoint: as of `_carried`."""
+    if parts.config.method in SAMPLING:
+        return build_examiner(parts)
+    method = build_method(parts)
+    method.state = _carried(checkpoint, method.state)
+    return method
 
 
 def _read_rows(
@@ -278,7 +285,7 @@ def _evaluate(
     config: RunConfig,
     data: list[PreparedData],
     trainee: Trainee,
-    build: Callable[[int, PreparedData], Method],
+    build: Callable[[int, PreparedData], Evaluator],
     reporter: Reporter,
     stopped: Stops,
 ) -> Iterator[Evaluated]:
@@ -286,7 +293,7 @@ def _evaluate(
     modules, divided = [part.scorer for part in trainee.divided.parts], trainee.divided
     errors, whole, counts = partial(memory_errors, config=config, sound=False, learns=False), Evaluation(), []
     for number, prepared in enumerate(data):
-        method, plan = build(number, prepared), prepared.train
+        evaluator, plan = build(number, prepared), prepared.train
         names = config.dataset if len(data) > 1 else [" ".join(config.dataset)]
         name = names[number] if number < len(names) else ALL
         with reporter.phase(f"evaluating {name}", plan.total_steps) as update:
@@ -297,14 +304,14 @@ def _evaluate(
                     raise SystemExit(128 + number)
                 return True
 
-            found = evaluate_rows(plan, method, divided.runner, divided.share, modules, errors, going_on, "train")
+            found = evaluate_rows(plan, evaluator, divided.runner, divided.share, modules, errors, going_on, "train")
         described, whole = plan.describe(), whole + found
         told = COUNTED_PROMPTS if config.method in SAMPLING else COUNTED
         counts.append({key: described[key] for key in told if key in described})
-        yield _evaluated(name, counts[-1], method.results(found))
+        yield _evaluated(name, counts[-1], evaluator.results(found))
     if len(data) > 1 and name != ALL:
         summed = {key: sum(each[key] for each in counts) for key in counts[0]}
-        yield _evaluated(ALL, summed, method.results(whole))
+        yield _evaluated(ALL, summed, evaluator.results(whole))
 
 
 def _evaluated(name: str, counts: dict[str, int], results: dict[str, float | None]) -> Evaluated:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
@@ -15,8 +15,7 @@ from swiftlite.data.batches import MicroBatch
 from swiftlite.training.reference import evaluating
 
 if TYPE_CHECKING:
-    from swiftlite.data.order import BatchPlan
-    from swiftlite.training.methods import Method
+    from swiftlite.data.order import BatchPlan, StepBatch
     from swiftlite.training.share import Sharing
     from swiftlite.training.step import StepRunner
 
@@ -43,9 +42,21 @@ class Evaluation:
         return Evaluation(self.total + other.total, self.count + other.count, sums)
 
 
+class Evaluator(Protocol):
+    """What rows are judged by: a method by its loss, an `Examiner` by answers."""
+
+    def evaluate(
+        self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
+    ) -> Evaluation:
+        """What comes of a step's rows, as `evaluate_rows` gets the other arguments."""
+
+    def results(self, found: Evaluation) -> dict[str, float | None]:
+        """The numbers of all that was evaluated, by their names behind `eval_`."""
+
+
 def evaluate_rows(
     plan: BatchPlan,
-    method: Method,
+    evaluator: Evaluator,
     runner: StepRunner,
     share: Sharing,
     modules: Sequence[nn.Module],
@@ -56,7 +67,7 @@ def evaluate_rows(
     """The plan's rows, each once; every process of the world calls it.
 
     modules: what the runner runs; memory_errors: (what is being done, with which micro-batches); going_on: asked before
-    each step, with the steps done, and None is returned where it says no; kind: whose rows the method's reference knows
+    each step, with the steps done, and None is returned where it says no; kind: whose rows a method's reference knows
     these as.
     """
     found = Evaluation()
@@ -64,5 +75,5 @@ def evaluate_rows(
         for done, batch in enumerate(plan.steps()):
             if not going_on(done):
                 return None
-            found += method.evaluate(batch, runner, share, memory_errors, kind)
+            found += evaluator.evaluate(batch, runner, share, memory_errors, kind)
     return found

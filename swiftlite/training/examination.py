@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +12,12 @@ from swiftlite.config.methods import examined_at
 from swiftlite.data.order import Sequence as Document
 from swiftlite.data.order import StepBatch
 from swiftlite.training.asking import Asker, Draw
-from swiftlite.training.evaluation import Evaluation
+from swiftlite.training.evaluation import Evaluation, MemoryErrors
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
+    from swiftlite.training.share import Sharing
+    from swiftlite.training.step import StepRunner
 
 
 class Examiner:
@@ -25,7 +27,9 @@ class Examiner:
         """tell: gets the answers to each prompt."""
         self._config, self._ask, self._tell = config, ask, tell
 
-    def __call__(self, batch: StepBatch) -> Evaluation:
+    def evaluate(
+        self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
+    ) -> Evaluation:
         """Its `loss` is the mean reward below zero, so that less of it is better, as of any other.
 
         Random numbers are a function of the prompt, so that it is answered with the same ones in each evaluation,
@@ -33,7 +37,8 @@ class Examiner:
         """
         config = self._config
         draw = Draw(config.eval_samples, examined_at(config), self._key)
-        groups = self._ask([document for pack in batch.packs for document in pack], draw)
+        with memory_errors("the evaluation", ()):
+            groups = self._ask([document for pack in batch.packs for document in pack], draw)
         totals, answers = self._ask.totals(groups), [ids for group in groups for ids in group.ids]
         if self._tell is not None:
             for group, of_group in zip(groups, totals.tolist(), strict=True):
@@ -50,8 +55,9 @@ class Examiner:
             sums |= _summed(kind, values)
         return Evaluation(-sums["reward"], sums["known reward"], Counter(sums))
 
-    def results(self, sums: Mapping[str, float]) -> dict[str, float | None]:
-        """For metrics.jsonl, by the sums of all that was evaluated."""
+    def results(self, found: Evaluation) -> dict[str, float | None]:
+        """As `Evaluator.results`."""
+        sums = found.sums
         kinds = ["reward", *(f"rewards/{name}" for name in self._ask.names)]
         means = {kind: _mean(sums[kind], sums[f"known {kind}"]) for kind in kinds}
         best = {"reward_best": _mean(sums["best"], sums["prompts"])} if self._config.eval_samples > 1 else {}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import BatchPlan, StepBatch
+    from swiftlite.training.evaluation import Evaluator
 
 COUNTED = ("tokens", "trained_tokens", "padded_tokens")  # of a step
 
@@ -42,14 +43,14 @@ class Listener(Protocol):
 
 @dataclass
 class Parts:
-    """Everything a loop works with. uncounted: ids of trained parameters whose gradient another process counts;
-    checks_start: nothing random stands between the first step's loss and its known value; ample_memory: every step will
-    fit without a trial; profiler: of `--profile`.
+    """Everything a loop works with. evaluations: of `build_evaluations`; uncounted: ids of trained parameters whose
+    gradient another process counts; checks_start: nothing random stands between the first step's loss and its known
+    value; ample_memory: every step will fit without a trial; profiler: of `--profile`.
     """
 
     config: RunConfig
     plan: BatchPlan
-    eval_plan: BatchPlan | None
+    evaluations: Sequence[tuple[BatchPlan, Evaluator]]
     runner: StepRunner
     share: Sharing
     method: Method

@@ -76,7 +76,7 @@ class Loop:
             reason, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
             row |= self._speed(row, lengths, time.perf_counter() - clock, data_seconds, peak)
             found = None
-            if self._parts.eval_plan is not None and self._evaluates.is_due(*now, last):
+            if self._parts.evaluations and self._evaluates.is_due(*now, last):
                 found, asked = self._evaluate(row)
                 reason = asked or reason
                 self._alive()
@@ -169,18 +169,19 @@ class Loop:
             reason, _ = self._agree(self._stop_requested(), 0.0)
             return reason is None
 
-        plan, method = parts.eval_plan, parts.method
-        errors = self._learner.memory_errors
-        found = evaluate_rows(plan, method, parts.runner, parts.share, parts.modules, errors, going_on)
-        if found is None:
-            self._listener.message(f"step {row['step']} is not evaluated: the run was asked to stop")
-            return None, reason
+        results, errors = {}, self._learner.memory_errors
+        for plan, evaluator in parts.evaluations:
+            found = evaluate_rows(plan, evaluator, parts.runner, parts.share, parts.modules, errors, going_on)
+            if found is None:
+                self._listener.message(f"step {row['step']} is not evaluated: the run was asked to stop")
+                return None, reason
+            results |= evaluator.results(found)
         loss, progress = found.loss, self.progress
         if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.evaluations_without_gain = loss, 0
         else:
             progress.evaluations_without_gain += 1
-        row |= {f"eval_{name}": value for name, value in method.results(found).items()}
+        row |= {f"eval_{name}": value for name, value in results.items()}
         return loss, None
 
     def _note_best(self, loss: float | None) -> None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import Pack, StepBatch
     from swiftlite.parallel.mesh import Mesh
-    from swiftlite.training.examination import Examiner
     from swiftlite.training.rollouts import Rollouts
     from swiftlite.training.share import Sharing, StepShare
     from swiftlite.training.step import StepRunner
@@ -60,14 +59,14 @@ class Method(ABC):
     def evaluate(
         self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
     ) -> Evaluation:
-        """What comes of a step's rows, as `swiftlite.training.evaluation.evaluate_rows` gets its arguments."""
+        """As `Evaluator.evaluate`."""
         mine, make_loss = self.prepare_evaluation(batch, share(batch.packs), kind)
         with memory_errors("the evaluation", mine.micro_batches):
             loss, sums = runner.evaluate(mine.micro_batches, make_loss(1))
         return Evaluation(loss, self.count(mine), Counter(sums))
 
     def results(self, found: Evaluation) -> dict[str, float | None]:
-        """The numbers of an evaluation, by their names behind `eval_`."""
+        """As `Evaluator.results`."""
         return {"loss": found.loss} | self.metrics(found.sums, found.count)
 
     def count(self, share: StepShare) -> int:
@@ -213,27 +212,17 @@ class Reinforced(Method):
     def __init__(
         self,
         rollouts: Rollouts,
-        examiner: Examiner,
         reference: LiveReference | None,
         sampler: LiveReference | None,
         passes: int,
     ) -> None:
-        """examiner: of held-out prompts; reference: that the model is held to, or its teacher, if there is one;
-        sampler: the trained model itself, where a step has several updates."""
-        self._rollouts, self._examiner, self.passes = rollouts, examiner, passes
+        """reference: that the model is held to, or its teacher, if there is one; sampler: the trained model itself,
+        where a step has several updates."""
+        self._rollouts, self.passes = rollouts, passes
         self._reference, self._sampler = reference, sampler
 
     def lessons(self, batch: StepBatch) -> Sequence[StepBatch]:
         return self._rollouts(batch)
-
-    def evaluate(
-        self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
-    ) -> Evaluation:
-        with memory_errors("the evaluation", ()):
-            return self._examiner(batch)
-
-    def results(self, found: Evaluation) -> dict[str, float | None]:
-        return self._examiner.results(found.sums)
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         batches = share.micro_batches

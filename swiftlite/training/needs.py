@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.config.methods import SAMPLING, asked_at_once, keeps_second, pack_capacity
+from swiftlite.config.methods import SAMPLING, answers, asked_at_once, examines, keeps_second, pack_capacity
 from swiftlite.models.anatomy import dissect, has_head_norms, why_alone
 from swiftlite.models.quantize import bytes_a_number, count_quantizable
 from swiftlite.models.sampling import DRAWN_BYTES
@@ -108,7 +108,7 @@ class Outline:
         trained, total = count_parameters(base)
         packed = 0 if config.quantization == "none" else count_quantizable(dissect(base).layers)
         counted = trained, total - trained, packed
-        judges = bytes_of_judges(config, device) if config.method in SAMPLING else 0
+        judges = bytes_of_judges(config, device) if answers(config) else 0
         return Outline(base, model_config, precision, device, kernels, *counted, evaluates, beside, judges)
 
     @property
@@ -173,7 +173,7 @@ class Outline:
         if self.beside is not None and not work.offload:
             shards = layout.tp * layout.pp * layout.dp_shard * layout.cp
             held = replace(held, weights=held.weights + self.beside.weights / shards)
-        if config.method in SAMPLING:
+        if answers(config):
             held = self._with_answers(held, config, layout)
         if self.device.type == "cpu":
             held = replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)
@@ -199,8 +199,9 @@ class Outline:
 
     def _answers_at_once(self, config: RunConfig, layout: Layout) -> int:
         """That a process draws, of a step or of an evaluation."""
-        asked = [] if self.evaluates else [(config.global_batch_size, config.samples)]
-        if self.evaluates or config.eval_dataset or config.eval_fraction:
+        learns = config.method in SAMPLING and not self.evaluates
+        asked = [(config.global_batch_size, config.samples)] if learns else []
+        if self.evaluates or examines(config):
             asked.append((asked_at_once(config), config.eval_samples))
         mine = max(math.ceil(prompts / layout.world) * samples for prompts, samples in asked)
         return min(config.answers_at_once, mine)

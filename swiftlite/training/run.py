@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,10 @@ from swiftlite.checkpoint.state import (
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.config.changes import OF_THE_ROWS, changed_settings
-from swiftlite.config.methods import SAMPLING, keeps_second
+from swiftlite.config.methods import answers, keeps_second
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
-from swiftlite.data.prepare import LoadTokenizer, PreparedData, prepare_data
+from swiftlite.data.examined import prepare_run
 from swiftlite.data.stops import stop_tokens
 from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
@@ -46,7 +46,7 @@ from swiftlite.training.failures import StepFailed, other_memory_errors
 from swiftlite.training.interval import Interval
 from swiftlite.training.learner import Parts
 from swiftlite.training.loop import Loop
-from swiftlite.training.methods import Method, preference_of
+from swiftlite.training.methods import preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder
 from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
@@ -55,7 +55,7 @@ from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
 from swiftlite.training.rewards import check_columns, load_rewards
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
-from swiftlite.training.setup_method import MethodParts, build_method, needs_reference
+from swiftlite.training.setup_method import MethodParts, build_evaluations, build_method, needs_reference
 from swiftlite.training.sources import find_weights
 from swiftlite.training.stopping import Stopped, stop_requests
 from swiftlite.training.teacher import build_teacher, check_teacher
@@ -91,17 +91,17 @@ def run_training(
             if needs_reference(loss) or keeps_second(config):
                 find_weights(config, None)  # the start of a run that goes on has to be there still
             beside = check_teacher(config, layout, world.device, load) if config.teacher else None
-            rewards = load_rewards(config.reward) if config.method in SAMPLING else []
+            rewards = load_rewards(config.reward) if answers(config) else []
         for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
-            prepared = prepare_data(reading, load, update, vocabulary_of(config, model_config))
+            prepared = prepare_run(reading, load, update, vocabulary_of(config, model_config))
             check_columns(rewards, *prepared.asked)
         for text in _told_of_rows(config, prepared.audit):
             reporter.message(text)
         repository = open_repository(config) if config.push_to_hub and world.rank == 0 else None
         with reporter.phase("loading the model"):
-            check_same_rows(world, prepared.fingerprint)
+            check_same_rows(world, prepared.fingerprint + prepared.questions_fingerprint)
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout, beside=beside)
             trainee.check(config.max_length, compiled=config.compile)
@@ -114,10 +114,10 @@ def run_training(
             return build_trainee(config, model_config, None, load, world.within("start"), layout, trainee.choice)
 
         teacher = partial(build_teacher, config, trainee, load, world, layout, reporter.message)
-        asker = partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns)
+        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns))
         builders = build_start, load, reporter, world.same, teacher, asker, reporter.answers
-        method = build_method(MethodParts(config, loss, prepared, trainee, resume is None, *builders))
-        session = Session(config, claim, prepared, trainee, method, load, reporter)
+        parts = MethodParts(config, loss, prepared, trainee, resume is None, *builders)
+        session = Session(claim, parts)
         session.restore(resume)
         try:
             session.train(began)
@@ -143,20 +143,13 @@ def _told_of_rows(config: RunConfig, audit: dict[str, Any]) -> Iterator[str]:
 class Session:
     """One run's parts between loading and the end, and what is written of them."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        claim: Claim,
-        prepared: PreparedData,
-        trainee: Trainee,
-        method: Method,
-        load_tokenizer: LoadTokenizer,
-        reporter: Reporter,
-    ) -> None:
+    def __init__(self, claim: Claim, parts: MethodParts) -> None:
+        config, prepared, trainee, reporter = parts.config, parts.prepared, parts.trainee, parts.reporter
         self._folder = OutputFolder(config, claim, prepared, reporter)
         self._config, self._output, self._prepared = config, self._folder.path, prepared
-        self._trainee, self._method = trainee, method
-        self._load_tokenizer, self._reporter = load_tokenizer, reporter
+        self._load_tokenizer, self._reporter, self._trainee = parts.load_tokenizer, reporter, trainee
+        self._method = build_method(parts)
+        self._evaluations = build_evaluations(parts, self._method)
         self._mesh = trainee.mesh
         self._optimizer = build_optimizer(trainee.trained(), config, trainee.mesh, trainee.matrices)
         self._progress = Progress()
@@ -213,7 +206,7 @@ class Session:
         parts = Parts(
             config=config,
             plan=plan,
-            eval_plan=self._prepared.eval,
+            evaluations=self._evaluations,
             runner=trainee.divided.runner,
             share=trainee.divided.share,
             method=self._method,

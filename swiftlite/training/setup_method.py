@@ -39,9 +39,10 @@ from swiftlite.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
-    from swiftlite.data.order import Pack
+    from swiftlite.data.order import BatchPlan, Pack
     from swiftlite.reporting.run import Reporter
     from swiftlite.training.asking import Asker
+    from swiftlite.training.evaluation import Evaluator
     from swiftlite.training.setup import Trainee
 
 
@@ -109,9 +110,24 @@ def _reinforced(parts: MethodParts, ask: Asker) -> Reinforced:
         reference = _itself(teacher)
     elif is_held(config):
         reference = _live_reference(parts)
-    rollouts, examiner = Rollouts(config, ask, parts.tell), Examiner(config, ask, parts.tell_evaluated)
     sampler = _itself(parts.trainee) if learns_again(config) else None
-    return Reinforced(rollouts, examiner, reference, sampler, passes(config))
+    return Reinforced(Rollouts(config, ask, parts.tell), reference, sampler, passes(config))
+
+
+def build_evaluations(parts: MethodParts, method: Method) -> list[tuple[BatchPlan, Evaluator]]:
+    """What an evaluation in a run goes through, in order; it is compared with others by the last of them."""
+    prepared = parts.prepared
+    if prepared.eval is None:
+        return []
+    if parts.config.method in SAMPLING:
+        return [(prepared.eval, build_examiner(parts))]
+    found: list[tuple[BatchPlan, Evaluator]] = [(prepared.eval, method)]
+    return found if prepared.questions is None else [*found, (prepared.questions, build_examiner(parts))]
+
+
+def build_examiner(parts: MethodParts) -> Examiner:
+    """Who judges a model by its answers."""
+    return Examiner(parts.config, parts.build_asker(), parts.tell_evaluated)
 
 
 def _teacher(parts: MethodParts) -> Trainee:
