@@ -127,6 +127,12 @@ def test_a_model_that_was_trained_otherwise_is_evaluated_too(tmp_path, tiny_mode
     assert list(run.metrics.values()) == list(alone.metrics.values())
 
 
+def with_long_ones(rows):
+    """With rows in between that can be asked, but not learnt."""
+    long = [{"role": "user", "content": "short?"}, {"role": "assistant", "content": "much too long " * 80}]
+    return [row for pair in zip(rows, [{"messages": long}] * 20, strict=False) for row in pair]
+
+
 def in_sft(tmp_path, tiny_model, write_rows, rows, **more):
     """Settings of a run that asks what it holds out."""
     data = write_rows("rows.jsonl", rows)
@@ -136,18 +142,22 @@ def in_sft(tmp_path, tiny_model, write_rows, rows, **more):
 
 def test_other_methods_have_what_they_hold_out_answered_beside_its_loss(tmp_path, tiny_model, write_rows, chat_rows):
     """And learn what they learn without; in several processes too."""
-    values = in_sft(tmp_path, tiny_model, write_rows, chat_rows, result="best", keep_checkpoints=9)
+    given_rows = with_long_ones(chat_rows)
+    values = in_sft(tmp_path, tiny_model, write_rows, given_rows, result="best", keep_checkpoints=9, overlong="drop")
+    values["eval_samples"] = 3
     train_alone(resolve_config("sft", **values))
     rows, out = metrics(tmp_path / "out"), tmp_path / "out"
     places = [document.where for document in asked_of(values)]
-    held = write_rows("held.jsonl", [chat_rows[int(where.rpartition(":")[2]) - 1] for where in places])
-    assert 3 < len(places) < len(chat_rows) / 2
+    held = write_rows("held.jsonl", [given_rows[int(where.rpartition(":")[2]) - 1] for where in places])
+    given = {"cache_dir": values["cache_dir"]}
     for step in (2, 3):
-        folder, given = out / "checkpoints" / f"step-0000000{step}", {"cache_dir": values["cache_dir"]}
-        [found] = evaluate(model=str(folder), reward=[VOWELS], dataset=[str(held)], max_new_tokens=8, **given)
+        folder = out / "checkpoints" / f"step-0000000{step}"
+        [found] = evaluate(model=str(folder), reward=[VOWELS], dataset=[str(held)], **given)
         assert rows[step - 1]["eval_reward"] == found.metrics["reward"]
         assert rows[step - 1]["eval_answers/length"] == found.metrics["answers/length"]
     rewards = [row["eval_reward"] for row in rows]
+    [result] = evaluate(model=str(out), reward=[VOWELS], **given)
+    assert result.counts["rows"] == len(places) == 6 and result.metrics["reward"] == max(rewards)
     assert max(rewards) > min(rewards)
     texts = [message["text"] for message in json.loads((out / "run.json").read_text())["messages"]]
     assert any(f"which has the highest eval reward ({max(rewards):.4g})" in text for text in texts)
@@ -171,9 +181,7 @@ def asked_of(values, method="sft"):
 
 def test_the_rows_that_are_asked_are_those_that_are_held_out(tmp_path, tiny_model, write_rows, chat_rows):
     """Whatever is left out of one and not of the other."""
-    long = [{"role": "user", "content": "short?"}, {"role": "assistant", "content": "much too long " * 80}]
-    rows = [row for pair in zip(chat_rows, [{"messages": long}] * 20, strict=False) for row in pair]
-    values = in_sft(tmp_path, tiny_model, write_rows, rows, overlong="drop")
+    values = in_sft(tmp_path, tiny_model, write_rows, with_long_ones(chat_rows), overlong="drop")
     config = resolve_config("sft", **values)
     prepared = prepare_run(config, lambda: load_tokenizer(config.model, trust_remote_code=False))
     learnt, held = (

@@ -768,6 +768,8 @@ def test_a_plan_counts_who_answers(tmp_path, tiny_model):
     copy = (outline.trained + outline.frozen) * 2
     held, without = (outline.holds(each, two, None) for each in (config, plain))
     assert held.weights - without.weights == pytest.approx(copy)
+    examined = plain.model_copy(update={"eval_fraction": 0.1})  # which has its held-out rows answered
+    assert outline.holds(examined, two, None).weights - without.weights == pytest.approx(copy)
     kv = 10_000 * config.max_length * cache_bytes_per_token(outline.model_config, torch.bfloat16)
     assert outline.holds(config, alone, None).activations > kv > without.activations
     assert held.activations - kv / 2 < 0.2 * kv  # each of two draws half of the step's answers, and no more

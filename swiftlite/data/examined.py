@@ -46,16 +46,18 @@ def prepare_run(
     prepared = prepare_data(config, load_tokenizer, progress, vocabulary)
     if config.method in SAMPLING or not examines(config):
         return prepared
-    return _with_questions(config, prepared, load_tokenizer, progress, vocabulary)
+    return with_questions(config, prepared, load_tokenizer, progress, vocabulary)
 
 
-def _with_questions(
+def with_questions(
     config: RunConfig,
     prepared: PreparedData,
     load_tokenizer: LoadTokenizer,
     progress: Progress | None,
     vocabulary: int | None,
 ) -> PreparedData:
+    """What is prepared, with its evaluation rows as prompts. config: by which they are; the other arguments and errors
+    are those of `prepare_run`."""
     asking = as_prompts(config)
     flag, names = ("--eval-dataset", config.eval_dataset) if config.eval_dataset else ("--dataset", config.dataset)
     identity = tokenizer_key(asking, load_tokenizer)

@@ -65,7 +65,7 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
     if "method" in given and given["method"].value in SAMPLING:
         refuse_reward_model(source)
     weights = source.adapter or Path(source.base)
-    run = _run_of(weights) if recipe is None else None
+    run = run_of(weights) if recipe is None else None
     settled.setdefault("tokenizer", Given(source.tokenizer, named.where, "flag"))
     if run is not None or source.adapter is not None:
         settled["resume"] = Given(str(weights), named.where, "flag")
@@ -81,7 +81,7 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
 
 def system_of_training(source: ModelSource) -> str | None:
     """The system message that a run gave to conversations without one; None where it gave none, or this is no run's."""
-    run = _run_of(source.adapter or Path(source.base))
+    run = run_of(source.adapter or Path(source.base))
     if run is None:
         return None
     with suppress(UserError):  # a file that is spoilt does not keep a model from answering
@@ -99,7 +99,7 @@ def _on_base(source: ModelSource, adapter: Given | None) -> dict[str, Given]:
     return {"adapter": Given(None, where, "flag")}
 
 
-def _run_of(weights: Path) -> Path | None:
+def run_of(weights: Path) -> Path | None:
     """The output folder whose `model/` or checkpoint these weights are, None where they are no run's."""
     folder = weights.resolve()  # `checkpoints/latest` is a link
     if folder.name == "model":

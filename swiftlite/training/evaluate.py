@@ -19,9 +19,12 @@ import torch
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.checkpoint.state import STATE, read_trainer_state
 from swiftlite.config.losses import losses_of
-from swiftlite.config.methods import SAMPLING, asked_at_once
+from swiftlite.config.methods import SAMPLING, asked_at_once, examines
 from swiftlite.config.notes import unused_on_cpu
+from swiftlite.config.recipe import load_recipe
+from swiftlite.config.validate import build_config
 from swiftlite.data.audit import losses_in_words
+from swiftlite.data.examined import with_questions
 from swiftlite.data.prepare import Asked, LoadTokenizer, PreparedData, prepare_data
 from swiftlite.errors import UserError
 from swiftlite.models.dtypes import source_dtype
@@ -31,6 +34,7 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.world import World
 from swiftlite.reporting.display import open_display
 from swiftlite.reporting.run import QuietReporter, Reporter
+from swiftlite.serving.evaluated import run_of
 from swiftlite.training.agreement import check_same_rows
 from swiftlite.training.asking import build_asker
 from swiftlite.training.evaluation import Evaluation, Evaluator, evaluate_rows
@@ -90,6 +94,7 @@ def run_evaluation(
     """
     reporter = open_display(sys.stderr if quiet else None) if world.rank == 0 else QuietReporter()
     checkpoint = None if config.resume == "never" else _checkpoint_of(Path(config.resume))
+    own = _held_out_by(config, config.resume)
     start, config = config.model_copy(update={"resume": "never"}), _of_the_weights(config)
     load = tokenizer_loader(config)
     with other_memory_errors(learns=False), ExitStack() as stack:
@@ -102,7 +107,7 @@ def run_evaluation(
             rewards = load_rewards(config.reward) if config.method in SAMPLING else []
         for note in _notes(start, config, model_config, checkpoint, world.device):
             reporter.message(f"note: {note}")
-        data = _read_rows(config, load, vocabulary_of(config, model_config), reporter)
+        data = _read_rows(config, own, load, vocabulary_of(config, model_config), reporter)
         columns = sorted({name for prepared in data for name in prepared.columns})
         answered = any(part.answered for prepared in data for part in prepared.asked)
         check_columns(rewards, Asked(f"--dataset {' '.join(config.dataset)}", tuple(columns), answered))
@@ -139,14 +144,32 @@ def _evaluator(parts: MethodParts, checkpoint: Path | None) -> Evaluator:
 
 
 def _read_rows(
-    config: RunConfig, load: LoadTokenizer, vocabulary: int | None, reporter: Reporter
+    config: RunConfig, own: RunConfig | None, load: LoadTokenizer, vocabulary: int | None, reporter: Reporter
 ) -> list[PreparedData]:
-    """What is evaluated, a data set each. vocabulary: how many tokens the model knows."""
+    """What is evaluated, a data set each. own: of `_held_out_by`; vocabulary: how many tokens the model knows."""
     with reporter.phase("preparing data") as update:
-        data = [_as_training(prepare_data(one, load, update, vocabulary)) for one in _each_set(config)]
+        if own is None:
+            data = [_as_training(prepare_data(one, load, update, vocabulary)) for one in _each_set(config)]
+        else:
+            learnt = prepare_data(own, load, update, vocabulary)
+            prepared = with_questions(config, learnt, load, update, vocabulary)
+            told = {"rows": prepared.audit["questions"]["rows"]}
+            data = [_as_training(replace(prepared, eval=prepared.questions, audit=told))]
     for losses in filter(None, (losses_in_words(prepared.audit) for prepared in data)):
         reporter.message(f"note: {losses}")
     return data
+
+
+def _held_out_by(config: RunConfig, weights: str) -> RunConfig | None:
+    """The settings by which the weights' run held out the rows that are prompts now; None where there is no such run,
+    or it had them as prompts itself. Another method leaves other rows out, and so holds others out."""
+    run = run_of(Path(weights)) if weights != "never" and config.eval_fraction else None
+    if run is None or config.method not in SAMPLING:
+        return None
+    own = build_config(load_recipe(str(run / "config.yaml")).given())
+    here = ("model", "tokenizer", "chat_template", "dataset", "eval_fraction", "cache_dir", "workers", "reward")
+    own = own.model_copy(update={name: getattr(config, name) for name in here})
+    return own if own.method not in SAMPLING and examines(own) else None
 
 
 def _load(
