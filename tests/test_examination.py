@@ -4,7 +4,9 @@ import json
 import resource
 import shutil
 from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_eval import evaluate
@@ -32,6 +34,7 @@ from swiftlite.training.evaluation import Evaluation
 from swiftlite.training.examination import Examiner
 from swiftlite.training.progress import Progress
 from swiftlite.training.rewards import Answered, Reward
+from swiftlite.training.rollouts import Rollouts
 from swiftlite.verification.cases import vowels
 
 VOWELS = "swiftlite.verification.cases.vowels"
@@ -279,7 +282,7 @@ class Said(Asker):
     def __init__(self, rewards):
         """rewards: `[prompts][functions][answers]`."""
         self._rewards = [Reward(name, weight, print, name) for name, weight in (("one", 1.0), ("two", 0.5))]
-        self._stops, self._known = [2], rewards
+        self._stops, self._known, self._answerer = [2], rewards, SimpleNamespace(pads=True)
 
     def __call__(self, prompts, draw):
         answers = [Answered("?", "x", ids, {}, "rows.jsonl:1") for ids in ([5, 6, 2], [5])]
@@ -317,6 +320,20 @@ def test_what_no_function_says_counts_in_no_mean():
     found = examined(silent, StepBatch(1, 0.0, batch.packs[:1]))
     assert silent.results(found)["reward"] is None and found.loss != found.loss  # no best one
     assert Evaluation().loss != Evaluation().loss
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_answers_without_an_end_are_learnt_or_not(skips):
+    """Of two to a prompt one has none; of the third prompt neither is better."""
+    cut = "skip" if skips else "learn"
+    config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"], minibatches=2, cut_answers=cut)
+    nan = float("nan")
+    batch = StepBatch(1, 0.0, [[Sequence(np.asarray([1]), np.asarray([False]), "")]] * 3)
+    known = [[[1.0, 2.0], [nan, nan]], [[1.0, 0.0], [nan, nan]], [[1.0, 1.0], [nan, nan]]]
+    lessons = Rollouts(config, Said(known), None)(batch)
+    learnt = [[document.input_ids.tolist() for pack in lesson.packs for document in pack] for lesson in lessons]
+    assert learnt == [[[1, 5, 6, 2]] * 2] if skips else [[[1, 5, 6, 2, 1, 5]] * 2]
+    assert (lessons[0].policy.answers, lessons[0].policy.tokens) == ((2, 6) if skips else (4, 8))
 
 
 def test_a_reward_of_nothing_is_told_as_that(capsys):

@@ -35,7 +35,7 @@ OF_THE_ROWS = (
 OF_THE_LOSS = (
     "loss", "beta", "label_smoothing", "rpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight",
     "center_rewards", "teacher", "teacher_weight", "teacher_tokens", "minibatches", "update_epochs", "epsilon",
-    "epsilon_high",
+    "epsilon_high", "cut_answers",
 )  # fmt: skip
 # The same of answers to held-out prompts.
 OF_THE_REWARD = ("reward", "max_new_tokens", "eval_samples", "eval_temperature")

@@ -35,7 +35,9 @@ METHOD_SETTINGS = {  # what acts in which methods
     "temperature": SAMPLING,
     "eval_samples": EXAMINED,
     "eval_temperature": EXAMINED,
-    **dict.fromkeys(("minibatches", "update_epochs", "epsilon", "epsilon_high", "scale_rewards"), SAMPLING),
+    **dict.fromkeys(
+        ("minibatches", "update_epochs", "epsilon", "epsilon_high", "scale_rewards", "cut_answers"), SAMPLING
+    ),
     "answers_at_once": EXAMINED,
 }
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")

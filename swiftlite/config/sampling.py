@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import REINFORCEMENT, flag
-from swiftlite.config.types import Count, Names, OptionalNotNegative, OptionalPositive, Positive, Spelling
+from swiftlite.config.types import Count, Names, OptionalNotNegative, OptionalPositive, Positive, Spelling, switch
 
 
 class SamplingSettings(BaseModel):
@@ -58,4 +58,8 @@ class SamplingSettings(BaseModel):
     scale_rewards: Annotated[Literal["group", "none"], Spelling({"true": "group", "false": "none"})] = flag(
         "group", REINFORCEMENT, "Divide rewards by how much they differ among the answers to a prompt, or do not."
     )
+    cut_answers: Annotated[Literal["learn", "skip"], Spelling(switch("skip", "learn"))] = flag(
+        "learn", REINFORCEMENT, "Learn answers without an end before `--max-new-tokens` as others, or skip them.",
+        "mask_truncated_completions", "overlong_filter",
+    )  # fmt: skip
     answers_at_once: Count = flag(64, REINFORCEMENT, "Answers that a process samples at a time.")

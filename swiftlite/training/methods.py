@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftlite.config.losses import losses_of
+from swiftlite.config.methods import passes
 from swiftlite.data.batches import MicroBatch
 from swiftlite.data.mismatched import mismatched_packs
 from swiftlite.errors import RunError
@@ -214,12 +215,14 @@ class Reinforced(Method):
         rollouts: Rollouts,
         reference: LiveReference | None,
         sampler: LiveReference | None,
-        passes: int,
+        config: RunConfig,
     ) -> None:
         """reference: that the model is held to, or its teacher, if there is one; sampler: the trained model itself,
         where a step has several updates."""
-        self._rollouts, self.passes = rollouts, passes
-        self._reference, self._sampler = reference, sampler
+        self._rollouts, self._reference, self._sampler = rollouts, reference, sampler
+        self.passes = passes(config)
+        if config.cut_answers == "skip":
+            self.learns_nothing += ", or they are cut"
 
     def lessons(self, batch: StepBatch) -> Sequence[StepBatch]:
         return self._rollouts(batch)

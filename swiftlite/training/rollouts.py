@@ -49,7 +49,8 @@ class Rollouts:
         to have.
 
         An answer without an advantage has nothing to teach and is left out, unless the model is held to a reference, or
-        a teacher tells of it. A step in which none has one keeps an answer, of which nothing is learnt.
+        a teacher tells of it; `--cut-answers skip` leaves out those without an end. A step in which none is left keeps
+        an answer, of which nothing is learnt.
         """
         config, began = self._config, time.perf_counter()
         prompts = [document for pack in batch.packs for document in pack]
@@ -83,8 +84,8 @@ class Rollouts:
             for group, of_group in zip(groups, advantages.tolist(), strict=True)
             for document in self._documents(prompts[group.place], group, of_group)
         ]
-        lengths = [len(ids) for group in groups for ids in group.ids]
-        counts = len(lengths), sum(lengths), config.max_new_tokens
+        lengths = [len(ids) for group in groups for ids in group.ids if not self._skips(ids)]
+        counts = max(1, len(lengths)), max(1, sum(lengths)), config.max_new_tokens
         clip = clip_range(config) if learns_again(config) else None
         policy = Policy(policy_loss(config), config.beta, teacher_share(config), *counts, clip)
         return Lesson(batch.step, batch.epoch, self._packs(documents), policy)
@@ -104,7 +105,7 @@ class Rollouts:
         some: list[tuple[list[int], float]] = []
         size = len(prompt.input_ids) - 1
         for answer, advantage in zip(group.answers, advantages, strict=True):
-            if not (advantage or self._config.beta or self._config.teacher):
+            if self._skips(answer.ids) or not (advantage or self._config.beta or self._config.teacher):
                 continue
             if some and (not shares or size + 1 + len(answer.ids) > limit):
                 yield _document(prompt, some)
@@ -113,6 +114,9 @@ class Rollouts:
             size += 1 + len(answer.ids)
         if some:
             yield _document(prompt, some)
+
+    def _skips(self, ids: list[int]) -> bool:
+        return self._config.cut_answers == "skip" and self._ask.is_cut(ids)
 
     def _packs(self, documents: list[Document]) -> list[Pack]:
         if not self._config.packing:

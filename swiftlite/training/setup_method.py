@@ -13,7 +13,7 @@ from torch import nn
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.config.losses import weighs_by_probability
-from swiftlite.config.methods import SAMPLING, is_held, learns_again, passes, switches_adapters_off
+from swiftlite.config.methods import SAMPLING, is_held, learns_again, switches_adapters_off
 from swiftlite.data.batches import MicroBatch
 from swiftlite.data.prepare import LoadTokenizer, PreparedData, cache_root
 from swiftlite.models.load import model_folder
@@ -111,7 +111,7 @@ def _reinforced(parts: MethodParts, ask: Asker) -> Reinforced:
     elif is_held(config):
         reference = _live_reference(parts)
     sampler = _itself(parts.trainee) if learns_again(config) else None
-    return Reinforced(Rollouts(config, ask, parts.tell), reference, sampler, passes(config))
+    return Reinforced(Rollouts(config, ask, parts.tell), reference, sampler, config)
 
 
 def build_evaluations(parts: MethodParts, method: Method) -> list[tuple[BatchPlan, Evaluator]]:

@@ -25,7 +25,7 @@ _SAID = "a run says what its user should know, {debug} shows more of an error"
 _MEAN = "the loss is the mean over the trained tokens of a whole step"
 _OWN_DISTRIBUTION = "training draws answers, where it does, from the whole distribution that is trained"
 _OWN_ANSWERS = "the model that is trained gives the answers itself"
-_LOSS = "the evaluation's loss is what counts"
+_LOSS = "the evaluation's loss is what counts, with {reward} the reward"
 _PATIENCE = "processes do not wait for data or weights inside a collective"
 _STEPS = "steps are counted where nothing else is said"
 _FOUR_BITS = "{quantization: nf4} is NF4, computed in {precision}"
@@ -96,7 +96,6 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), (EVERY, _OWN_DISTRIBUTION)),
     "importance_sampling_level": (("token",), "each token has a ratio of its own"),
     **dict.fromkeys(("log_completions", "num_completions_to_print"), (EVERY, "answers.jsonl has some of each step")),
-    "mask_truncated_completions": (OFF, "answers that {max_new_tokens} cuts are learnt too"),
     **dict.fromkeys(("use_vllm", "use_transformers_paged"), (OFF, _OWN_ANSWERS)),
     **dict.fromkeys(
         ("ds3_gather_for_generation", "sleep_level", "move_model_batches", "num_infer_workers"), (EVERY, _OWN_ANSWERS)
@@ -126,8 +125,8 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), (ON, _ANSWERS)),
     **dict.fromkeys(("train_on_inputs", "train_on_prompt", "train_on_source"), (OFF, _ANSWERS)),
     "loss_scale": (("default",), _ANSWERS),
-    "metric_for_best_model": (("loss", "eval_loss"), _LOSS),
-    "greater_is_better": (OFF, _LOSS),
+    "metric_for_best_model": (("loss", "eval_loss", "reward", "eval_reward"), _LOSS),
+    "greater_is_better": (EVERY, _LOSS),
     **dict.fromkeys(("quant_method", "quantization_method"), (("bnb", "bitsandbytes"), _FOUR_BITS)),
     "bnb_4bit_quant_type": (("nf4",), _FOUR_BITS),
     "bnb_4bit_compute_dtype": (("bfloat16", "bf16"), _FOUR_BITS),
@@ -166,7 +165,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
          "save_on_each_node", "load_args", "load_data_args", "data_parallel_random_init", "use_weighting",
          "curriculum_sampling", "sample_packing_sequentially", "eval_table_size", "enable_dft_loss",
          "use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_bias_correction_kl", "kl_in_reward", "dynamic_sample",
-         "overlong_filter", "async_generate", "use_liger_loss", "log_unique_prompts"),
+         "async_generate", "use_liger_loss", "log_unique_prompts"),
         (OFF, "it is off in any case"),
     ),
 }  # fmt: skip

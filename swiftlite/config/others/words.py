@@ -59,9 +59,6 @@ INSTEAD: dict[str, str] = {
     ),
     "external_plugins": "write the functions of the file: {reward: FILE.py:NAME}",
     **dict.fromkeys(("soft_cache_length", "soft_max_length"), _OWN_REWARD),
-    **dict.fromkeys(
-        ("mask_truncated_completions", "overlong_filter"), _OUT + "raise {max_new_tokens}, or reward answers that end"
-    ),
     **dict.fromkeys(("use_vllm", "use_transformers_paged"), _OWN_SAMPLER),
     "use_weighting": _OUT + "pairs count alike",
     "recompute_modules": "activation_checkpointing: selective",
@@ -156,7 +153,8 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("auto_resume_from_checkpoints", "resume_only_model"), "resume: auto"),
     "finetune": "write {resume: auto}, which goes on with a run",
     "merge_lora": "use `swiftlite export` after training, which merges",
-    **dict.fromkeys(("do_predict", "predict_with_generate"), "use `swiftlite infer` after training"),
+    "do_predict": "use `swiftlite infer` after training",
+    "predict_with_generate": "name what judges answers to the rows that are held out: {reward: exact_match}",
     "do_eval": _OUT + "name no {eval_dataset} and no {eval_fraction}",
     "do_train": "use `swiftlite eval` or `swiftlite infer`",
     "hub_token": "log in by `hf auth login`, or set HF_TOKEN: settings are saved where others read them",
