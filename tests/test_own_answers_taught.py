@@ -1,9 +1,11 @@
 """On-policy distillation: a teacher that says how likely it finds what the model itself has sampled."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from test_grpo import SAMPLES, numbers, opened, plain_answer, sampled
+from test_grpo import AGAIN, SAMPLES, numbers, opened, plain_answer, sampled
 from test_parity import metrics, plain_adamw, planned_rows, train_alone
 from test_teacher import larger_teacher
 from test_verify import in_real_processes
@@ -93,7 +95,9 @@ def test_a_model_that_is_its_own_teacher_differs_in_nothing(tmp_path, tiny_model
 def test_two_processes_learn_the_same(tmp_path):
     flags = SAMPLED | {"teacher": larger_teacher(tmp_path / "teacher"), "beta": 0.0}
     chosen = ("fsdp full 2", "tp 2", "pp 2", "cp 2")
-    for verdict in in_real_processes(tmp_path, 2, chosen, Subject("llama-tied", "taught", FULL | flags, "grpo")):
+    once = Subject("llama-tied", "taught", FULL | flags, "grpo")
+    again = replace(once, name="again", flags=once.flags | AGAIN | {"minibatches": 8})  # of a prompt each
+    for verdict in in_real_processes(tmp_path, 2, chosen, once, again):
         assert verdict.passed and verdict.difference is not None, verdict
 
 

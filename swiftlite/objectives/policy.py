@@ -57,8 +57,8 @@ class Policy:
 
     def ahead(self, sampled: torch.Tensor, advantages: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
         """A of each token, fp32 `[n]`. sampled: log p when it was drawn, without gradient; advantages: of its answer;
-        reference: log p there of the reference or teacher, None without one."""
-        if not self.teacher:
+        reference: log p there of the reference or teacher, None without one, or in a micro-batch of nothing."""
+        if not self.teacher or reference is None:
             return advantages
         return (1 - self.teacher) * advantages + self.teacher * (reference - sampled)
 
