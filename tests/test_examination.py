@@ -162,6 +162,8 @@ def test_other_methods_have_what_they_hold_out_answered_beside_its_loss(tmp_path
     [result] = evaluate(model=str(out), reward=[VOWELS], **given)
     assert result.counts["rows"] == len(places) == 6 and result.metrics["reward"] == max(rewards)
     assert max(rewards) > min(rewards)
+    _, recipe = settle({"model": Given(str(out), "--model", "flag")}, None)  # whose loss is evaluated
+    assert not {"reward", "max_new_tokens", "eval_samples"} & recipe.entries.keys()
     texts = [message["text"] for message in json.loads((out / "run.json").read_text())["messages"]]
     assert any(f"which has the highest eval reward ({max(rewards):.4g})" in text for text in texts)
     assert json.loads((out / "audit.json").read_text())["questions"]["rows"]["used"] == len(places)

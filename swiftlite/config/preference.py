@@ -18,8 +18,8 @@ class PreferenceSettings(BaseModel):
         "What is made of log-probabilities; several are added up: `sigmoid:0.8 sft:1.0`. dpo: sigmoid, hinge, ipo, "
         "robust, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop, simpo, cpo, orpo, sft; "
         "kto: kto, apo_zero_unpaired; sft: cross_entropy, dft (weighted by each token's own probability); grpo: dapo, "
-        "grpo, dr_grpo, which divide by the step's tokens, each answer's own, and --max-new-tokens; gspo, cispo, which "
-        "clip whole answers, and only what a token counts.",
+        "grpo, dr_grpo, which divide by the step's tokens, each answer's own, and --max-new-tokens; gspo, with "
+        "ratios of whole answers; cispo, where what is clipped still teaches.",
         "loss_type",
         "pref_loss",
         phrases=dict.fromkeys(("rlhf_type", "rl"), {types.LOSSES_AS_METHODS: r"\1"})

@@ -46,13 +46,13 @@ class SamplingSettings(BaseModel):
         "num_ppo_epochs",
     )  # fmt: skip
     epsilon: OptionalPositive = flag(
-        None, REINFORCEMENT, "How far a token's probability may have fallen since it was drawn, as a part of it, and "
-        "still be lowered by a later update of the step.", "epsilon_low", "clip_ratio_low", "clip_ratio", "cliprange",
+        None, REINFORCEMENT, "Of later updates of a step: how far a token's probability may have fallen since it "
+        "was drawn (0.2: by a fifth) and still be lowered.", "epsilon_low", "clip_ratio_low", "clip_ratio", "cliprange",
         "eps_clip",
         shown="0.2; 3e-4 for gspo",
     )  # fmt: skip
     epsilon_high: OptionalPositive = flag(
-        None, REINFORCEMENT, "The same of what has risen.", "clip_ratio_high",
+        None, REINFORCEMENT, "The same of what has risen and is raised.", "clip_ratio_high",
         shown="--epsilon; 4e-4 for gspo, 5 for cispo",
     )  # fmt: skip
     scale_rewards: Annotated[Literal["group", "none"], Spelling({"true": "group", "false": "none"})] = flag(

@@ -130,7 +130,7 @@ def _of_answers(recipe: Recipe, names: set[str], given: Mapping[str, Given]) -> 
     now = given["method"].value if "method" in given else before
     if now in SAMPLING:
         return names - OF_GIVEN_ANSWERS
-    return names - {"loss", "beta", *EXAMINED_BY} if before in SAMPLING else names
+    return names - set(EXAMINED_BY) - ({"loss", "beta"} if before in SAMPLING else set())
 
 
 def _of_panels(*panels: str) -> set[str]:

@@ -168,7 +168,7 @@ def _held_out_by(config: RunConfig, weights: str) -> RunConfig | None:
         return None
     own = build_config(load_recipe(str(run / "config.yaml")).given())
     here = ("model", "tokenizer", "chat_template", "dataset", "eval_fraction", "cache_dir", "workers", "reward")
-    own = own.model_copy(update={name: getattr(config, name) for name in here})
+    own = own.model_copy(update={name: getattr(config, name) for name in here} | {"eval_dataset": []})
     return own if own.method not in SAMPLING and examines(own) else None
 
 
