@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import pty
 import subprocess
@@ -48,6 +49,16 @@ def test_a_run_without_a_terminal_is_plain_lines(tmp_path):
     assert "2.9000 → 1.8000" in text and f"swiftlite infer --model {tmp_path / 'model'}" in text
     state = read_run_state(tmp_path)
     assert state["state"] == "finished" and state["messages"] == [{"step": 12, "text": "saved step-00000012"}]
+
+
+def test_what_is_no_number_is_not_shown_as_one(tmp_path):
+    stream = io.StringIO()
+    with RunReporter(config(), tmp_path, stream) as reporter:
+        reporter.start(1, FACTS)
+        reporter.log(row(1) | {"kl/teacher": math.nan, "eval_kl/teacher": math.nan})
+        drawn = dict(reporter._running.board._numbers())
+    assert "nan" not in stream.getvalue() and "kl/teacher" not in stream.getvalue()
+    assert drawn["kl/teacher"] == drawn["eval kl/teacher"] == "–"
 
 
 def test_a_long_phase_speaks_up_in_a_log(monkeypatch):

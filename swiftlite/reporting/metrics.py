@@ -60,10 +60,11 @@ class MetricsFile:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps(_finite(row), allow_nan=False) + "\n"
+    return json.dumps(finite(row), allow_nan=False) + "\n"
 
 
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with None for what is no number."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
@@ -96,4 +97,4 @@ def _row(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     known = isinstance(row, dict) and type(row.get("step")) is int and row["step"] < MOST_STEPS
-    return _finite(row) if known else None
+    return finite(row) if known else None

@@ -21,7 +21,7 @@ from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import EVALUATIONS, evaluated
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
-from swiftlite.reporting.metrics import ANSWERS, MetricsFile
+from swiftlite.reporting.metrics import ANSWERS, MetricsFile, finite
 from swiftlite.reporting.trackers import Tracker, check_trackers, open_trackers
 from swiftlite.reporting.words import duration, in_one_line, short
 from swiftlite.untrusted import without_secrets
@@ -120,6 +120,7 @@ class RunReporter:
 
     def log(self, row: dict[str, Any]) -> None:
         """One row of metrics.jsonl: ints, floats and None, with `step`. Raises RunError where the disk is full."""
+        row = finite(row)  # a step of which nothing is learnt has means of nothing
         self._running.log(row, self.message)
         self._display.row(row, self._running.board)
 
