@@ -323,6 +323,10 @@ def test_flags_of_training_ask_for_nothing_and_are_told(tmp_path, tiny_model, wr
         assert f"note: {flag} has no effect: nothing is trained" in told
     assert _ended([*words[:-1], "--loss", "dft"]) == 0
     assert "--loss has no effect: tokens are evaluated by their cross-entropy" in capsys.readouterr().out
+    assert _ended([*words, "--reward", "contains", "--samples", "4", "--temperature", "0.7"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--samples has no effect: nothing is trained; did you mean --eval-samples?" in told
+    assert "--temperature has no effect: nothing is trained; did you mean --eval-temperature?" in told
     assert _ended([*words, "--max-steps", "many"]) == 2
     assert "max_steps is 'many', not a whole number" in capsys.readouterr().err
 

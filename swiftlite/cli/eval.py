@@ -117,6 +117,7 @@ EVAL = RunCommand(
     settle=_settle,
     uses=uses,
     why_idle="nothing is trained",
+    meant={"samples": "eval_samples", "temperature": "eval_temperature"},
     exact_batch=False,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,9 +37,10 @@ class RunCommand:
     where no answers are rewarded, and open_layout: True where layouts are compared, of commands that only look.
 
     settle(given, recipe): what the flags and the recipe become before they are resolved, of commands that read them in
-    another way; uses(flag): whether a setting is any of its business, if help shows not all of them, and why_idle: why
-    others have no effect, where that is told of those that are given; exact_batch: False where a recipe's batch sizes
-    may give way to the processes that there are.
+    another way; uses(flag): whether a setting is any of its business, if help shows not all of them, why_idle: why
+    others have no effect, where that is told of those that are given, and meant: which of its settings somebody may
+    have meant by one of those; exact_batch: False where a recipe's batch sizes may give way to the processes that
+    there are.
 
     handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags, unless
     `--dry-run` asks for configuration and plan only.
@@ -57,6 +58,7 @@ class RunCommand:
     settle: Callable[[dict[str, Given], Recipe | None], tuple[dict[str, Given], Recipe | None]] | None = None
     uses: Callable[[Flag], bool] = lambda flag: True
     why_idle: str = ""
+    meant: Mapping[str, str] = field(default_factory=dict)
     exact_batch: bool = True
 
     def read(self, words: list[str]) -> Line:
@@ -123,7 +125,8 @@ class RunCommand:
 
         idle = {name: given.pop(name) for name in list(given) if not self.uses(all_flags()[name])}
         build_config(idle)
-        return [f"{all_flags()[name].option} has no effect: {self.why_idle}" for name in idle]
+        meant = {name: f"; did you mean {as_option(self.meant[name])}?" for name in idle if name in self.meant}
+        return [f"{all_flags()[name].option} has no effect: {self.why_idle}{meant.get(name, '')}" for name in idle]
 
 
 def own_flag(
