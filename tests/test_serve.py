@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from swiftlite.cli.app import main
 from swiftlite.errors import UserError
 from swiftlite.serving import serve
 from swiftlite.serving.engines import ENGINES
@@ -315,6 +316,20 @@ def test_models_that_cannot_be_served_are_refused(installed, tiny_model, adapter
     assert "LMDeploy does not compute in fp32" in refused(
         model=str(tiny_model("llama")), engine="lmdeploy", precision="fp32"
     )
+
+
+def test_help_names_every_flag_in_a_narrow_terminal_and_others_are_taken(installed, tiny_model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    installed("vllm")
+    other = ["--tp", "2", "--served_model_name=it"]
+    for words in (["--help"], ["--model", str(tiny_model("llama")), "--dry-run", *other]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["serve", *words])
+        assert stopped.value.code == 0
+        told = capsys.readouterr().out
+        if words == ["--help"]:
+            assert "…" not in told and all(name in told for name in ("--tensor-parallel-size", "--tp.", "--served-"))
+    assert "--served-model-name it --tensor-parallel-size 2" in told
 
 
 def test_the_process_becomes_the_engine(installed, tiny_model, tmp_path):

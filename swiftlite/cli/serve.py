@@ -14,14 +14,18 @@ HOST = "Address to listen at; 0.0.0.0: all of the machine."
 ENGINE = "auto, vllm, sglang, lmdeploy or transformers; auto: the first that is installed."
 LONGEST = "Longest conversation in tokens. \\[default: the model's]"
 PRECISION = "auto, bf16, fp16 or fp32; auto: the engine's choice."
-SERVED = "What clients call it. \\[default: the name of the run or folder, or the hub id]"
+SERVED = "What clients call it. \\[default: the name of the run or folder, or the hub id; also --served-model-name]"
+SHARED = "GPUs that share each layer; also --tp."
+OTHER_NAMES = {"served-model-name": "served-name", "tp": "tensor-parallel-size"}  # beside them help has no room
 
 server_option = partial(typer.Option, rich_help_panel="Server")
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command to the app."""
-    app.command(name="serve", help="Serve a model by an installed engine, with the API of OpenAI.")(serve)
+    told = "Serve a model by an installed engine, with the API of OpenAI."
+    known = {"token_normalize_func": lambda name: OTHER_NAMES.get(name, name)}
+    app.command(name="serve", help=told, context_settings=known)(serve)
 
 
 def serve(
@@ -33,12 +37,8 @@ def serve(
     engine: Annotated[str, server_option("--engine", "-e", help=ENGINE, metavar="NAME")] = "auto",
     host: Annotated[str, server_option(help=HOST, metavar="HOST")] = "127.0.0.1",
     port: Annotated[int, server_option(help="Port to listen at.", min=1, max=65535, metavar="PORT")] = 8000,
-    served_name: Annotated[
-        str | None, server_option("--served-name", "--served-model-name", help=SERVED, metavar="NAME")
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int, server_option("--tensor-parallel-size", "--tp", help="GPUs that share each layer.", min=1, metavar="N")
-    ] = 1,
+    served_name: Annotated[str | None, server_option(help=SERVED, metavar="NAME")] = None,
+    tensor_parallel_size: Annotated[int, server_option(help=SHARED, min=1, metavar="N")] = 1,
     max_length: Annotated[int | None, server_option(help=LONGEST, min=1, metavar="N")] = None,
     dry_run: Annotated[
         bool, server_option("--dry-run", help="Print the engine's command line, start nothing.", metavar="")
