@@ -10,11 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from swiftlite.models.load import own_attention
 
@@ -63,7 +65,7 @@ def sample(
 
     runs = [(prompt, len(list(same))) for prompt, same in groupby(map(tuple, prompts))]
     pad = stops[0] if stops else 0
-    ids, mask = left_padded([prompt for prompt, _ in runs], pad, model.device)
+    ids, mask = padded([prompt for prompt, _ in runs], pad, model.device)
     longest = ids.shape[1]
     rows = torch.arange(len(runs)).repeat_interleave(torch.tensor([count for _, count in runs])).to(model.device)
     settings = GenerationConfig(
@@ -86,13 +88,15 @@ def sample(
     return [_ended(row, stops) for row in out[:, longest:].tolist()]
 
 
-def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask) of prompts that are answered together, int64 `[prompts, tokens of the longest]`. The mask goes by
-    length, since pad may be a token that a prompt has."""
-    longest = max(map(len, prompts))
-    ids = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+def padded(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device, *, side: str = "left"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, mask) of rows that are run together, int64 `[rows, tokens of the longest]`. The mask goes by length, since
+    pad may be a token that a row has. side: which is filled up, `left` of prompts that are to go on."""
+    fill = partial(pad_sequence, batch_first=True, padding_side=side)
+    ids = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    return fill(ids, padding_value=pad).to(device), fill(mask).to(device)
 
 
 def _read_once(

@@ -15,7 +15,7 @@ from swiftlite.config.names import most_positions
 from swiftlite.data.questions import opened, plain_ids
 from swiftlite.data.stops import stop_tokens
 from swiftlite.errors import UserError
-from swiftlite.models.sampling import left_padded
+from swiftlite.models.sampling import padded
 from swiftlite.serving.prompts import check_utf8
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Answerer:
     def _generate(self, prompts: Sequence[list[int]], **extra: object) -> torch.Tensor:
         """New tokens [batch, new]; a row that ended early is filled up behind its end token."""
         pad = self._stops[0] if self._stops else 0
-        ids, mask = left_padded(prompts, pad, self._model.device)
+        ids, mask = padded(prompts, pad, self._model.device)
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of sampling settings in the model's generation_config that are not used
             out = self._model.generate(

@@ -10,6 +10,7 @@ from swiftlite.checkpoint.folder import step_folder
 from swiftlite.checkpoint.state import copy_model
 from swiftlite.config.changes import OF_THE_LOSS, OF_THE_REWARD
 from swiftlite.config.methods import PREFERENCE, answers
+from swiftlite.reporting.curves import evaluated
 from swiftlite.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ Parts = tuple[Callable[[Path], None], Callable[[Path], None]]
 
 def evaluated_in_words(config: RunConfig) -> str:
     """What evaluations are compared by."""
-    return "eval reward" if answers(config) else "eval loss"
+    return evaluated("reward" if answers(config) else "loss")[1]
 
 
 def best_in_words(config: RunConfig, loss: float) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from swiftlite.data.prepare import token_options
 from swiftlite.data.tokenize import RowTokenizer
 from swiftlite.errors import UserError
 from swiftlite.models.load import build_model, load_config
+from swiftlite.models.sampling import padded
 from swiftlite.models.tuners import count_parameters
 from swiftlite.serving.load import answer_dtype, load_for_answers
 from swiftlite.serving.source import ModelSource, find_source
@@ -82,13 +83,11 @@ class Judge:
     def _score(self, tokens: Sequence[np.ndarray]) -> list[float]:
         """Filled up behind their ends with a token that none of them has: the model takes the last other one."""
         base = self._model if self._source.adapter is None else self._model.get_base_model()
-        longest, known = max(map(len, tokens)), set(np.concatenate(tokens).tolist())
+        known = set(np.concatenate(tokens).tolist())
         pad = next(token for token in range(len(known) + 1) if token not in known)
         base.config.get_text_config().pad_token_id = base.config.pad_token_id = pad
-        ids = torch.tensor([[*each.tolist(), *[pad] * (longest - len(each))] for each in tokens])
-        mask = torch.arange(longest) < torch.tensor([[len(each)] for each in tokens])
-        device = next(base.parameters()).device
-        return self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0].float().tolist()
+        ids, mask = padded(tokens, pad, next(base.parameters()).device, side="right")
+        return self._model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()
 
 
 def find_judge(name: str, where: str) -> Judge:
