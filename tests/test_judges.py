@@ -1,6 +1,7 @@
 """Reward models that judge answers in the place of functions."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -110,6 +111,21 @@ def test_an_answer_that_is_longer_than_its_positions_has_no_score(judge_of):
     answers = [[{"role": "assistant", "content": text}] for text in ("hello", "hello " * 30)]
     hello, lost = reward.function(prompts=[question] * 2, completions=answers)
     assert isinstance(hello, float) and lost is None
+
+
+def test_one_with_too_few_positions_is_told_once(tmp_path, judge_of, tiny_model, write_rows, chat_rows, capsys):
+    """Before answers are found to be without a reward."""
+    judge = shutil.copytree(judge_of("full")[0] / "model", tmp_path / "short")
+    settled = json.loads((judge / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (judge / "config.json").write_text(json.dumps(settled))
+    rows = write_rows("rows.jsonl", chat_rows[:4])
+    values = sampled(tmp_path, tiny_model("llama"), rows, max_steps=1, samples=2, reward=[str(judge)])
+    train_alone(resolve_config("grpo", **values))
+    more = {name: values[name] for name in ("max_length", "max_new_tokens", "cache_dir")}
+    [found] = evaluate(model=str(tiny_model("llama")), dataset=[str(rows)], reward=[str(judge)], **more)
+    assert found.metrics["answers/unrewarded"] == 1
+    said = f"note: the reward model short has 8 positions, fewer than --max-length {values['max_length']}: an answer"
+    assert capsys.readouterr().out.count(said) == 2
 
 
 def test_it_sees_the_tools_of_a_row(judge_of):

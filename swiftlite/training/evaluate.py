@@ -7,7 +7,7 @@ its run has logged; but nothing is trained, and nothing is written.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -39,9 +39,10 @@ from swiftlite.training.agreement import check_same_rows
 from swiftlite.training.asking import build_asker
 from swiftlite.training.evaluation import Evaluation, Evaluator, evaluate_rows
 from swiftlite.training.failures import memory_errors, other_memory_errors
+from swiftlite.training.judges import notes_on_judges
 from swiftlite.training.methods import preference_of
 from swiftlite.training.progress import saved_progress
-from swiftlite.training.rewards import check_columns, load_rewards
+from swiftlite.training.rewards import Reward, check_columns, load_rewards
 from swiftlite.training.setup import Trainee, build_trainee, check_model, precision_of, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_examiner, build_method, needs_reference
 from swiftlite.training.sources import find_weights
@@ -105,7 +106,7 @@ def run_evaluation(
             if needs_reference(loss):
                 _check_reference(start, config)
             rewards = load_rewards(config.reward) if config.method in SAMPLING else []
-        for note in _notes(start, config, model_config, checkpoint, world.device):
+        for note in _notes(start, config, model_config, checkpoint, rewards, world.device):
             reporter.message(f"note: {note}")
         data = _read_rows(config, own, load, vocabulary_of(config, model_config), reporter)
         columns = sorted({name for prepared in data for name in prepared.columns})
@@ -225,10 +226,16 @@ def _as_in_files(config: RunConfig, model_config: PretrainedConfig, device: torc
 
 
 def _notes(
-    start: RunConfig, config: RunConfig, model_config: PretrainedConfig, checkpoint: Path | None, device: torch.device
+    start: RunConfig,
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    checkpoint: Path | None,
+    rewards: Sequence[Reward],
+    device: torch.device,
 ) -> Iterator[str]:
-    """On what has no effect on this device, and on what of a run its files do not hold, so that it has logged another
-    loss."""
+    """On what has no effect on this device, on what of a run its files do not hold, so that it has logged another
+    loss, and on answers that have no reward."""
+    yield from notes_on_judges(rewards, config.max_length)
     if device.type == "cpu":
         yield from unused_on_cpu(config)
     of_files = source_dtype(model_config)

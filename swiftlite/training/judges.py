@@ -6,7 +6,7 @@ train of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from swiftlite.models.sampling import padded
 from swiftlite.models.tuners import count_parameters
 from swiftlite.serving.load import answer_dtype, load_for_answers
 from swiftlite.serving.source import ModelSource, find_source
-from swiftlite.training.rewards import FLAG, parse_reward
+from swiftlite.training.rewards import FLAG, Reward, parse_reward
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,6 +40,11 @@ class Judge:
 
     def __init__(self, source: ModelSource, config: PretrainedConfig) -> None:
         self._source, self._config = source, config
+
+    @property
+    def positions(self) -> int | None:
+        """The longest conversation that it scores; None where its config.json does not say."""
+        return most_positions(self._config.get_text_config().to_dict())
 
     def load(self, config: RunConfig, device: torch.device) -> None:
         """config: of the run. Raises UserError."""
@@ -63,7 +68,7 @@ class Judge:
                 where=str(self._source.tokenizer),
                 fix="put the template that it was trained with into its folder, as chat_template.jinja",
             )
-        longest = most_positions(self._config.get_text_config().to_dict())
+        longest = self.positions
         tokens = {}
         for place, pair in enumerate(zip(prompts, completions, strict=True)):
             with suppress(BadRow):
@@ -88,6 +93,17 @@ class Judge:
         base.config.get_text_config().pad_token_id = base.config.pad_token_id = pad
         ids, mask = padded(tokens, pad, next(base.parameters()).device, side="right")
         return self._model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()
+
+
+def notes_on_judges(rewards: Sequence[Reward], longest: int) -> Iterator[str]:
+    """On reward models that have no score for some answers. longest: tokens that a prompt may have with its answer."""
+    for reward in rewards:
+        positions = None if reward.judge is None else reward.judge.positions
+        if positions is not None and positions < longest:
+            yield (
+                f"the reward model {reward.name} has {positions:,} positions, fewer than --max-length {longest:,}: "
+                "an answer that is longer with its prompt has no score"
+            )
 
 
 def find_judge(name: str, where: str) -> Judge:

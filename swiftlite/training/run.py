@@ -44,6 +44,7 @@ from swiftlite.training.asking import build_asker
 from swiftlite.training.best import best_model, forget_lost_best, forget_other_losses
 from swiftlite.training.failures import StepFailed, other_memory_errors
 from swiftlite.training.interval import Interval
+from swiftlite.training.judges import notes_on_judges
 from swiftlite.training.learner import Parts
 from swiftlite.training.loop import Loop
 from swiftlite.training.methods import preference_of
@@ -53,7 +54,7 @@ from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
 from swiftlite.training.progress import Progress, saved_progress
 from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
-from swiftlite.training.rewards import check_columns, load_rewards
+from swiftlite.training.rewards import Reward, check_columns, load_rewards
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_evaluations, build_method, needs_reference
 from swiftlite.training.sources import find_weights
@@ -97,7 +98,7 @@ def run_training(
         with reporter.phase("preparing data") as update:
             prepared = prepare_run(reading, load, update, vocabulary_of(config, model_config))
             check_columns(rewards, *prepared.asked)
-        for text in _told_of_rows(config, prepared.audit):
+        for text in _told_of_data(config, prepared.audit, rewards):
             reporter.message(text)
         repository = open_repository(config) if config.push_to_hub and world.rank == 0 else None
         with reporter.phase("loading the model"):
@@ -130,8 +131,9 @@ def run_training(
             world.meet("upload")  # else the others would end what joins them while this one works
 
 
-def _told_of_rows(config: RunConfig, audit: dict[str, Any]) -> Iterator[str]:
-    """What is known of the rows before the model loads and whoever starts the run should know."""
+def _told_of_data(config: RunConfig, audit: dict[str, Any], rewards: Sequence[Reward]) -> Iterator[str]:
+    """What is known of rows and rewards before the model loads and whoever starts the run should know."""
+    yield from (f"note: {text}" for text in notes_on_judges(rewards, config.max_length))
     if losses := losses_in_words(audit):
         yield f"note: {losses}"
     if config.placeholders and not audit["rows"].get("placeholders_filled") and not config.streaming:
