@@ -11,6 +11,7 @@ from test_parity import settings
 
 from swiftlite.cli.app import main
 from swiftlite.cli.console import print_notes, wide_console
+from swiftlite.config import resolve
 from swiftlite.config.recipe import load_recipe, shipped_recipes
 
 HEAVY = ("torch", "transformers", "datasets", "peft", "numpy", "pyarrow")
@@ -251,6 +252,22 @@ def test_a_run_from_the_command_line(run, tmp_path, tiny_model, write_rows, chat
     assert code == 2 and "--resume auto" in err
     code, out, err = run("infer", "--model", tmp_path / "out", "--prompt", "Who are you?", "--max-new-tokens", "4")
     assert code == 0, err
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resolve, "_output_dir", lambda *_: "runs/now")
+    began = []
+
+    def launch(config, *_):
+        began.append(config.output_dir)
+        if len(began) < 3:
+            run("sft", "--model", "some/model", "--dataset", "some/rows")
+
+    monkeypatch.setattr("swiftlite.training.launch.launch", launch)
+    run("sft", "--model", "some/model", "--dataset", "some/rows")
+    assert began == ["runs/now", "runs/now-2", "runs/now-3"]
+    assert not list(tmp_path.iterdir())  # nothing was written into them
 
 
 def test_the_default_length_fits_the_model_and_says_so(run, tmp_path, tiny_model, write_rows, chat_rows):

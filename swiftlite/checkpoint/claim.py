@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from swiftlite.checkpoint.folder import lock_folder
@@ -44,6 +47,33 @@ class Claim:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+@contextmanager
+def new_folder(name: str) -> Iterator[str]:
+    """Make a folder of this name, or with a number behind it where that is there: runs that begin in the same second
+    have the same name of the clock. Yields its name; what nothing was written into goes again.
+
+    Where none can be made, that is told by who writes into it.
+    """
+    above, made = Path(name).parent, Path(name)
+    is_new = not above.exists()
+    try:
+        for number in itertools.count(2):
+            try:
+                made.mkdir(parents=True)
+                break
+            except FileExistsError:
+                made = Path(f"{name}-{number}")
+    except OSError:
+        made = Path(name)
+    try:
+        yield str(made)
+    finally:
+        with suppress(OSError):  # it holds a run
+            made.rmdir()
+            if is_new:
+                above.rmdir()
 
 
 def is_held(folder: Path) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+from swiftlite.checkpoint.claim import new_folder
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.options import RunCommand
 
@@ -15,12 +17,16 @@ if TYPE_CHECKING:
 
 def train(resolved: Resolved) -> None:
     """Train. Raises what the run itself raises."""
-    if os.environ.get("RANK", "0") == "0":
-        for note in resolved.notes:
-            print(f"note: {note}", flush=True)
+    config, leads = resolved.config, os.environ.get("RANK", "0") == "0"
+    for note in resolved.notes if leads else ():
+        print(f"note: {note}", flush=True)
     from swiftlite.training.launch import launch
 
-    launch(resolved.config, resolved.layout, partial(show_error, debug=resolved.config.debug))
+    named = "output_dir" in resolved.given or config.resume != "never"
+    follows = config.node_rank or not leads  # the first process says where
+    with nullcontext(config.output_dir) if named or follows else new_folder(config.output_dir) as folder:
+        settled = config.model_copy(update={"output_dir": folder})
+        launch(settled, resolved.layout, partial(show_error, debug=config.debug))
 
 
 TRAIN_COMMANDS = (
