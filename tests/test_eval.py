@@ -331,6 +331,26 @@ def test_flags_of_training_ask_for_nothing_and_are_told(tmp_path, tiny_model, wr
     assert "max_steps is 'many', not a whole number" in capsys.readouterr().err
 
 
+def test_a_dry_run_tells_of_an_evaluation_and_of_no_training(tiny_model, capsys):
+    words = ["--model", str(tiny_model("llama")), "--max-new-tokens", "9", "--dry-run"]
+    told = []
+    for more in (
+        ["--eval-dataset", "a b"],
+        ["--dataset", "a", "--eval-fraction", "0.5", "--reward", "contains"],
+        ["--dataset", "a", "--reward", "contains", "--eval-samples", "4"],
+        [],
+    ):
+        assert _ended([*words, *more]) == 0
+        told.append(" ".join(capsys.readouterr().out.split()))
+    for text in told:
+        assert "a step" not in text and "learning_rate" not in text and "global_batch_size" in text
+    assert "evaluated a b together 8 packs of up to 512 tokens = 1 a forward pass x 8 one by one x" in told[0]
+    drawn = "evaluated 0.5 of a together 64 prompts with 1 answer each, of up to 9 tokens, of the likeliest tokens each"
+    assert drawn in told[1] and "64 prompts with 4 answers each, of up to 9 tokens, at temperature 1" in told[2]
+    assert "evaluated no rows are named yet" in told[3]
+    assert _ended([*words, "--dataset", "a", "a"]) == 2 and "named twice" in capsys.readouterr().err
+
+
 def test_names_are_shown_as_they_are_and_no_data_set_counts_twice(tmp_path, tiny_model, write_rows, chat_rows, capsys):
     (tmp_path / "a[").mkdir()
     rows = write_rows("a[/b].jsonl", chat_rows[:2])

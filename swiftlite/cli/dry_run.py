@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,16 @@ from rich.text import Text
 
 from swiftlite.cli.console import print_notes, wide_console
 from swiftlite.config.batch import ranks_in_words
-from swiftlite.config.flags import all_flags, shown_value
-from swiftlite.config.methods import PREFERENCE, SAMPLING, answers, learns_again, pack_capacity
+from swiftlite.config.flags import Flag, all_flags, shown_value
+from swiftlite.config.methods import (
+    PREFERENCE,
+    SAMPLING,
+    answers,
+    asked_at_once,
+    examined_at,
+    learns_again,
+    pack_capacity,
+)
 from swiftlite.untrusted import printable
 
 if TYPE_CHECKING:
@@ -24,12 +32,15 @@ SHOWN_GROUPS = 4
 SHOWN_RANKS = 8
 
 
-def show_plan(resolved: Resolved) -> None:
-    """Print to stdout; settings that somebody gave are marked with who did. Raises UserError as `_check` does."""
+def show_plan(resolved: Resolved, uses: Callable[[Flag], bool] = lambda flag: True, *, trains: bool = True) -> None:
+    """Print to stdout; settings that somebody gave are marked with who did. Raises UserError as `_check` does.
+
+    uses: whether a setting is any business of the command; trains: False where rows are evaluated.
+    """
     _check(resolved.config)
     console = wide_console()
-    console.print(_configuration(resolved))
-    console.print(_plan(resolved))
+    console.print(_configuration(resolved, uses))
+    console.print(_plan(resolved, _step if trains else _evaluation))
     print_notes(console, resolved.notes)
 
 
@@ -57,13 +68,15 @@ def _check(config: RunConfig) -> None:
         preference_of(config)
 
 
-def _configuration(resolved: Resolved) -> Table:
+def _configuration(resolved: Resolved, uses: Callable[[Flag], bool]) -> Table:
     table = Table(title="Configuration", title_justify="left", box=None, padding=(0, 2))
     for heading in ("setting", "value", "from"):
         table.add_column(heading, header_style="dim", overflow="fold")
     panel = None
     values = resolved.config.model_dump()
     for name, flag in all_flags().items():
+        if not uses(flag):
+            continue
         if flag.panel != panel:
             panel = flag.panel
             table.add_row(f"[bold blue]{panel}[/]", "", "")
@@ -99,9 +112,9 @@ def _ranks(ranks: range) -> str:
     return " ".join(map(str, shown)) + ("" if len(shown) == len(ranks) else f" ... {ranks[-1]}")
 
 
-def _plan(resolved: Resolved) -> Table:
+def _plan(resolved: Resolved, work: Callable[[RunConfig, Layout], Iterator[tuple[str, str]]]) -> Table:
+    """work: what is done in that layout, in lines of two parts."""
     config, layout = resolved.config, resolved.layout
-    packs = "packs" if config.packing else "rows"
     table = Table(title="\nPlan", title_justify="left", box=None, padding=(0, 2), show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -115,17 +128,39 @@ def _plan(resolved: Resolved) -> Table:
         table.add_row("pipeline", words + _idle(config))
     if layout.expert_parallel > 1:
         table.add_row("experts", f"over groups of {layout.expert_parallel} ranks")
+    for row in work(config, layout):
+        table.add_row(*row)
+    return table
+
+
+def _step(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
     capacity = pack_capacity(config)
     if config.method in SAMPLING:
         asked = f"{config.global_batch_size} prompts with {config.samples} answers each"
-        table.add_row("a step", f"{asked}, of up to {config.max_new_tokens:,} tokens")
         updates = f"{config.minibatches * config.update_epochs} updates by " if learns_again(config) else ""
-        table.add_row("", f"then {updates}forward passes of {config.micro_batch_size} x {capacity:,} tokens at most")
-        return table
-    table.add_row(
-        "a step",
-        f"{config.global_batch_size} {packs} of up to {capacity:,} tokens = {config.micro_batch_size} a forward "
-        f"pass x {config.gradient_accumulation_steps} accumulated x {ranks_in_words(layout.data_ranks)}",
-    )
-    table.add_row("at most", f"{config.global_batch_size * capacity:,} tokens a step")
-    return table
+        yield "a step", f"{asked}, of up to {config.max_new_tokens:,} tokens"
+        yield "", f"then {updates}forward passes of {config.micro_batch_size} x {capacity:,} tokens at most"
+        return
+    yield "a step", _batch(config, layout, "accumulated")
+    yield "at most", f"{config.global_batch_size * capacity:,} tokens a step"
+
+
+def _evaluation(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
+    part = f"{config.eval_fraction:g} of " if config.eval_fraction else ""
+    yield "evaluated", part + (" ".join(map(printable, config.dataset)) or "no rows are named yet")
+    if config.method not in SAMPLING:
+        yield "together", _batch(config, layout, "one by one")
+        return
+    samples, temperature = config.eval_samples, examined_at(config)
+    asked = f"{asked_at_once(config)} prompts with {samples} answer{'s' if samples > 1 else ''} each"
+    drawn = f"at temperature {temperature:g}" if temperature else "of the likeliest tokens"
+    yield "together", f"{asked}, of up to {config.max_new_tokens:,} tokens, {drawn}"
+    yield "", f"each process answers {config.answers_at_once} at a time"
+
+
+def _batch(config: RunConfig, layout: Layout, one_by_one: str) -> str:
+    """What goes through the model before anything is made of it. one_by_one: what forward passes of a rank are."""
+    packs = "packs" if config.packing else "rows"
+    passes = f"{config.micro_batch_size} a forward pass x {config.gradient_accumulation_steps} {one_by_one}"
+    whole = f"{config.global_batch_size} {packs} of up to {pack_capacity(config):,} tokens"
+    return f"{whole} = {passes} x {ranks_in_words(layout.data_ranks)}"

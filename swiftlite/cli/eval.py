@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ def evaluate(resolved: Resolved, json: str | None, answers: str | None) -> None:
         _check_answers(resolved.config, answers, json)
     config = choose_rows(resolved)
     if os.environ.get("RANK", "0") == "0":
-        for note in [*resolved.notes, *_of_the_loss(resolved), *_of_the_weights(resolved)]:
+        for note in _notes(resolved):
             print(f"note: {note}", file=sys.stderr if json == TO_STDOUT else sys.stdout, flush=True)
     from swiftlite.training.launch import launch
 
@@ -63,6 +64,19 @@ def evaluate(resolved: Resolved, json: str | None, answers: str | None) -> None:
         if stop.code in ENDED and seen_signal() is None:  # it was passed on to the processes, and nobody has told it
             print(ENDED[stop.code], file=sys.stderr)
         raise
+
+
+def show(resolved: Resolved) -> None:
+    """What `--dry-run` prints. Raises UserError as `choose_rows` does, but where no rows are named."""
+    from swiftlite.cli.dry_run import show_plan
+
+    named = resolved.config.dataset or resolved.config.eval_dataset
+    config = choose_rows(resolved) if named else resolved.config
+    show_plan(replace(resolved, config=config, notes=_notes(resolved)), uses, trains=False)
+
+
+def _notes(resolved: Resolved) -> list[str]:
+    return [*resolved.notes, *_of_the_loss(resolved), *_of_the_weights(resolved)]
 
 
 def _check_answers(config: RunConfig, where: str, json: str | None) -> None:
@@ -119,6 +133,7 @@ EVAL = RunCommand(
     why_idle="nothing is trained",
     meant={"samples": "eval_samples", "temperature": "eval_temperature"},
     exact_batch=False,
+    show=show,
 )
 
 

@@ -15,6 +15,7 @@ from swiftlite.config.flags import Flag, all_flags, as_option
 
 if TYPE_CHECKING:
     from swiftlite.config.recipe import Recipe
+    from swiftlite.config.resolve import Resolved
     from swiftlite.config.validate import Given
 
 KIND_NAMES = {"bool": "on|off", "int": "INT", "float": "FLOAT", "str": "NAME", "list": "NAME ...", "map": "KEY=COLUMN"}
@@ -43,7 +44,7 @@ class RunCommand:
     there are.
 
     handler(resolved, **own): called with `swiftlite.config.resolve.Resolved` and the values of its own flags, unless
-    `--dry-run` asks for configuration and plan only.
+    `--dry-run` asks for configuration and plan only: show(resolved) prints those of a command that does not train.
     """
 
     name: str
@@ -60,6 +61,7 @@ class RunCommand:
     why_idle: str = ""
     meant: Mapping[str, str] = field(default_factory=dict)
     exact_batch: bool = True
+    show: Callable[[Resolved], None] | None = None
 
     def read(self, words: list[str]) -> Line:
         """The words behind the command, by the schema. Raises UserError."""
@@ -113,7 +115,11 @@ class RunCommand:
         session.debug = session.debug or resolved.config.debug
         if not resolved.config.dry_run:
             self.handler(resolved, **own)
-        elif os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
+        elif os.environ.get("RANK", "0") != "0":  # under torchrun every rank comes here
+            return
+        elif self.show is not None:
+            self.show(resolved)
+        else:
             from swiftlite.cli.dry_run import show_plan
 
             show_plan(resolved)
