@@ -62,16 +62,24 @@ def _end(number: int, _frame: FrameType | None) -> None:
     raise_signal(number)
 
 
+class _Interrupted(KeyboardInterrupt):
+    """By SIGINT."""
+
+
+class _Ended(SystemExit):
+    """By another signal."""
+
+
 def raise_signal(number: int) -> None:
     """End the program as a signal of this number does."""
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    raise _Interrupted if number == signal.SIGINT else _Ended(128 + number)
 
 
 def is_of_a_signal(error: BaseException) -> bool:
-    """Whether an exception is one of `raise_signal`, rather than of some code that ends the program itself."""
-    if isinstance(error, SystemExit):
-        return error.code in ENDED and error.code != 128 + signal.SIGINT
-    return isinstance(error, KeyboardInterrupt)
+    """Whether an exception is one of `raise_signal`, or of Python itself where nobody else answers signals, rather than
+    of some code that ends the program: of several processes only the one that runs it would end."""
+    of_python = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return isinstance(error, (_Interrupted, _Ended, KeyboardInterrupt) if of_python else (_Interrupted, _Ended))
 
 
 def end_with_parent(parent: int) -> None:

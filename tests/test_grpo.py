@@ -412,7 +412,7 @@ def test_a_file_that_fails_is_told(tmp_path, code, wanted):
 
 @pytest.mark.parametrize("code", [143, 129])
 def test_a_file_with_a_signal_is_not_at_fault(tmp_path, code):
-    (tmp_path / "slow.py").write_text(f"raise SystemExit({code})\n")
+    (tmp_path / "slow.py").write_text(f"from swiftlite.ending import raise_signal\nraise_signal({code - 128})\n")
     with pytest.raises(SystemExit):
         load_rewards([f"{tmp_path / 'slow.py'}:right"])
 

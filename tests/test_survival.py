@@ -27,6 +27,7 @@ from swiftlite.training import learner as learner_module
 from swiftlite.training import run as run_module
 from swiftlite.training import setup
 from swiftlite.training.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
+from swiftlite.training.rewards import Answered, load_rewards, rewards_of
 from swiftlite.training.step import DirectStep
 from swiftlite.training.stopping import stop_requests
 from swiftlite.training.watchdog import watchdog
@@ -81,6 +82,15 @@ def test_an_evaluation_is_given_up_where_the_run_is_asked_to_stop(base, tmp_path
     assert same_weights(*(tmp_path / name / "model" / "model.safetensors" for name in ("out", "whole")))
     losses = [{row["step"]: row.get("eval_loss") for row in metrics(tmp_path / name)} for name in ("out", "whole")]
     assert losses[0] == losses[1] | {2: None} and losses[1][2] is not None
+
+
+@pytest.mark.parametrize("ends", ["raise KeyboardInterrupt", "raise SystemExit(143)"])
+def test_a_function_that_ends_the_program_is_no_signal(tmp_path, ends):
+    """Of several processes the others would wait for the one whose function does so."""
+    (tmp_path / "ending.py").write_text(f"def ends(**others):\n    {ends}\n")
+    rewards, answer = load_rewards([f"{tmp_path / 'ending.py'}:ends"]), Answered("?", "x", [1], {}, "rows.jsonl:1")
+    with stop_requests(None, 0.0), pytest.raises(RunError, match="the reward function ends failed: "):
+        rewards_of(rewards, [answer])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
