@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swiftlite.config.resolve import resolve_config
+from swiftlite.errors import UserError
 from swiftlite.models import products
 from swiftlite.models.lora import fuse_adapters
 from swiftlite.models.products import FastLinear
@@ -122,6 +123,19 @@ def test_other_kinds_keep_their_own_forward(more):
     model = adapted(**more)
     fuse_adapters(model)
     assert "FusedLinear" not in {type(module).__name__ for module in model.modules()}
+
+
+@pytest.mark.parametrize(("flag", "value"), [("dora", True), ("lora_dropout", 0.1)])
+def test_what_experts_cannot_have_is_told_with_the_layers_that_can(flag, value):
+    config = resolve_config("sft", model="m", dataset=["d"], **{flag: value})
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(toy_config("qwen3-moe")) for _ in range(2)]
+    with pytest.raises(UserError, match="experts, which lie in one parameter, takes neither DoRA nor dropout") as told:
+        apply_tuner(models[0], config, None, print)
+    assert told.value.where == f"--{flag.replace('_', '-')}"
+    named = told.value.fix.partition("--target-modules ")[2].split()
+    assert named == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    apply_tuner(models[1], config.model_copy(update={"target_modules": named}), None, print)
 
 
 @pytest.mark.parametrize("flags", [{"new_tokens": ["<fox>"]}, {"dora": True}, {}])

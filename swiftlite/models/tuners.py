@@ -128,16 +128,26 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, s
             wrapped = wrap(model, settings)
         except ValueError as error:
             _refuse_unknown_names(model, settings, config)
-            raise UserError(
-                f"LoRA cannot be added: {first_line(error)}",
-                where="--target-modules",
-                fix="name other linear layers of the model, "
-                + ("leave --dora out, " if config.dora else "")
-                + "or use --tuner full",
-            ) from error
+            raise _not_added(model, config, error) from error
     _refuse_unknown_names(model, settings, config)
     refuse_adapted_head(wrapped)
     return wrapped
+
+
+def _not_added(model: PreTrainedModel, config: RunConfig, error: ValueError) -> UserError:
+    """error: of peft, which has started to wrap the model."""
+    if "ParamWrapper" not in str(error):  # of what it puts around a parameter that holds several matrices
+        fix = f"name other linear layers of the model, {'leave --dora out, ' if config.dora else ''}or use --tuner full"
+        return UserError(f"LoRA cannot be added: {first_line(error)}", where="--target-modules", fix=fix)
+    asked = {"--dora": config.dora, "--lora-dropout": config.lora_dropout}
+    ends = {model.get_input_embeddings(), head_of(model)}
+    around = {name.rpartition(".")[2] for name, module in model.named_modules() if module in ends}
+    others = " ".join(name for name in _matrices(model) if name not in around)
+    return UserError(
+        "LoRA on the matrices of experts, which lie in one parameter, takes neither DoRA nor dropout",
+        where=", ".join(flag for flag, value in asked.items() if value) or "--target-modules",
+        fix=f"leave that out, or adapt the layers beside the experts alone: --target-modules {others}",
+    )
 
 
 def _refuse_unknown_names(model: PreTrainedModel, settings: LoraConfig, config: RunConfig) -> None:
