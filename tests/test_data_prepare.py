@@ -457,6 +457,23 @@ def test_a_mapping_may_be_meant_for_one_file_of_a_mixture(prepare, write_rows, c
     assert failure.value.where == f"{chats}:1"
 
 
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_rows_without_a_mapped_column_keep_a_key_of_their_own(prepare, write_rows, method):
+    mapped = [{"ask": f"mapped {i}", "question": "other", "answer": "b"} for i in range(3)]
+    own = [{"question": f"own {i}", "answer": "b"} for i in range(3)]
+    files = write_rows("a.jsonl", mapped), write_rows("b.jsonl", own)
+    more = {"method": method} | ({"reward": ["contains"], "max_new_tokens": 8} if method == "grpo" else {})
+    found = prepare(*files, columns={"question": "ask"}, **more)
+    assert found.audit["rows"]["used"] == 6
+    if method == "sft":
+        assert found.audit["rows"]["unused_columns"] == {"question": 3}
+        together = prepare(write_rows("c.jsonl", mapped + own), columns={"question": "ask"})
+        assert together.audit["trained_tokens"] == found.audit["trained_tokens"]
+        assert together.audit["tokens"] == found.audit["tokens"]
+    with pytest.raises(UserError, match="no column asks; it has ask, question, answer"):  # not the other one in silence
+        prepare(*files, columns={"question": "asks", "answer": "answer"}, **more)
+
+
 def test_what_the_config_gets_wrong(prepare, write_rows, chat_rows):
     path = write_rows("a.jsonl", chat_rows)
     with pytest.raises(UserError, match="no column dialog"):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
@@ -168,18 +168,30 @@ def format_of(file: DataFile, options: TokenOptions, sample_by: str) -> str | No
 
 
 def check_mapped(files: Sequence[DataFile], columns: Mapping[str, str], sample_by: str) -> None:
-    """Raises UserError for a mapping of which no file of a run has a column: that is a slip. Of a mixture it may be
-    meant for one file alone. columns: format key -> column; the first rows of each file are looked at before the
-    others."""
-    first = None
+    """Raises UserError for a mapping of which no file of a run has a column, or not that of a key that files have and
+    that would be read in its place: that is a slip. Of a mixture it may be meant for one file alone. columns: format
+    key -> column; the first rows of each file are looked at before the others."""
+    first, keys = None, set[str]()
     for most in (FIRST_ROWS, None) if columns else ():
         for file in files:
             for line, row in itertools.islice(_sound_rows(file, sample_by), most):
                 first = first or (row, file.where(line))
-                if any(column in row for column in columns.values()):
+                keys |= row.keys()
+                if keys.issuperset(columns.values()):
                     return
+            if most is None and not _missing(keys, columns):
+                return
+        if not _missing(keys, columns):
+            return
     if first is not None:
-        raise _no_column(list(columns.values()), *first)
+        raise _no_column(_missing(keys, columns), *first)
+
+
+def _missing(keys: Set[str], columns: Mapping[str, str]) -> list[str]:
+    """The columns of a mapping that should be among the keys of rows."""
+    if keys.isdisjoint(columns.values()):
+        return list(columns.values())
+    return [column for key, column in columns.items() if column not in keys and key in keys]
 
 
 def _sound_rows(file: DataFile, sample_by: str) -> Iterator[tuple[int, dict[str, Any]]]:

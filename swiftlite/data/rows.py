@@ -76,6 +76,7 @@ def unknown_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> BadRow
 
     columns: format key -> column of the file, as `--columns` says.
     """
+    columns = _acting(row, columns)
     named = rename_columns(row, columns)
     keys = {f"{key} (column {columns[key]})" if key in columns else key: None for key in named}
     return BadRow("unknown_format", f"no row format has these keys: {names_of(keys)}{_hint_for(named, columns)}")
@@ -146,9 +147,15 @@ def _check_method(found: Format, method: str) -> None:
 
 
 def rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Give columns the keys of a format. columns: format key -> column of the file."""
-    renamed = {key: value for key, value in row.items() if key not in columns.values() and key not in columns}
-    return renamed | {key: row[column] for key, column in columns.items() if column in row}
+    """Give columns the keys of a format. columns: format key -> column of the file; in a row without that column, as of
+    another file of a mixture, the key is its own."""
+    acting = _acting(row, columns)
+    renamed = {key: value for key, value in row.items() if key not in acting.values() and key not in acting}
+    return renamed | {key: row[column] for key, column in acting.items()}
+
+
+def _acting(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
+    return {key: column for key, column in columns.items() if column in row}
 
 
 class TrackedRow(dict[str, Any]):
@@ -168,9 +175,10 @@ class TrackedRow(dict[str, Any]):
 
     def unused_of(self, given: Mapping[str, Any], columns: Mapping[str, str], method: str) -> list[str]:
         """The columns of the row as it was given, before `rename_columns`, that hold something nobody has asked for."""
-        asked = {columns.get(key, key) for key in self.asked}
+        acting = _acting(given, columns)
+        asked = {acting.get(key, key) for key in self.asked}
         if method != "rm":
-            asked.discard(columns.get("margin", "margin"))  # every pair is read with its margin
+            asked.discard(acting.get("margin", "margin"))  # every pair is read with its margin
         left = (key for key, value in given.items() if key not in asked and value not in (None, "", [], {}))
         return [printable(str(key))[:40] or "(unnamed)" for key in left]  # as the index that pandas writes to csv
 
