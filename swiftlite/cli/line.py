@@ -242,14 +242,17 @@ class _Reader:
         return f"swiftlite {self._command}"
 
     def _with_flag(self, word: str) -> str:
-        """What was meant by the word just read, of no flag: a recipe, a setting as LLaMA-Factory and torchtune take
-        them, rows, or a value of a flag that is on or off."""
-        name, equals, value = word.partition("=")
+        """What was meant by the word just read, of no flag: a recipe, a setting as LLaMA-Factory, torchtune and verl
+        take them, rows, or a value of a flag that is on or off."""
+        path, equals, value = word.partition("=")
+        name = path.rpartition(".")[2]  # verl's are `actor_rollout_ref.rollout.n=5`
         before = self._words[self._at - 2] if self._at > 1 else ""
         if word.endswith((".yaml", ".yml")):
             return f"write `--recipe {word}`"
         if equals and (flag := find_flag(name)):
             return f"write `{flag.option} {value}`"
+        if equals and (told := instead(name, in_recipe=False)):
+            return told
         if before.startswith("--") and "=" not in before:
             return f"write {before} alone"
         if (file := existing(word)) and file.is_file():

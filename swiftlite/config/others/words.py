@@ -1,7 +1,8 @@
 """Names that other tools have and the schema lacks: what to do here instead, and which of them change nothing here.
 
 A name that means what a setting of the schema means is an alias there. Here stand the rest, of ms-swift, Megatron,
-transformers, TRL, LLaMA-Factory, axolotl and torchtune. `{precision: bf16}` is shown as a flag or as a recipe's line.
+transformers, TRL, LLaMA-Factory, axolotl and torchtune; in `trainers` those of others. `{precision: bf16}` is shown as
+a flag or as a recipe's line.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from swiftlite.config.others import trainers
 from swiftlite.config.others.idle import EVERY, IDLE, IDLE_KEYS, WHOLE_STATE
 
 SETTING = re.compile(r"\{(\w+)(?:: ([^}]*))?\}")
@@ -33,7 +35,7 @@ _TEACHER = "write {teacher: MODEL}, with {teacher_weight} and {teacher_tokens} f
 _VISION = _OUT + "swiftlite trains the language model"
 
 # name -> what to do instead. A `key: value` alone is what to write.
-INSTEAD: dict[str, str] = {
+INSTEAD: dict[str, str] = trainers.INSTEAD | {
     **dict.fromkeys(("no_gradient_checkpointing", "no_activation_checkpointing"), "activation_checkpointing: none"),
     "enable_activation_checkpointing": "activation_checkpointing: full",
     "dataloader_drop_last": _OUT + "the last step of an epoch has what is left of its rows",
@@ -54,12 +56,15 @@ INSTEAD: dict[str, str] = {
         ("use_bias_correction_kl", "kl_in_reward"), _OUT + "the KL is a term of the loss, as in GRPO's paper"
     ),
     **dict.fromkeys(
-        ("dynamic_sample", "max_resample_times"),
+        ("dynamic_sample", "dynamic_filtering", "max_resample_times"),
         _OUT + "prompts whose answers have the same reward teach nothing, and are counted",
     ),
     "external_plugins": "write the functions of the file: {reward: FILE.py:NAME}",
-    **dict.fromkeys(("soft_cache_length", "soft_max_length"), _OWN_REWARD),
-    **dict.fromkeys(("use_vllm", "use_transformers_paged"), _OWN_SAMPLER),
+    **dict.fromkeys(("soft_cache_length", "soft_max_length", "non_stop_penalty"), _OWN_REWARD),
+    **dict.fromkeys(
+        ("use_vllm", "use_transformers_paged", "fast_inference", "gpu_memory_utilization", "colocate_all_models"),
+        _OWN_SAMPLER,
+    ),
     "use_weighting": _OUT + "pairs count alike",
     "recompute_modules": "activation_checkpointing: selective",
     "liger_kernel_config": "kernels: liger",
@@ -117,9 +122,9 @@ INSTEAD: dict[str, str] = {
     "new_special_tokens": "new_tokens: TOKEN",
     "resize_vocab": "write {new_tokens: TOKEN}, which makes room for them",
     "tokenizer_model": "tokenizer: FOLDER",
-    **dict.fromkeys(("max_train_samples", "eval_iters", "max_eval_samples"), _COUNT),
+    **dict.fromkeys(("max_train_samples", "eval_iters", "max_eval_samples", "max_eval_step"), _COUNT),
     "datasets": "write {dataset: PATH}, several with commas; keys of your own by {columns}",
-    **dict.fromkeys(("dataset_train_split", "dataset_test_split"), _SPLIT),
+    **dict.fromkeys(("dataset_train_split", "dataset_test_split", "dataset_mixer_list_splits", "eval_split"), _SPLIT),
     "dataset_config": "write :SUBSET behind the data set's name: {dataset: NAME:SUBSET}",
     "dataset_streaming": "streaming: true",
     "dataset_text_field": "columns: text=NAME",
@@ -178,7 +183,7 @@ INSTEAD: dict[str, str] = {
         "write {tuner: freeze} with {trainable_layers: 2}, which trains whole layers, and {trainable_modules}",
     ),
     **dict.fromkeys(
-        ("pissa_init", "pissa_iter", "pissa_convert", "init_weights", "init_lora_weights"),
+        ("pissa_init", "pissa_iter", "pissa_convert", "init_weights", "init_lora_weights", "loftq_config"),
         _OUT + "LoRA starts at zero, as in its paper",
     ),
     "plugins": "write {kernels: liger} for Liger's; there are no others here",
@@ -203,6 +208,7 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("cosine_m(in|ax)_len|repetition_(n_grams|max_penalty)", _OWN_REWARD),
     ("teacher|kd|gkd", _TEACHER),
     ("vit|aligner", _VISION),
+    ("wandb", _WANDB),
     ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
 )
 
