@@ -140,7 +140,20 @@ def test_every_recipe_resolves(run, name):
         ),
         ("sft --recipe no/such", "recipe"),
         ("sfft", "sft"),
-        ("infer --modle x", "--model"),
+        ("infer --modle x", "error: unknown flag --modle\nwhere: swiftlite infer\nfix:   did you mean `--model`? "),
+        ("infer -z", "error: unknown flag -z\nwhere: swiftlite infer\nfix:   `swiftlite infer --help` shows"),
+        (
+            "infer m/x two",
+            "error: no flag has these words: m/x two\nwhere: swiftlite infer\nfix:   name the model by --model; ",
+        ),
+        (
+            "recipes list x",
+            "error: no flag has these words: x\nwhere: swiftlite recipes list\nfix:   `swiftlite recipes list ",
+        ),
+        (
+            "--model m/x sft",
+            "unknown flag --model\nwhere: swiftlite\nfix:   name a command first, flags behind it: `sw",
+        ),
         ("merge --model x", "did you mean `swiftlite export`?"),
         ("deploy --model x", "No such command 'deploy'\nfix:   did you mean `swiftlite serve`?"),  # and not `dpo`
         ("SFT --model x", "did you mean `swiftlite sft`?"),

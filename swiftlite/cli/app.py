@@ -26,6 +26,9 @@ EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  Â
 NO_READER = 141  # the reader of our output has left, as `| head` does: what a shell says of tools that end by SIGPIPE
 SHORT = re.compile("-[a-zA-Z]")
 NO_COMMAND = re.compile(r"(No such command '(.*?)')(\. Did you mean .*)?")
+NO_OPTION = re.compile(r"No such option: (\S+)(?: \(Possible options: (.*)\))?")
+NO_PLACE = re.compile(r"Got unexpected extra argument\(s\) \((.*)\)")
+BY_MODEL = ("swiftlite infer", "swiftlite export")  # a word alone is what others call the model by
 ELSEWHERE = {  # what other tools call a command
     "api": "serve", "chat": "infer", "compare": "report", "convert": "export", "deploy": "serve", "evaluate": "eval",
     "finetune": "sft", "fine-tune": "sft", "generate": "infer", "help": "--help", "inference": "infer",
@@ -190,13 +193,22 @@ def _usage_error(error: Any, words: list[str]) -> UserError:
     text = error.format_message().replace("\n", " ").rstrip(".")
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else f"swiftlite {words[0]}"  # where a value is missing
-    hint = ""
-    if (wrong := NO_COMMAND.fullmatch(text)) and command == "swiftlite":
+    hint, where = "", None
+    if wrong := NO_OPTION.fullmatch(text):
+        text, where = f"unknown flag {wrong[1]}", command
+        if command == "swiftlite":
+            hint = "name a command first, flags behind it: `swiftlite sft --model NAME`; "
+        elif wrong[2]:
+            hint = f"did you mean `{wrong[2]}`? "
+    elif wrong := NO_PLACE.fullmatch(text):
+        text, where = f"no flag has these words: {wrong[1]}", command
+        hint = "name the model by --model; " if command in BY_MODEL else ""
+    elif (wrong := NO_COMMAND.fullmatch(text)) and command == "swiftlite":
         word = wrong[2].lower()
         meant = ELSEWHERE.get(word) or (word if word in run_commands() else None)
         if meant:  # whatever Click finds alike
             text, hint = wrong[1], f"did you mean `swiftlite {meant}`? "
-    return UserError(text, fix=f"{hint}`{command} --help` shows what there is")
+    return UserError(text, where=where, fix=f"{hint}`{command} --help` shows what there is")
 
 
 def _report(error: BaseException, session: Session) -> int:
