@@ -291,6 +291,17 @@ class Said(Asker):
         return [Answers(place, answers, self._known[place]) for place, _ in enumerate(prompts)]
 
 
+def test_what_functions_print_is_no_part_of_the_json(tmp_path, capsys, tiny_model, write_rows, chat_rows):
+    (tmp_path / "loud.py").write_text("print('once')\ndef said(**given):\n    print('said')\n    return [1.0]\n")
+    words = ["--dataset", str(write_rows("rows.jsonl", chat_rows[:1])), "--cache-dir", str(tmp_path / "cache")]
+    words += ["--reward", f"{tmp_path / 'loud.py'}:said", "--json", "-", "--max-new-tokens", "2", "--max-length", "160"]
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", "--model", str(tiny_model("llama")), *words])
+    told = capsys.readouterr()
+    assert stop.value.code == 0 and json.loads(told.out)[0]["reward"] == 1.0
+    assert told.err.splitlines().count("once") == told.err.splitlines().count("said") == 1
+
+
 def test_a_line_of_answers_is_there_whole_or_not_at_all(tmp_path):
     """On a disk that is full after a part of it."""
     path, before = tmp_path / "answers.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -88,8 +88,8 @@ def run_evaluation(
 
     The rows are those of `config.dataset`, each set by itself, or the part of them that `config.eval_fraction` holds
     out. tell: gets what was found, on rank 0: of each data set, and of all if there are several; tell_answers: gets the
-    answers to each prompt, of models that functions judge by them; quiet: stdout is for something else; began: not
-    needed.
+    answers to each prompt, of models that functions judge by them; quiet: stdout is for something else than what
+    those print, too; began: not needed.
 
     Raises UserError for what the user can mend, RunError for what fails.
     """
@@ -98,7 +98,7 @@ def run_evaluation(
     own = _held_out_by(config, config.resume)
     start, config = config.model_copy(update={"resume": "never"}), _of_the_weights(config)
     load = tokenizer_loader(config)
-    with other_memory_errors(learns=False), ExitStack() as stack:
+    with other_memory_errors(learns=False), redirect_stdout(sys.stderr if quiet else sys.stdout), ExitStack() as stack:
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, None)
             config = _as_in_files(config, model_config, world.device)
