@@ -193,7 +193,10 @@ def test_two_of_one_name_are_told_apart_by_a_link(tmp_path, judge_of):
     (tmp_path / "other").symlink_to(run)
     with pytest.raises(UserError, match="two of them are called out") as failure:
         load_rewards([str(run), str(tmp_path / "out")])
-    assert "ln -s" in failure.value.fix
+    assert "ln -s" in failure.value.fix and "rename" not in failure.value.fix
+    with pytest.raises(UserError, match="two of them are called contains") as failure:
+        load_rewards(["contains", "contains*2"])
+    assert failure.value.fix == "metrics are called so: name it once, or rename one of two functions"
     assert [reward.name for reward in load_rewards([str(run), str(tmp_path / "other")])] == ["out", "other"]
 
 

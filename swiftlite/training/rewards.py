@@ -91,7 +91,9 @@ def load_rewards(given: Sequence[str]) -> list[Reward]:
     found = [_load(word, modules) for word in given]
     names = [reward.name for reward in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        fix = "metrics are called so: name it once, or one of two folders by a link (ln -s FOLDER OTHER_NAME)"
+        model = any(reward.judge is not None for reward in found if reward.name == twice)
+        rename = "one of two folders by a link (ln -s FOLDER OTHER_NAME)" if model else "rename one of two functions"
+        fix = f"metrics are called so: name it once, or {rename}"
         raise UserError(f"two of them are called {twice}", where=FLAG, fix=fix)
     return found
 
