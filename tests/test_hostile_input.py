@@ -242,6 +242,16 @@ def test_names_that_no_file_can_have(tmp_path, name):
         raise missing_file(parse_spec(f"./{name}.jsonl"))
 
 
+def test_a_name_that_begins_as_a_home_folder_does_is_told_as_that(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("~nobody-here.jsonl", "./~nobody-here.jsonl"):
+        with pytest.raises(UserError, match="no file or folder can have this name") as failure:
+            resolve_config("sft", model="m", dataset=[name])
+        assert failure.value.fix == "nobody has that home folder; of a file called so, give the whole path: /.../~NAME"
+    (tmp_path / "~nobody-here.jsonl").write_text("")
+    assert resolve_config("sft", model="m", dataset=[f"{tmp_path}/~nobody-here.jsonl"])
+
+
 @pytest.mark.parametrize("name", ["modèles/llama", "my models/llama", "models\\llama/8b", "models/", "models/-a b"])
 def test_a_folder_that_is_not_there_is_no_name_of_the_hub(name):
     with pytest.raises(UserError, match="neither a folder nor a hub id"):

@@ -145,14 +145,15 @@ def check_text(text: str, where: str) -> None:
 def check_name(name: str, where: str) -> None:
     """The same for a name, which also has to be one that a file or folder can have, with room for files in it."""
     check_text(name, where)
+    fix = "check the value"
     try:
         whole = os.fsencode(Path(name).expanduser().absolute())
         short = max(map(len, name.encode("utf-8").split(b"/"))) <= LONGEST_NAME
         possible = short and len(whole) + LONGEST_NAME < LONGEST_PATH and "\0" not in name
-    except RuntimeError:  # an unknown ~user
-        possible = False
+    except RuntimeError:
+        possible, fix = False, "nobody has that home folder; of a file called so, give the whole path: /.../~NAME"
     if not possible:
-        raise UserError(f"no file or folder can have this name: {name[:80]!r}", where=where, fix="check the value")
+        raise UserError(f"no file or folder can have this name: {name[:80]!r}", where=where, fix=fix)
 
 
 def check_names(config: RunConfig, where: Mapping[str, str]) -> None:
