@@ -18,10 +18,10 @@ from swiftlite.config.others.words import INSTEAD, instead, shown
 OUTPUT = Path(__file__).parent.parent / "docs" / "flags.md"
 ABOUT = """# Settings
 
-Every setting of `swiftlite sft`, `pretrain`, `dpo`, `kto`, `rm` and `train`, written by `scripts/render_flags.py` from
-the schema that checks them; `--help` shows the same. `--max-length 1024` on the command line is `max_length: 1024` in a
-recipe, where names may have `-` or `_`. The names of other tools in the last column mean the same. `swiftlite recipes
-schema` prints all of it as a JSON schema for editors.
+Every setting of `swiftlite sft`, `pretrain`, `dpo`, `kto`, `rm`, `grpo` and `train`, written by
+`scripts/render_flags.py` from the schema that checks them; `--help` shows the same. `--max-length 1024` on the command
+line is `max_length: 1024` in a recipe, where names may have `-` or `_`. The names of other tools in the last column
+mean the same. `swiftlite recipes schema` prints all of it as a JSON schema for editors.
 """
 OTHERS = """## Commands and files of other tools
 

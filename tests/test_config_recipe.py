@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from swiftlite.config.changes import changed_settings
 from swiftlite.config.json_schema import recipe_schema
+from swiftlite.config.methods import Method
 from swiftlite.config.names import dataset_name, dataset_names, model_name
 from swiftlite.config.recipe import find_recipe, load_recipe, recipes_folder, shipped_recipes
 from swiftlite.config.resolve import resolve, resolve_config
@@ -438,6 +440,7 @@ def test_the_page_of_settings_is_the_schema(tmp_path):
     subprocess.run([sys.executable, scripts / "render_flags.py", "--output", written], check=True)
     page = (scripts.parent / "docs" / "flags.md").read_text(encoding="utf-8")
     assert page == written.read_text(encoding="utf-8"), "run scripts/render_flags.py"
+    assert all(f"{method}`" in page.split("\n## ")[0] for method in get_args(Method))
 
 
 KINDS = {
