@@ -66,6 +66,13 @@ def test_files_and_functions_stay_short():
                 assert node.end_lineno - node.lineno < LINES_OF_A_FUNCTION, f"{file}: {node.name}"
 
 
+def test_the_page_on_data_has_every_reason_of_a_bad_row():
+    calls = [node for file in FILES for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    reasons = {call.args[0].value for call in calls if ast.unparse(call.func) == "BadRow"}
+    page = (ROOT.parent / "docs" / "data.md").read_text()
+    assert len(reasons) > 20 and not [reason for reason in reasons if f"`{reason}`" not in page]
+
+
 def test_the_tour_names_every_room_and_files_that_are_there():
     tour = (ROOT.parent / "docs" / "code.md").read_text()
     for room in (*ARROWS, "cli"):
