@@ -96,7 +96,7 @@ INSTEAD: dict[str, str] = {
     ),
     "actor_learning_rate": "learning_rate: 1e-6",
     **dict.fromkeys(("deepspeed_stage", "zero_stage"), "write {sharding: full} for 3, {sharding: grad_op} for 2"),
-    **dict.fromkeys(("param_offload", "optimizer_offload", "adam_offload"), _OFFLOAD),
+    **dict.fromkeys(("param_offload", "optimizer_offload", "adam_offload", "ref_offload"), _OFFLOAD),
     **dict.fromkeys(("n_gpus_per_node", "num_learners_per_node", "actor_num_gpus_per_node"), "nproc_per_node: 2"),
     "actor_num_nodes": "nnodes: 1",
     **dict.fromkeys(("ulysses_sequence_parallel_size", "ring_attn_size"), "context_parallel_size: 2"),
@@ -120,5 +120,7 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("aux_loss_coef", "load_balancing_loss"), "router_aux_loss_coef: 0.001"),
     "pretrain": "model: NAME",
     "pretrain_mode": "use `swiftlite pretrain`",
+    "clean_checkpoints_at_end": _OUT + "older checkpoints go while training, as {keep_checkpoints} says",
+    "stop_strings": _OUT + "what the chat template ends a turn with ends an answer",
     "enable_ema": _OUT + "no average of weights is kept; {result: best} takes the best checkpoint",
 }  # fmt: skip

@@ -62,7 +62,8 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     "external_plugins": "write the functions of the file: {reward: FILE.py:NAME}",
     **dict.fromkeys(("soft_cache_length", "soft_max_length", "non_stop_penalty"), _OWN_REWARD),
     **dict.fromkeys(
-        ("use_vllm", "use_transformers_paged", "fast_inference", "gpu_memory_utilization", "colocate_all_models"),
+        ("use_vllm", "use_transformers_paged", "fast_inference", "gpu_memory_utilization",
+         "max_lora_rank", "colocate_all_models"),
         _OWN_SAMPLER,
     ),
     "use_weighting": _OUT + "pairs count alike",
@@ -76,7 +77,10 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     **dict.fromkeys(("no_load_optim", "no_load_rng"), "write {model: RUN/model}, which starts from a run's weights"),
     **dict.fromkeys(("moe_expert_capacity_factor", "moe_token_drop_policy"), _OUT + "experts drop no token"),
     "lr_wsd_decay_iters": "write {decay_ratio: 0.1}, the part of the run that decays",
-    **dict.fromkeys(("project", "swanlab_project"), "write {report_to: wandb} or another; its own variables name it"),
+    **dict.fromkeys(
+        ("project", "project_name", "swanlab_project"),
+        "write {report_to: wandb} or another; its own variables name it",
+    ),
     "save_strategy": "write {save_steps: 500} or {save_steps: epoch}; checkpoints/best is kept in any case",
     "saves_per_epoch": "save_steps: epoch/2",
     **dict.fromkeys(
@@ -141,7 +145,10 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     "pretraining_dataset": "use `swiftlite pretrain` with {dataset: PATH}; {streaming: true} reads while it trains",
     "strict": "write {on_bad_row: error} to stop at a bad row, {on_bad_row: skip} to leave it out",
     "load": "write {model: FOLDER}, with a model as transformers saves it; {resume: auto} goes on with a run",
-    "ref_model": _OUT + "the reference is the model as it was before training; {reference: model} keeps a copy",
+    **dict.fromkeys(
+        ("ref_model", "ref_pretrain"),
+        _OUT + "the reference is the model as it was before training; {reference: model} keeps a copy",
+    ),
     "sync_ref_model": _OUT + "the reference stays as it was",
     "loss_weights": _WEIGHTS,
     **dict.fromkeys(
