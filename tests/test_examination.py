@@ -205,6 +205,10 @@ def test_pairs_and_judged_answers_are_asked_too(tmp_path, tiny_model, write_rows
     [row] = metrics(tmp_path / "out")
     assert row["eval_loss"] > 0 and row["eval_rewards/contains"] == row["eval_reward"] == 0.0
     assert {"eval_rewards/accuracy", "eval_answers/length"} <= row.keys()
+    (tmp_path / "own.py").write_text("def accuracy(completions, **others):\n    return [1.0 for _ in completions]\n")
+    own = [f"{tmp_path / 'own.py'}:accuracy"]  # which would be told as the pairs' own
+    with pytest.raises(UserError, match="two of them are called accuracy"):
+        train_alone(resolve_config("dpo", **values | {"reward": own, "output_dir": str(tmp_path / "no")}))
 
 
 @pytest.mark.parametrize(

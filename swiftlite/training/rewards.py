@@ -84,12 +84,12 @@ class Named:
     kind: str
 
 
-def load_rewards(given: Sequence[str]) -> list[Reward]:
-    """What the words of `--reward` name, reward models without their weights. Raises UserError where one cannot be
-    had."""
+def load_rewards(given: Sequence[str], beside: Sequence[str] = ()) -> list[Reward]:
+    """What the words of `--reward` name, reward models without their weights. beside: names of rewards that metrics
+    have besides. Raises UserError where one cannot be had."""
     modules: dict[str, ModuleType] = {}  # each is run once, however many of its functions are named
     found = [_load(word, modules) for word in given]
-    names = [reward.name for reward in found]
+    names = [*beside, *(reward.name for reward in found)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         model = any(reward.judge is not None for reward in found if reward.name == twice)
         rename = "one of two folders by a link (ln -s FOLDER OTHER_NAME)" if model else "rename one of two functions"
