@@ -340,6 +340,12 @@ def test_files_of_other_types_are_named(tmp_path, name):
         read_questions(tmp_path / name, None)
 
 
+def test_no_file_is_made_that_is_called_as_stdout_is():
+    with pytest.raises(UserError, match="answers are written to a file") as failure:
+        infer_module._check_output(Path("-"))
+    assert failure.value.where == "--output -" and "answers.jsonl" in failure.value.fix
+
+
 @pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
 def test_rows_may_be_compressed(tmp_path, suffix):
     path, rows = tmp_path / f"in.jsonl{suffix}", b'\xef\xbb\xbf{"prompt": "a"}\r\n\n{"prompt": "b"}'

@@ -138,6 +138,9 @@ def _check(options: InferOptions) -> None:
 
 
 def _check_output(output: Path) -> None:
+    if str(output) == "-":  # which is stdout elsewhere, also to --json
+        fix = "name a new file, such as answers.jsonl"
+        raise UserError("answers are written to a file", where="--output -", fix=fix)
     kind = as_data_file(output)
     if output.suffix.lower() in COMPRESSED or (kind is not None and kind.kind not in ("jsonl", "json", "txt")):
         what = f"{output.suffix} files are not written, only JSON lines"  # whole lines of them can be kept on failure
