@@ -1,5 +1,6 @@
 """The program as a user meets it: help, dry runs, one-block errors with their exit codes, a run from start to end."""
 
+import errno
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ from test_parity import settings
 
 from swiftlite.cli.app import main
 from swiftlite.cli.console import print_notes, wide_console
+from swiftlite.cli.errors import show_error
 from swiftlite.config import resolve
 from swiftlite.config.recipe import load_recipe, shipped_recipes
 
@@ -187,6 +189,13 @@ def test_a_mistake_is_one_block_and_exit_code_2(run, line, said):
     assert err.startswith("error: ") and "fix:" in err
     assert "Traceback" not in err
     assert err.count("error:") == 1
+
+
+def test_a_full_disk_is_told_without_flags_that_only_training_has(capsys):
+    assert show_error(OSError(errno.ENOSPC, "No space left on device")) == 1  # of stdout, say, which has no name
+    err = capsys.readouterr().err
+    assert err.startswith("error: the disk is full\nfix:   free some space, or write to another one: ")
+    assert "--output-dir" not in err and "--cache-dir" not in err
 
 
 def test_a_data_set_name_that_means_nothing_is_found_in_a_dry_run(run):

@@ -37,7 +37,8 @@ def unforeseen(error: BaseException) -> SwiftliteError:
         return RunError(
             "the disk is full",
             where=error.filename and str(error.filename),
-            fix="free some space, or name another disk with --output-dir or --cache-dir; --resume auto goes on",
+            fix="free some space, or write to another one: it is that of stdout, of a folder that the command names or "
+            "of the cache; a training run goes on by --resume auto",
         )
     if isinstance(error, PermissionError) and error.filename:
         return UserError(
