@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.config.resolve import resolve_config
+from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_pairs
 
 
@@ -68,6 +69,11 @@ def test_the_result_is_a_sequence_classifier(start, tmp_path):
         tmp_path / "out" / "model", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
+    of_words = settings(tmp_path, tmp_path / "out" / "model", tmp_path / "rows.jsonl", output_dir=str(tmp_path / "no"))
+    taught = of_words | {"model": str(start().model), "teacher": of_words["model"]}
+    for values in (of_words, taught):
+        with pytest.raises(UserError, match="the model gives scores"):
+            train_alone(resolve_config("sft", **values))
     assert model.config.num_labels == 1 and model.config.pad_token_id is not None
     assert model.score.weight.abs().sum() > 0
 

@@ -193,5 +193,6 @@ def check_anything_left(entries: list[Entry]) -> None:
         raise UserError(
             f"no row is left: {read:,} read, all dropped ({reasons}){detail}",
             where=where,
-            fix="mend the rows (swiftlite inspect shows them); for over_long and no_trained_token raise --max-length",
+            fix="mend the rows (swiftlite inspect shows them); for over_long and no_trained_token raise --max-length, "
+            "or lower --max-new-tokens of prompts",
         )

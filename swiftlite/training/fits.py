@@ -25,8 +25,21 @@ PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32; --quanti
 def check_config(config: RunConfig, model_config: PretrainedConfig, plain_weights: str = PLAIN_WEIGHTS) -> None:
     """What no layout or device changes. plain_weights: what to do where they are quantized. Raises UserError."""
     check_trainable_architecture(model_config)
+    _check_words(config, model_config)
     check_plain_weights(model_config, f"--model {config.model}", plain_weights)
     _check_length(config, model_config)
+
+
+def _check_words(config: RunConfig, model_config: PretrainedConfig) -> None:
+    """A classifier has no words to give; but where its embedding is its output too, it can be loaded as a model that
+    has."""
+    scores = any(name.endswith("ForSequenceClassification") for name in model_config.architectures or ())
+    if scores and config.method != "rm":
+        raise UserError(
+            f"the model gives scores, such as those of a reward model, and {config.method} is about words",
+            where=f"--model {config.model}",
+            fix="name the model that it was made from; `swiftlite rm` goes on with it",
+        )
 
 
 def check_division(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:
