@@ -243,6 +243,9 @@ def test_functions_that_a_run_names_are_not_run_unasked(tmp_path, trained):
     assert "--reward" in failure.value.fix
     _, recipe = settle(given | {"method": Given("sft", "--method", "flag")}, None)
     assert not {"loss", "beta", "reward", "eval_samples"} & recipe.entries.keys()
+    saved = tmp_path / "out" / "config.yaml"
+    saved.write_text(saved.read_text().replace(VOWELS, "contains*0.5"))  # which comes along, and is nobody else's code
+    assert settle(given, None)[1].entries["reward"].value == ["contains*0.5"]
     settled, recipe = settle(given | {"reward": Given([VOWELS], "--reward", "flag")}, None)
     assert settled["method"].value == "grpo" and recipe.entries["eval_samples"].value == "2"
     assert not {"beta", "reward"} & recipe.entries.keys()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftlite.config.flags import all_flags
-from swiftlite.config.methods import EXAMINED_BY, SAMPLING
+from swiftlite.config.methods import EXAMINED_BY, KNOWN_REWARDS, SAMPLING
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import is_run
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE, TUNER
@@ -112,16 +112,21 @@ def run_of(weights: Path) -> Path | None:
 
 
 def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
-    """What of a run's settings changes a loss. Raises UserError where it has none, but functions, which are code."""
+    """What of a run's settings changes a loss, or says what rewards answers. Raises UserError where that is code."""
     recipe = load_recipe(str(run / "config.yaml"))
-    method = recipe.entries["method"].value if "method" in recipe.entries else None
-    if method in SAMPLING and "method" not in given:
+    names = _of_panels(*PANELS, TUNER) - NOT_OF_A_RUN - OF_TRAINING | BESIDE
+    method, rewards = (recipe.entries[name].value if name in recipe.entries else None for name in ("method", "reward"))
+    if method not in SAMPLING or "method" in given:
+        return _only(recipe, names, given)
+    words = rewards if isinstance(rewards, list) else []
+    if not words or any(str(word).partition("*")[0] not in KNOWN_REWARDS for word in words):
+        named = " ".join(map(str, words)) or "FILE.py:NAME"
         raise UserError(
             f"{method} learns by reward functions, and those that a run names are not run unasked",
             where=str(recipe.path),
-            fix="name them by --reward FILE.py:NAME, or give --method sft for the loss of rows with answers",
+            fix=f"name them (--reward {named}), or give --method sft for the loss of rows with answers",
         )
-    return _only(recipe, _of_panels(*PANELS, TUNER) - NOT_OF_A_RUN - OF_TRAINING | BESIDE, given)
+    return _only(recipe, names | {"reward"}, given)
 
 
 def _of_answers(recipe: Recipe, names: set[str], given: Mapping[str, Given]) -> set[str]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from swiftlite.config.methods import KNOWN_REWARDS
+
 MINUS = "\N{MINUS SIGN}"
 # A comma stands between thousands, else between numbers; behind a number a dash is no sign.
 NUMBER = re.compile(
@@ -55,7 +57,7 @@ def think_format(completions: Sequence[Any], **_others: object) -> Rewards:
     return [float(_is_thought_and_answer(text_of(completion))) for completion in completions]
 
 
-KNOWN = {function.__name__: function for function in (exact_match, contains, last_number, math_equal, think_format)}
+KNOWN = dict(zip(KNOWN_REWARDS, (exact_match, contains, last_number, math_equal, think_format), strict=True))
 ELSEWHERE = {  # what TRL and ms-swift call the like of them
     "accuracy": "math_equal", "accuracy_reward": "math_equal", "format": "think_format",
     "think_format_reward": "think_format",
