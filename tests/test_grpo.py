@@ -36,6 +36,7 @@ from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import curve_of
 from swiftlite.training.asking import Asker
+from swiftlite.training.failures import NotFinite
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.training.rewards import Answered, check_columns, load_rewards, rewards_of
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
@@ -204,6 +205,17 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, tiny_model, write_rows, chat_rows):
         shutil.rmtree(checkpoint.with_name(f"step-0000000{newer}"))
     train_alone(resolve_config("grpo", **values | {"resume": "auto"}))
     assert (tmp_path / "out" / "answers.jsonl").read_text() == answers  # those of steps that came again are not twice
+
+
+def test_weights_of_half_a_step_are_not_saved(tmp_path, tiny_model, write_rows, chat_rows):
+    """The first of the second step's updates is sound, and spoils what the second gets."""
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=1, save_steps=1)
+    values["minibatches"] = 2
+    train_alone(resolve_config("grpo", **values))
+    again = {"output_dir": str(tmp_path / "again"), "resume": str(tmp_path / "out"), "max_steps": 3}
+    with pytest.raises(NotFinite, match="of step 2 is not finite"):
+        train_alone(resolve_config("grpo", **values | again | {"learning_rate": 1e30, "save_steps": 100}))
+    assert not [*(tmp_path / "again").glob("checkpoints/*")]
 
 
 def test_a_reference_that_is_gone_is_told_before_rows_are_read(tmp_path, tiny_model, write_rows, chat_rows):
