@@ -613,6 +613,29 @@ def test_rows_become_prompts(tmp_path, write_rows, tiny_model):
     assert not any(document.trained.any() for document in asked)
 
 
+def test_questions_of_two_answers_are_those_that_are_trained(tmp_path, write_rows, tiny_model):
+    """As text where all is text, and where answers are whole conversations, or texts, what both begin with."""
+    user, good, bad = ({"role": role, "content": text} for role, text in (("user", "Hi"), *2 * [("assistant", "x")]))
+    rows = [
+        {"prompt": "Once", "chosen": " upon a time", "rejected": " more"},
+        {"prompt": [user], "chosen": "x", "rejected": "y"},
+        {"chosen": [user, good], "rejected": [user, bad | {"content": "y"}]},
+        {"chosen": "Human: Hi Bot: Hello", "rejected": "Human: Hi Bot: No"},
+        {"prompt": "Equal", "chosen": "x", "rejected": "x"},  # which asks nevertheless
+    ]
+    found, tokenizer = prepared(tmp_path, write_rows, tiny_model, rows, shuffle=False, global_batch_size=5)
+    (batch, *_) = found.train.steps()
+    asked = [document for pack in batch.packs for document in pack]
+    opening = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format
+    texts = ["Once", opening("Hi"), opening("Hi"), "Human: Hi Bot:", opening("Equal")]
+    assert [tokenizer.decode(document.input_ids) for document in asked] == texts
+    answers = [" upon a time", "x", "x", " Hello", "x"]
+    assert [json.loads(document.asked)["expected"] for document in asked] == answers
+    with pytest.raises(UserError, match="chosen and rejected do not answer the same prompt"):
+        other = [user | {"content": "Ho"}, bad]
+        prepared(tmp_path, write_rows, tiny_model, [{"chosen": [user, good], "rejected": other}])
+
+
 def test_what_is_not_asked_as_the_row_has_it_is_counted(tmp_path, write_rows, tiny_model):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     rows = [

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.arguments import with_fitting_arguments
-from swiftlite.data.forms import BadRow, Completion
+from swiftlite.data.forms import BadRow, Chat, Completion
 from swiftlite.data.messages import (
     QUESTIONS,
     answer_to,
@@ -27,6 +27,7 @@ from swiftlite.data.messages import (
     tools_of,
     turns_of,
 )
+from swiftlite.data.preferences import read_preference
 from swiftlite.data.roles import with_known_roles
 from swiftlite.data.system import has_system
 from swiftlite.data.thoughts import thought_key, with_placed_thoughts
@@ -58,10 +59,13 @@ class Question:
 
 def read_question(row: dict[str, Any], where: str, system: str | None) -> Question:
     """The question of a row. system: put before one that has no system message of its own. Raises BadRow."""
-    messages = _messages(row)
+    compared = _compared(row)
+    messages = _messages(row) if compared is None else _before(compared)
     own = optional_text(row, "system")
     tools = tools_of(row)
     answer = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else _answer_beside(row)
+    if isinstance(compared, Completion):
+        answer = compared.completion
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
@@ -70,7 +74,7 @@ def read_question(row: dict[str, Any], where: str, system: str | None) -> Questi
         messages.insert(0, {"role": "system", "content": own})
     if added := system is not None and not has_system(messages):
         messages.insert(0, {"role": "system", "content": system})
-    plain = len(messages) == 1 and _is_plain(row)
+    plain = len(messages) == 1 and (isinstance(compared, Completion) or _is_plain(row))
     return Question(row, messages, tools, where, plain, system_added=added, answer=answer or None)
 
 
@@ -80,6 +84,28 @@ def _answer_beside(row: dict[str, Any]) -> str | None:
     if isinstance(said, list) and isinstance(said[-1], dict):
         said = said[-1].get("content", said[-1].get("value"))
     return str(said) if isinstance(said, str | int | float) and not isinstance(said, bool) else None
+
+
+def _compared(row: dict[str, Any]) -> Chat | Completion | None:
+    """The better of two answers with its prompt as training takes them, where they are texts, or hold the prompt
+    themselves; else None. Raises BadRow."""
+    if any(row.get(key) is not None for key in CONVERSATIONS) or None in (row.get("chosen"), row.get("rejected")):
+        return None
+    alone = all(row.get(key) is None for key in ("prompt", *QUESTIONS))
+    try:
+        better = read_preference(row).chosen
+    except BadRow:  # which training would leave out, and whose question may be asked all the same
+        if alone:
+            raise
+        return None
+    return better if alone or isinstance(better, Completion) else None
+
+
+def _before(answer: Chat | Completion) -> list[Message]:
+    """What an answer is to."""
+    if isinstance(answer, Completion):
+        return [{"role": "user", "content": answer.prompt}]
+    return answer.messages[: answer.trained.index(True)]
 
 
 def _is_plain(row: dict[str, Any]) -> bool:
