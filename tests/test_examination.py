@@ -198,6 +198,23 @@ def test_the_rows_that_are_asked_are_those_that_are_held_out(tmp_path, tiny_mode
     assert prepared.audit["questions"]["rows"] == {"read": 6, "used": 6, "dropped": {}}
 
 
+def test_rows_that_ask_nothing_are_learnt_and_counted(tmp_path, tiny_model, write_rows, chat_rows):
+    """Wherever they stand; and those that are trained on with a weight are asked once."""
+    silent = [
+        {"messages": [{"role": "system", "content": "x"}, {"role": "assistant", "content": f"{n}"}]} for n in "ab"
+    ]
+    values = in_sft(tmp_path, tiny_model, write_rows, silent + chat_rows[:8], eval_fraction=0.5)
+    values["dataset"] = [f"{values['dataset'][0]}*2", str(write_rows("more.jsonl", chat_rows[8:12]))]
+    asked = [document.where for document in asked_of(values)]
+    config = resolve_config("sft", **values)
+    prepared = prepare_run(config, lambda: load_tokenizer(config.model, trust_remote_code=False))
+    held = {one.where for batch in prepared.eval.steps() for pack in batch.packs for one in pack}
+    quiet = {where for where in held if where.endswith(("/rows.jsonl:1", "/rows.jsonl:2"))}
+    assert len(held) == 7 and quiet and sorted(asked) == sorted(held - quiet)
+    rows = {"read": 7, "used": 7 - len(quiet), "dropped": {"no_prompt": len(quiet)}}
+    assert prepared.audit["questions"]["rows"] == rows
+
+
 def test_pairs_and_judged_answers_are_asked_too(tmp_path, tiny_model, write_rows):
     pairs = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(12)]
     values = in_sft(tmp_path, tiny_model, write_rows, pairs) | {"reward": ["contains"], "max_steps": 1}

@@ -61,8 +61,10 @@ def answers(config: RunConfig) -> bool:
 
 
 def as_prompts(config: RunConfig) -> RunConfig:
-    """The config by which rows are prompts."""
-    return config.model_copy(update={"method": SAMPLING[0], "overlong": "drop", "packing": False})
+    """The config by which rows are prompts. Those that cannot be asked are counted: they are none that would be learnt
+    wrongly, and where a part of all is held out, most of them are not even asked."""
+    others = {"overlong": "drop", "on_bad_row": "skip", "packing": False}
+    return config.model_copy(update={"method": SAMPLING[0], **others})
 
 
 def passes(config: RunConfig) -> int:

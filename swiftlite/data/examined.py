@@ -93,5 +93,6 @@ def _held_out(entries: list[Entry], prepared: PreparedData) -> list[Part]:
     for entry in entries:
         if (part := parts.get(entry.source.spec.text)) is not None:
             numbers = part.store.row_numbers()[part.rows]
-            found.append(part_of(entry, np.flatnonzero(np.isin(entry.store.row_numbers(), numbers))))
+            rows = np.flatnonzero(np.isin(entry.store.row_numbers(), numbers))
+            found.append(Part(part.name, entry.store, rows))  # once, whatever weight others are trained with
     return found
