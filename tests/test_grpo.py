@@ -39,6 +39,7 @@ from swiftlite.training.asking import Asker
 from swiftlite.training.failures import NotFinite
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.training.rewards import Answered, check_columns, load_rewards, rewards_of
+from swiftlite.training.step import DirectStep
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
 
 SAMPLES, LONGEST = 4, 10
@@ -559,6 +560,24 @@ def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_mod
     row = metrics(tmp_path / "out")[0]
     assert (row["answers/equal"], row["answers/unrewarded"], row["grad_norm"]) == (1.0, 1.0, 0.0)
     assert (row["reward"], row["reward_std"], row["rewards/nothing"], row["entropy"]) == (None, None, None, None)
+
+
+def test_a_step_of_which_updates_are_skipped_counts_once(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch):
+    train, updates = DirectStep.train, []
+
+    def spoilt(self, step, batches, step_loss, scale, count, update=0):
+        updates.append((step, update))
+        outcome = train(self, step, batches, step_loss, scale, count, update)
+        return replace(outcome, loss=math.nan) if update else outcome
+
+    monkeypatch.setattr(DirectStep, "train", spoilt)
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), on_nonfinite="skip", **AGAIN)
+    train_alone(resolve_config("grpo", **values))
+    assert updates == [(step, update) for step in (1, 2) for update in range(4)]
+    said = [message["text"] for message in json.loads((tmp_path / "out" / "run.json").read_text())["messages"]]
+    assert "update 3 of step 2 skipped: loss is not finite (2 so far)" in said
+    assert "note: steps that were skipped: 2" in said
+    assert all(row["loss"] is not None for row in metrics(tmp_path / "out"))
 
 
 def test_what_a_function_sets_for_all_does_not_change_the_run(tmp_path, tiny_model, write_rows, chat_rows, functions):

@@ -151,7 +151,7 @@ class Learner:
     def _may_update(self, step: int, number: int, share: StepShare, outcome: StepOutcome, norm: float) -> bool:
         """False where the update is skipped, which is said. Raises RunError on non-finite numbers by default."""
         if share.trained_tokens == 0:
-            self._skip(step, self._parts.method.learns_nothing)
+            self._skip(step, number, self._parts.method.learns_nothing)
             return False
         if self._progress.step == number == 0:
             self._look_for_gradients(step, norm)
@@ -162,7 +162,7 @@ class Learner:
             return False
         what, fix = self._parts.method.not_finite(outcome.loss, outcome.sums)
         if self._parts.config.on_nonfinite == "skip":
-            self._skip(step, f"{what} is not finite")
+            self._skip(step, number, f"{what} is not finite")
             return False
         raise NotFinite(
             f"the {what} of step {step} is not finite",
@@ -204,9 +204,13 @@ class Learner:
             "since; --on-loss-spike warn trains on",
         )
 
-    def _skip(self, step: int, why: str) -> None:
-        self._progress.skipped_steps.append(step)
-        self._listener.message(f"step {step} skipped: {why} ({len(self._progress.skipped_steps)} so far)")
+    def _skip(self, step: int, number: int, why: str) -> None:
+        """A step of which several updates are skipped counts once."""
+        skipped = self._progress.skipped_steps
+        if skipped[-1:] != [step]:
+            skipped.append(step)
+        what = f"update {number + 1} of step {step}" if number else f"step {step}"
+        self._listener.message(f"{what} skipped: {why} ({len(skipped)} so far)")
 
     def _rows(self, batches: Sequence[MicroBatch]) -> str:
         """The rows of these micro-batches and of those that the other processes name."""
