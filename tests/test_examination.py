@@ -244,6 +244,19 @@ def test_what_has_no_effect_where_nothing_is_asked(tmp_path, tiny_model, write_r
     assert {note.partition(" ")[0] for note in notes} == idle
 
 
+def test_a_memory_that_is_full_of_answers_is_told(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("swiftlite.training.answers.sample", full)
+    values = in_sft(tmp_path, tiny_model, write_rows, chat_rows)
+    grpo = {"output_dir": str(tmp_path / "own"), "samples": 2}
+    for method, more, doing in (("sft", {}, "the evaluation"), ("grpo", grpo, "the answers of step 1")):
+        with pytest.raises(RunError, match=f"ran out of memory in {doing}") as told:
+            train_alone(resolve_config(method, **values | more))
+        assert told.value.where == "64 answers at a time, of up to 8 tokens" and "--answers-at-once" in told.value.fix
+
+
 def test_a_prompt_needs_room_before_its_answer(tmp_path, tiny_model, write_rows, chat_rows):
     values = in_sft(tmp_path, tiny_model, write_rows, chat_rows, max_new_tokens=160)
     with pytest.raises(UserError, match="leaves no room for a prompt"):

@@ -53,21 +53,23 @@ def unfit_rows() -> Iterator[None]:
 def memory_errors(
     doing: str, batches: Sequence[MicroBatch], config: RunConfig, *, sound: bool, learns: bool = True
 ) -> Iterator[None]:
-    """Turn what the device raises when its memory is full into OutOfMemory. doing: what needs it; batches: with what;
-    sound: the weights may be saved afterwards; learns: there are gradients, and what they need.
+    """Turn what the device raises when its memory is full into OutOfMemory. doing: what needs it; batches: with what,
+    none where the model answers; sound: the weights may be saved afterwards; learns: there are gradients, and what they
+    need.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        longest = max(batches, key=lambda batch: batch.input_ids.shape[1])
-        raise OutOfMemory(
-            f"the device ran out of memory in {doing}",
-            where=f"a micro-batch of {longest.input_ids.shape[1]:,} tokens: {list_rows(longest.where)}",
-            fix=_less_memory(config, learns),
-            sound=sound,
-        ) from error
+        where = f"{config.answers_at_once:,} answers at a time, of up to {config.max_new_tokens:,} tokens"
+        fix = "lower --answers-at-once, --max-new-tokens or --max-length"
+        if batches:
+            longest = max(batches, key=lambda batch: batch.input_ids.shape[1])
+            where = f"a micro-batch of {longest.input_ids.shape[1]:,} tokens: {list_rows(longest.where)}"
+            fix = _less_memory(config, learns)
+        what = f"the device ran out of memory in {doing}"
+        raise OutOfMemory(what, where=where, fix=fix, sound=sound) from error
 
 
 def other_memory_errors(*, learns: bool = True) -> AbstractContextManager[None]:

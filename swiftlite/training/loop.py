@@ -145,7 +145,8 @@ class Loop:
             if batch is None:
                 return
             found = time.perf_counter()
-            parts, answered = self._parts.method.lessons(batch), time.perf_counter()
+            with self._learner.memory_errors(f"the answers of step {batch.step}", ()):
+                parts, answered = self._parts.method.lessons(batch), time.perf_counter()
             lessons = [(part, self._parts.share(self._packs(part))) for part in parts]
             yield batch, lessons, found - started + time.perf_counter() - answered
 
