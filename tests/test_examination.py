@@ -396,10 +396,12 @@ def test_a_reward_of_nothing_is_told_as_that(capsys):
 
 def test_other_rewards_are_no_measure_for_those_before():
     config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"])
-    judging = [({name: "x"}, None) for name in ("reward", "eval_temperature", "max_new_tokens")]
-    for changed, left in ({"loss": "x"}, -0.5), *judging:
+    judging = [(config, name, None) for name in ("reward", "eval_temperature", "max_new_tokens")]
+    several = config.model_copy(update={"eval_samples": 2})
+    others = [(several, "loss", -0.5), (config, "temperature", -0.5), (several, "temperature", None)]
+    for config, changed, left in (*judging, *others):
         progress, told = Progress(best_loss=-0.5, best_step=2, best_step_loss=-0.5), []
-        forget_other_losses(progress, config, changed, told.append)
+        forget_other_losses(progress, config, {changed: "x"}, told.append)
         assert progress.best_loss == left and len(told) == (left is None)
 
 

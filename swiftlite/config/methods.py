@@ -88,8 +88,13 @@ def examined_at(config: RunConfig) -> float:
     """The temperature of answers that are evaluated: several would all be the same at 0."""
     if config.eval_temperature is not None:
         return config.eval_temperature
-    lively = config.temperature if config.method in SAMPLING else 1.0
+    lively = config.temperature if evaluates_as_it_samples(config) else 1.0
     return lively if config.eval_samples > 1 else 0.0
+
+
+def evaluates_as_it_samples(config: RunConfig) -> bool:
+    """Whether answers that are evaluated are drawn at the temperature of those that are learnt from."""
+    return config.method in SAMPLING and config.eval_samples > 1 and config.eval_temperature is None
 
 
 def asked_at_once(config: RunConfig) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swiftlite.checkpoint.folder import step_folder
 from swiftlite.checkpoint.state import copy_model
 from swiftlite.config.changes import OF_THE_LOSS, OF_THE_REWARD
-from swiftlite.config.methods import PREFERENCE, answers
+from swiftlite.config.methods import PREFERENCE, answers, evaluates_as_it_samples
 from swiftlite.reporting.curves import evaluated
 from swiftlite.training.progress import Progress
 
@@ -39,6 +39,8 @@ def forget_other_losses(progress: Progress, config: RunConfig, settings: Mapping
         progress.recent_losses.clear()
     by_reward = answers(config) or "reward" in settings
     judged_by = OF_THE_REWARD if by_reward else OF_THE_LOSS if config.method in PREFERENCE else ()
+    if by_reward and evaluates_as_it_samples(config):
+        judged_by = (*judged_by, "temperature")
     changed = [words for name, words in settings.items() if name in judged_by]
     if changed and progress.best_loss is not None:
         progress.best_loss = progress.best_step = progress.best_step_loss = None
