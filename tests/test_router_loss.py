@@ -14,6 +14,7 @@ from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router, with_router_loss
 from swiftlite.models.toys import toy_config
+from swiftlite.serving.generate import Answerer, Sampling
 from swiftlite.training import setup
 
 WEIGHT = 0.3
@@ -73,6 +74,20 @@ def test_the_flag_says_what_a_config_may_say(base, tmp_path):
         for name in ("loss", "grad_norm", "router_loss"):
             assert [row.get(name) for row in mine] == [row.get(name) for row in theirs]
     assert by_flag[0]["grad_norm"] != plain[0]["grad_norm"] and "router_loss" not in plain[0]
+
+
+def test_a_mixture_answers_without_it(base, tmp_path):
+    """In a run that balances its routers, where the answers are those of one that does not, and in inference."""
+    asked = {"reward": ["contains"], "samples": 2, "max_new_tokens": 6, "minibatches": 2, "max_steps": 1}
+    said = []
+    for weight in (0.0, WEIGHT):
+        out = tmp_path / f"out-{weight}"
+        train_alone(resolve_config("grpo", **base | asked | {"output_dir": str(out), "router_aux_loss_coef": weight}))
+        said.append((out / "answers.jsonl").read_text())
+    assert said[0] == said[1]
+    model = AutoModelForCausalLM.from_pretrained(routed_model(base, tmp_path, output_router_logits=True)).eval()
+    answerer = Answerer(model, AutoTokenizer.from_pretrained(base["model"]), Sampling(max_new_tokens=4))
+    assert len(answerer.answer([[5, 6, 7], [5, 6]])) == 2
 
 
 def test_models_without_such_a_loss_are_refused_before_weights_load(base, tmp_path, tiny_model, monkeypatch):

@@ -46,6 +46,14 @@ def answering(model: PreTrainedModel, *, switch: bool) -> Iterator[None]:
         model.train(training)
 
 
+def without_router_loss(model: PreTrainedModel) -> dict[str, bool]:
+    """What a forward pass is told besides, where answers are drawn: a mixture whose config.json says that routers are
+    balanced would compute that loss at each token, and fail, since it counts those that the cache has."""
+    from swiftlite.models.anatomy import balances_router
+
+    return {"output_router_logits": False} if balances_router(model.config) else {}
+
+
 def sample(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -83,6 +91,7 @@ def sample(
             attention_mask=mask[rows],
             generation_config=settings,
             logits_processor=[_Drawn(numbers.to(model.device), longest, temperature)] if temperature else [],
+            **without_router_loss(model),
             **read,
         )
     return [_ended(row, stops) for row in out[:, longest:].tolist()]
@@ -117,6 +126,7 @@ def _read_once(
         position_ids=places[:, :-1],
         use_cache=True,
         logits_to_keep=1,
+        **without_router_loss(model),
         **named,
     )
     cache.batch_select_indices(rows)

@@ -15,7 +15,7 @@ from swiftlite.config.names import most_positions
 from swiftlite.data.questions import opened, plain_ids
 from swiftlite.data.stops import stop_tokens
 from swiftlite.errors import UserError
-from swiftlite.models.sampling import padded
+from swiftlite.models.sampling import padded, without_router_loss
 from swiftlite.serving.prompts import check_utf8
 
 if TYPE_CHECKING:
@@ -178,6 +178,7 @@ class Answerer:
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=self._settings(pad, min(self._room(prompt) for prompt in prompts)),
+                **without_router_loss(self._model),
                 **extra,
             )
         return out[:, ids.shape[1] :]
