@@ -755,6 +755,7 @@ def test_more_updates_take_more_time(tmp_path, tiny_model):
     ("words", "wanted"),
     [
         ("steps_per_generation 4", "`minibatches` for the updates"),
+        ("generation_max_length 64", "`max_new_tokens` for the tokens that an answer may have"),
         ("importance_sampling_level sequence", "loss: gspo"),
         ("importance_sampling_level token", None),
         ("generation_batch_size 32", "global_batch_size"),

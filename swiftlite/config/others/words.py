@@ -167,6 +167,8 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     "merge_lora": "use `swiftlite export` after training, which merges",
     "do_predict": "use `swiftlite infer` after training",
     "predict_with_generate": "name what judges answers to the rows that are held out: {reward: exact_match}",
+    "generation_max_length": "write {max_new_tokens} for the tokens that an answer may have",
+    "generation_num_beams": _OUT + "an answer is of the likeliest token each time, or drawn ({eval_samples})",
     "do_eval": _OUT + "name no {eval_dataset} and no {eval_fraction}",
     "do_train": "use `swiftlite eval` or `swiftlite infer`",
     "hub_token": "log in by `hf auth login`, or set HF_TOKEN: settings are saved where others read them",
