@@ -580,6 +580,21 @@ def test_a_step_of_which_updates_are_skipped_counts_once(tmp_path, tiny_model, w
     assert all(row["loss"] is not None for row in metrics(tmp_path / "out"))
 
 
+def test_a_loss_that_jumps_is_one_of_steps_not_of_updates(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch):
+    """The first update of a step has a loss of about 0 whatever the later ones have."""
+    train = DirectStep.train
+
+    def spoilt(self, step, batches, step_loss, scale, count, update=0):
+        outcome = train(self, step, batches, step_loss, scale, count, update)
+        return replace(outcome, loss=50.0 if step > 20 and update else 0.0)
+
+    monkeypatch.setattr(DirectStep, "train", spoilt)
+    small = {"max_new_tokens": 6, "update_epochs": 3, "max_steps": 24}
+    values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), **small)
+    with pytest.raises(RunError, match="the loss of step 23 and of the 2 before it"):
+        train_alone(resolve_config("grpo", **values))
+
+
 def test_what_a_function_sets_for_all_does_not_change_the_run(tmp_path, tiny_model, write_rows, chat_rows, functions):
     values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), max_steps=2, tuner="lora")
     values |= {"lora_dropout": 0.2}

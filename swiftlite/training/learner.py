@@ -111,15 +111,20 @@ class Learner:
         set_rate(parts.optimizer, rate)
         prepared = [parts.method.prepare(lesson, share, "train") for lesson, share in lessons]
         passes = parts.method.passes if any(share.trained_tokens for share, _ in prepared) else 1
-        rows = [self._update(batch.step, number, *one) for number, one in enumerate(prepared * passes)]
+        rows: list[dict[str, Any]] = []
+        for number, one in enumerate(updates := prepared * passes):
+            known = [row["loss"] for row in rows if row["loss"] is not None]
+            rows.append(self._update(batch.step, number, *one, known if number + 1 == len(updates) else None))
         progress.step, progress.epoch = batch.step, batch.epoch
         progress.loss_scale, progress.method = asdict(self._scale), parts.method.state
         found = of_updates(rows)
         row = {"step": batch.step, "epoch": round(batch.epoch, 6), "loss": found.pop("loss"), "learning_rate": rate}
         return row | found, [length for share, _ in prepared for length in share.lengths] * passes
 
-    def _update(self, step: int, number: int, share: StepShare, make_loss: MakeLoss) -> dict[str, Any]:
-        """What is told of an update. number: in the step, from 0."""
+    def _update(
+        self, step: int, number: int, share: StepShare, make_loss: MakeLoss, before: Sequence[float] | None
+    ) -> dict[str, Any]:
+        """What is told of an update. number: in the step, from 0; before: losses of the step's others, of its last."""
         parts, method = self._parts, self._parts.method
         count, first = method.count(share), self._progress.step == number == 0
         learning = self._updates.during_backward() if share.trained_tokens else nullcontext()
@@ -133,7 +138,8 @@ class Learner:
             check_start(method, share, outcome.loss, parts.precision.dtype)
         norm = self._updates.norm(parts.config.max_grad_norm, self._scale.value)
         if self._may_update(step, number, share, outcome, norm):
-            self._watch_loss(step, share, outcome)
+            if before is not None:  # the first update's loss says nothing of later ones: a step's mean is compared
+                self._watch_loss(step, fmean([*before, outcome.loss]), share, outcome)
             self._updates.finish()
             method.after(outcome.sums, count)
         if math.isfinite(outcome.loss):  # a loss that is no number is so at any scale
@@ -186,12 +192,12 @@ class Learner:
             f"warning: the gradient of step {step} is zero{where}: what is trained there learns nothing"
         )
 
-    def _watch_loss(self, step: int, share: StepShare, outcome: StepOutcome) -> None:
-        """Say where the loss jumps. Raises LossSpike where it does not come down again."""
-        if not self._spikes.is_spike(outcome.loss):
+    def _watch_loss(self, step: int, loss: float, share: StepShare, outcome: StepOutcome) -> None:
+        """Say where the loss of a step jumps. Raises LossSpike where it does not come down again."""
+        if not self._spikes.is_spike(loss):
             return
         rows = self._rows([_heaviest_loss(share, outcome)])
-        self._listener.message(f"step {step}: loss {outcome.loss:.4g} is {self._spikes.words()}; {rows}")
+        self._listener.message(f"step {step}: loss {loss:.4g} is {self._spikes.words()}; {rows}")
         if self._spikes.count < PATIENCE:
             return
         if self._parts.config.on_loss_spike == "warn":
