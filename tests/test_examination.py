@@ -198,6 +198,22 @@ def test_the_rows_that_are_asked_are_those_that_are_held_out(tmp_path, tiny_mode
     assert prepared.audit["questions"]["rows"] == {"read": 6, "used": 6, "dropped": {}}
 
 
+def test_the_summary_tells_that_nothing_was_rewarded(tmp_path, tiny_model, write_rows, chat_rows, capsys):
+    (tmp_path / "judges.py").write_text("def silent(completions, **others):\n    return [None] * len(completions)\n")
+    values = in_sft(tmp_path, tiny_model, write_rows, chat_rows, max_steps=1, reward=[f"{tmp_path}/judges.py:silent"])
+    train_alone(resolve_config("sft", **values))
+    assert "eval reward: none rewarded" in capsys.readouterr().out
+
+
+def test_a_function_is_not_called_as_what_pairs_have(tmp_path, tiny_model, write_rows):
+    """One of the two would be lost."""
+    (tmp_path / "judges.py").write_text("def accuracy(completions, **others):\n    return [0.0] * len(completions)\n")
+    pairs = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(12)]
+    values = in_sft(tmp_path, tiny_model, write_rows, pairs) | {"reward": [f"{tmp_path}/judges.py:accuracy"]}
+    with pytest.raises(UserError, match="metrics have dpo's own numbers as rewards/accuracy"):
+        train_alone(resolve_config("dpo", **values))
+
+
 def test_rows_that_ask_nothing_are_learnt_and_counted(tmp_path, tiny_model, write_rows, chat_rows):
     """Wherever they stand; and those that are trained on with a weight are asked once."""
     silent = [
@@ -222,10 +238,6 @@ def test_pairs_and_judged_answers_are_asked_too(tmp_path, tiny_model, write_rows
     [row] = metrics(tmp_path / "out")
     assert row["eval_loss"] > 0 and row["eval_rewards/contains"] == row["eval_reward"] == 0.0
     assert {"eval_rewards/accuracy", "eval_answers/length"} <= row.keys()
-    (tmp_path / "own.py").write_text("def accuracy(completions, **others):\n    return [1.0 for _ in completions]\n")
-    own = [f"{tmp_path / 'own.py'}:accuracy"]  # which would be told as the pairs' own
-    with pytest.raises(UserError, match="two of them are called accuracy"):
-        train_alone(resolve_config("dpo", **values | {"reward": own, "output_dir": str(tmp_path / "no")}))
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,9 @@ class RunReporter:
             lines[board.curve] = f"{short(board.first)} → {short(board.last)} (smoothed {short(board.smooth)})"
         if board.held_out is not None:
             lines[evaluated(board.curve)[1]] = short(board.held_out)
-        lines |= {key.replace("_", " "): short(board.evaluated[key]) for key in EVALUATIONS if key in board.evaluated}
+        for key in filter(board.evaluated.__contains__, EVALUATIONS):
+            of_none = key.startswith("eval_reward") and board.evaluated[key] is None
+            lines[key.replace("_", " ")] = "none rewarded" if of_none else short(board.evaluated[key])
         lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
         if self._config.method != "rm":  # which gives scores, not answers

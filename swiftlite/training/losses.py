@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from swiftlite.config.methods import PREFERENCE
 from swiftlite.data.batches import MicroBatch
 from swiftlite.objectives.completions import completion_sums
 from swiftlite.objectives.policy import Policy
@@ -20,9 +19,6 @@ from swiftlite.objectives.preference import PairScores, Preference
 from swiftlite.objectives.reward import RewardModel, reward_metrics
 from swiftlite.objectives.supervised import dynamic_loss, supervised_loss
 from swiftlite.objectives.unpaired import RowScores, Unpaired
-
-if TYPE_CHECKING:
-    from swiftlite.config.schema import RunConfig
 
 Contribution = tuple[torch.Tensor, Sequence[torch.Tensor]]
 
@@ -181,11 +177,6 @@ class PolicyLoss:
             return own
         means = answer_sums(own.detach(), batch) / batch.completions.tokens.clamp(min=1)
         return means.float()[batch.owner] + logprobs - logprobs.detach()
-
-
-def implied_rewards(config: RunConfig) -> list[str]:
-    """The names of rewards that metrics have by the method itself."""
-    return [name.partition("/")[2] for name in REWARD_SUMS] if config.method in PREFERENCE else []
 
 
 def answer_sums(logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.flags import nearest
-from swiftlite.config.methods import EXPECTED, GIVEN, PROMPT
+from swiftlite.config.methods import COMPARED, EXPECTED, GIVEN, PREFERENCE, PROMPT, SAMPLING
 from swiftlite.config.names import HUB_ID
 from swiftlite.data.questions import ANSWERS
 from swiftlite.ending import STOPPING, is_of_a_signal
@@ -84,17 +84,24 @@ class Named:
     kind: str
 
 
-def load_rewards(given: Sequence[str], beside: Sequence[str] = ()) -> list[Reward]:
-    """What the words of `--reward` name, reward models without their weights. beside: names of rewards that metrics
-    have besides. Raises UserError where one cannot be had."""
+def load_rewards(given: Sequence[str], method: str = SAMPLING[0]) -> list[Reward]:
+    """What the words of `--reward` name, reward models without their weights. Raises UserError where one cannot be
+    had, or is called as what the method itself has of rewards."""
     modules: dict[str, ModuleType] = {}  # each is run once, however many of its functions are named
     found = [_load(word, modules) for word in given]
-    names = [*beside, *(reward.name for reward in found)]
+    names = [reward.name for reward in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         model = any(reward.judge is not None for reward in found if reward.name == twice)
         rename = "one of two folders by a link (ln -s FOLDER OTHER_NAME)" if model else "rename one of two functions"
         fix = f"metrics are called so: name it once, or {rename}"
         raise UserError(f"two of them are called {twice}", where=FLAG, fix=fix)
+    own = COMPARED if method in PREFERENCE else ()
+    if taken := next((reward for reward in found if reward.name in own), None):
+        raise UserError(
+            f"metrics have {method}'s own numbers as rewards/{taken.name}",
+            where=f"{FLAG} {taken.given}",
+            fix=f"give it a name that is none of {', '.join(own)}",
+        )
     return found
 
 

@@ -47,7 +47,6 @@ from swiftlite.training.interval import Interval
 from swiftlite.training.judges import notes_on_judges
 from swiftlite.training.learner import Parts
 from swiftlite.training.loop import Loop
-from swiftlite.training.losses import implied_rewards
 from swiftlite.training.methods import preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder
@@ -93,7 +92,7 @@ def run_training(
             if needs_reference(loss) or keeps_second(config):
                 find_weights(config, None)  # the start of a run that goes on has to be there still
             beside = check_teacher(config, layout, world.device, load) if config.teacher else None
-            rewards = load_rewards(config.reward, implied_rewards(config)) if answers(config) else []
+            rewards = load_rewards(config.reward, config.method) if answers(config) else []
         for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
