@@ -111,8 +111,8 @@ class Learner:
         set_rate(parts.optimizer, rate)
         prepared = [parts.method.prepare(lesson, share, "train") for lesson, share in lessons]
         passes = parts.method.passes if any(share.trained_tokens for share, _ in prepared) else 1
-        rows: list[dict[str, Any]] = []
-        for number, one in enumerate(updates := prepared * passes):
+        updates, rows = prepared * passes, []
+        for number, one in enumerate(updates):
             known = [row["loss"] for row in rows if row["loss"] is not None]
             rows.append(self._update(batch.step, number, *one, known if number + 1 == len(updates) else None))
         progress.step, progress.epoch = batch.step, batch.epoch
