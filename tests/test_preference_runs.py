@@ -143,7 +143,7 @@ def test_a_reference_that_is_gone_is_told_before_anything_is_loaded(start, tmp_p
     if goes_on:
         assert len(start(max_steps=2, resume="auto", **more)) == 2
         return
-    monkeypatch.setattr(run_module, "prepare_data", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(run_module, "prepare_run", lambda *_: pytest.fail("went on"))
     with pytest.raises(UserError, match="no adapter_config.json in the adapter folder"):
         start(max_steps=2, resume="auto", **more)
 
