@@ -221,6 +221,10 @@ def test_rows_that_ask_nothing_are_learnt_and_counted(tmp_path, tiny_model, writ
     ]
     values = in_sft(tmp_path, tiny_model, write_rows, silent + chat_rows[:8], eval_fraction=0.5)
     values["dataset"] = [f"{values['dataset'][0]}*2", str(write_rows("more.jsonl", chat_rows[8:12]))]
+    apart = {"eval_fraction": 0.0, "eval_dataset": [str(write_rows("held.jsonl", silent + chat_rows[:4]))]}
+    train_alone(resolve_config("sft", **values | apart | {"max_steps": 1}))
+    [row], [found] = metrics(tmp_path / "out"), evaluate(model=str(tmp_path / "out"), reward=[VOWELS])
+    assert row["eval_answers/length"] == found.metrics["answers/length"] and found.counts["rows"] == 4
     asked = [document.where for document in asked_of(values)]
     config = resolve_config("sft", **values)
     prepared = prepare_run(config, lambda: load_tokenizer(config.model, trust_remote_code=False))
@@ -267,6 +271,15 @@ def test_a_memory_that_is_full_of_answers_is_told(tmp_path, tiny_model, write_ro
         with pytest.raises(RunError, match=f"ran out of memory in {doing}") as told:
             train_alone(resolve_config(method, **values | more))
         assert told.value.where == "64 answers at a time, of up to 8 tokens" and "--answers-at-once" in told.value.fix
+
+
+def test_a_dry_run_tells_what_is_asked(tmp_path, capsys, monkeypatch, tiny_model, write_rows, chat_rows):
+    monkeypatch.setenv("COLUMNS", "200")
+    values = in_sft(tmp_path, tiny_model, write_rows, chat_rows, eval_samples=2)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if not isinstance(value, list)]
+    with pytest.raises(SystemExit):
+        main(["sft", *words, "--dataset", *values["dataset"], "--reward", VOWELS, "--dry-run"])
+    assert "held out, and 2 answers each, of up to 8 tokens, at temperature 1" in capsys.readouterr().out
 
 
 def test_a_prompt_needs_room_before_its_answer(tmp_path, tiny_model, write_rows, chat_rows):

@@ -18,6 +18,7 @@ from swiftlite.config.methods import (
     answers,
     asked_at_once,
     examined_at,
+    examines,
     learns_again,
     pack_capacity,
 )
@@ -143,6 +144,8 @@ def _step(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
         return
     yield "a step", _batch(config, layout, "accumulated")
     yield "at most", f"{config.global_batch_size * capacity:,} tokens a step"
+    if examines(config):
+        yield "an evaluation", f"the loss of the rows that are held out, and {_answered(config)}"
 
 
 def _evaluation(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
@@ -151,11 +154,15 @@ def _evaluation(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
     if config.method not in SAMPLING:
         yield "together", _batch(config, layout, "one by one")
         return
-    samples, temperature = config.eval_samples, examined_at(config)
-    asked = f"{asked_at_once(config)} prompts with {samples} answer{'s' if samples > 1 else ''} each"
-    drawn = f"at temperature {temperature:g}" if temperature else "of the likeliest tokens"
-    yield "together", f"{asked}, of up to {config.max_new_tokens:,} tokens, {drawn}"
+    yield "together", f"{asked_at_once(config)} prompts with {_answered(config)}"
     yield "", f"each process answers {config.answers_at_once} at a time"
+
+
+def _answered(config: RunConfig) -> str:
+    """What a prompt that is evaluated gets."""
+    samples, temperature = config.eval_samples, examined_at(config)
+    drawn = f"at temperature {temperature:g}" if temperature else "of the likeliest tokens"
+    return f"{samples} answer{'s' if samples > 1 else ''} each, of up to {config.max_new_tokens:,} tokens, {drawn}"
 
 
 def _batch(config: RunConfig, layout: Layout, one_by_one: str) -> str:

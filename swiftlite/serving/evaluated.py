@@ -71,6 +71,8 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
         settled["resume"] = Given(str(weights), named.where, "flag")
     if run is not None:
         recipe = _settings(run, given)
+        if _asks_otherwise(recipe, given):
+            settled.setdefault("on_bad_row", Given("skip", named.where, "flag"))
         del settled["adapter" if adapter else "model"]  # what the weights began as is in the recipe
     else:
         settled |= {"model": Given(source.base, named.where, "flag"), **ANY_TUNER, **_on_base(source, adapter)}
@@ -127,6 +129,12 @@ def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
             fix=f"name them (--reward {named}), or give --method sft for the loss of rows with answers",
         )
     return _only(recipe, names | {"reward"}, given)
+
+
+def _asks_otherwise(recipe: Recipe, given: Mapping[str, Given]) -> bool:
+    """Whether rows that a run has learnt from, or evaluated, are questions now, which not all of them need be."""
+    before = recipe.entries["method"].value if "method" in recipe.entries else None
+    return "method" in given and given["method"].value in SAMPLING and before not in SAMPLING
 
 
 def _of_answers(recipe: Recipe, names: set[str], given: Mapping[str, Given]) -> set[str]:
