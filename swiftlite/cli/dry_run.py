@@ -21,6 +21,7 @@ from swiftlite.config.methods import (
     examines,
     learns_again,
     pack_capacity,
+    updates,
 )
 from swiftlite.untrusted import printable
 
@@ -138,9 +139,9 @@ def _step(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
     capacity = pack_capacity(config)
     if config.method in SAMPLING:
         asked = f"{config.global_batch_size} prompts with {config.samples} answers each"
-        updates = f"{config.minibatches * config.update_epochs} updates by " if learns_again(config) else ""
+        several = f"{updates(config)} updates by " if learns_again(config) else ""
         yield "a step", f"{asked}, of up to {config.max_new_tokens:,} tokens"
-        yield "", f"then {updates}forward passes of {config.micro_batch_size} x {capacity:,} tokens at most"
+        yield "", f"then {several}forward passes of {config.micro_batch_size} x {capacity:,} tokens at most"
         return
     yield "a step", _batch(config, layout, "accumulated")
     yield "at most", f"{config.global_batch_size * capacity:,} tokens a step"

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from swiftlite.checkpoint.claim import new_folder
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.options import RunCommand
 
@@ -20,6 +19,7 @@ def train(resolved: Resolved) -> None:
     config, leads = resolved.config, os.environ.get("RANK", "0") == "0"
     for note in resolved.notes if leads else ():
         print(f"note: {note}", flush=True)
+    from swiftlite.checkpoint.claim import new_folder
     from swiftlite.training.launch import launch
 
     named = "output_dir" in resolved.given or config.resume != "never"

@@ -73,9 +73,14 @@ def passes(config: RunConfig) -> int:
     return config.update_epochs if config.method in SAMPLING else 1
 
 
+def updates(config: RunConfig) -> int:
+    """Of a step, where its prompts are enough for all of them."""
+    return passes(config) * (config.minibatches if config.method in SAMPLING else 1)
+
+
 def learns_again(config: RunConfig) -> bool:
     """Whether some update of a step learns from answers of weights that are not there any more."""
-    return config.method in SAMPLING and config.minibatches * config.update_epochs > 1
+    return updates(config) > 1
 
 
 def teacher_share(config: RunConfig) -> float:
@@ -89,8 +94,9 @@ def examined_at(config: RunConfig) -> float:
     """The temperature of answers that are evaluated: several would all be the same at 0."""
     if config.eval_temperature is not None:
         return config.eval_temperature
-    lively = config.temperature if evaluates_as_it_samples(config) else 1.0
-    return lively if config.eval_samples > 1 else 0.0
+    if evaluates_as_it_samples(config):
+        return config.temperature
+    return 1.0 if config.eval_samples > 1 else 0.0
 
 
 def evaluates_as_it_samples(config: RunConfig) -> bool:

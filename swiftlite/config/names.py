@@ -40,6 +40,13 @@ def most_positions(settings: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) and found > 1 else None
 
 
+def gives_scores(architectures: object) -> bool:
+    """Whether what a config.json has as `architectures` is a classifier, such as a reward model."""
+    return isinstance(architectures, list) and any(
+        str(one).endswith("ForSequenceClassification") for one in architectures
+    )
+
+
 @cache
 def short_names(table: str) -> dict[str, str]:
     """Short name -> hub id. table: `models` or `datasets`."""

@@ -182,6 +182,8 @@ def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from (
         (name, f"with {config.method}") for name, where in METHOD_SETTINGS.items() if config.method not in where
     )
+    if config.method in SAMPLING and not config.beta:
+        yield "reference", "without --beta, the weight of the distance to it"
     if config.method in SAMPLING:
         yield from _ineffective_updates(config)
     if config.method == "dpo":
@@ -193,8 +195,6 @@ def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _ineffective_updates(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if not config.beta:
-        yield "reference", "without --beta, the weight of the distance to it"
     if not learns_again(config):
         why = "where a step has one update: without --minibatches or --update-epochs"
         yield from ((name, why) for name in ("epsilon", "epsilon_high"))

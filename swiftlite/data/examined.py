@@ -66,20 +66,19 @@ def with_questions(
     for entry in entries:
         check_vocabulary(entry.meta["largest_token"], vocabulary, entry.store.where_from)
     parts = [part_of(entry) for entry in entries] if config.eval_dataset else _held_out(entries, prepared)
-    plan, held_out = plan_evaluation(asking, parts), None
-    if not config.eval_dataset:
-        held_out = sum(prepared.eval.row_counts.values())
+    plan, named = plan_evaluation(asking, parts), f"{flag} {' '.join(names)}"
     if plan is None or not any(plan.row_counts.values()):
         reasons = ", ".join(dropped_rows(entries)) or "none of them is a question"
         raise UserError(
             f"none of the rows that are held out can be asked: {reasons}",
-            where=f"{flag} {' '.join(names)}",
+            where=named,
             fix="raise --max-length or lower --max-new-tokens, give --eval-dataset with questions, or no --reward",
         )
+    held_out = None if config.eval_dataset else sum(prepared.eval.row_counts.values())
     return replace(
         prepared,
         audit=prepared.audit | questions_section(entries, plan, held_out),
-        asked=(asked_of(f"{flag} {' '.join(names)}", entries),),
+        asked=(asked_of(named, entries),),
         questions=plan,
         questions_fingerprint=" ".join(entry.tokens for entry in entries),
     )

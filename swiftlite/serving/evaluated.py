@@ -87,10 +87,14 @@ def system_of_training(source: ModelSource) -> str | None:
     if run is None:
         return None
     with suppress(UserError):  # a file that is spoilt does not keep a model from answering
-        entries = load_recipe(str(run / "config.yaml")).entries
-        said, method = (entries[name].value if name in entries else None for name in ("system", "method"))
-        return None if method == "pretrain" else said
+        recipe = load_recipe(str(run / "config.yaml"))
+        return None if _said(recipe, "method") == "pretrain" else _said(recipe, "system")
     return None
+
+
+def _said(recipe: Recipe, name: str) -> object:
+    """The value of a setting as the recipe has it, None where it says nothing of it."""
+    return recipe.entries[name].value if name in recipe.entries else None
 
 
 def _on_base(source: ModelSource, adapter: Given | None) -> dict[str, Given]:
@@ -117,7 +121,7 @@ def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
     """What of a run's settings changes a loss, or says what rewards answers. Raises UserError where that is code."""
     recipe = load_recipe(str(run / "config.yaml"))
     names = _of_panels(*PANELS, TUNER) - NOT_OF_A_RUN - OF_TRAINING | BESIDE
-    method, rewards = (recipe.entries[name].value if name in recipe.entries else None for name in ("method", "reward"))
+    method, rewards = _said(recipe, "method"), _said(recipe, "reward")
     if method not in SAMPLING or "method" in given:
         return _only(recipe, names, given)
     words = rewards if isinstance(rewards, list) else []
@@ -133,13 +137,12 @@ def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
 
 def _asks_otherwise(recipe: Recipe, given: Mapping[str, Given]) -> bool:
     """Whether rows that a run has learnt from, or evaluated, are questions now, which not all of them need be."""
-    before = recipe.entries["method"].value if "method" in recipe.entries else None
-    return "method" in given and given["method"].value in SAMPLING and before not in SAMPLING
+    return "method" in given and given["method"].value in SAMPLING and _said(recipe, "method") not in SAMPLING
 
 
 def _of_answers(recipe: Recipe, names: set[str], given: Mapping[str, Given]) -> set[str]:
     """The names without those that only rows with answers have where the model's own are evaluated, or the reverse."""
-    before = recipe.entries["method"].value if "method" in recipe.entries else None
+    before = _said(recipe, "method")
     now = given["method"].value if "method" in given else before
     if now in SAMPLING:
         return names - OF_GIVEN_ANSWERS

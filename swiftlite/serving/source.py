@@ -13,7 +13,7 @@ from pathlib import Path
 
 from swiftlite.checkpoint.folder import MANIFEST, check_folder
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file, inspect_model_folder
-from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name, model_name
+from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name, gives_scores, model_name
 from swiftlite.errors import UserError
 from swiftlite.models.load import check_model_path, read_settings
 from swiftlite.models.tokenizer import TOKENIZER_FILES
@@ -41,8 +41,7 @@ class ModelSource:
         if self.adapter is not None:
             return read_settings(self.adapter / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
         config = Path(self.base) / MODEL_CONFIG
-        names = read_settings(config).get("architectures") if config.is_file() else None
-        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+        return config.is_file() and gives_scores(read_settings(config).get("architectures"))
 
 
 def find_source(model: str | None, adapter: str | None, flag: str = MODEL_FLAG) -> ModelSource:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swiftlite.config.methods import PAIRED, SAMPLING
-from swiftlite.config.names import most_positions
+from swiftlite.config.names import gives_scores, most_positions
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import check_plain_weights, check_trainable_architecture, why_alone
 from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
@@ -33,8 +33,7 @@ def check_config(config: RunConfig, model_config: PretrainedConfig, plain_weight
 def _check_words(config: RunConfig, model_config: PretrainedConfig) -> None:
     """A classifier has no words to give; but where its embedding is its output too, it can be loaded as a model that
     has."""
-    scores = any(name.endswith("ForSequenceClassification") for name in model_config.architectures or ())
-    if scores and config.method != "rm":
+    if config.method != "rm" and gives_scores(model_config.architectures):
         raise UserError(
             f"the model gives scores, such as those of a reward model, and {config.method} is about words",
             where=f"--model {config.model}",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from swiftlite.config.flags import nearest
-from swiftlite.config.names import most_positions
+from swiftlite.config.names import gives_scores, most_positions
 from swiftlite.data.forms import BadRow, Chat, Completion
 from swiftlite.data.messages import TOOLS, tools_of
 from swiftlite.data.prepare import token_options
@@ -135,8 +135,7 @@ def _other_folder(name: str) -> str | None:
 def _gives_one_score(source: ModelSource, config: PretrainedConfig) -> bool:
     if source.adapter is not None or source.base_folder is not None:
         return source.is_classifier() and (source.adapter is not None or config.num_labels == 1)
-    named = config.architectures or []
-    return config.num_labels == 1 and any(name.endswith("ForSequenceClassification") for name in named)
+    return config.num_labels == 1 and gives_scores(config.architectures)
 
 
 def _said(prompt: Any, completion: Any, tools: list[dict[str, Any]] | None) -> Chat | Completion:

@@ -163,8 +163,7 @@ class PolicyLoss:
         held, kl = policy.distance(logprobs, batch.reference)
         surprise = -logprobs.detach().sum()  # of what was sampled: its mean is the entropy
         loss, found = (shares * (losses + held)).sum(), {"entropy": surprise, "clipped": clipped.sum()}
-        found |= {"kl/teacher": kl.sum(), "kl/reference": kl.sum()}
-        sums = [found[name] for name in self.names]
+        sums = [found[name] if name in found else kl.sum() for name in self.names]
         if batch.context is not None:  # each rank of a row tells of all of it, see `reported`
             whole = [batch.context.sum(value) for value in (loss.detach(), *sums)]
             loss, sums = loss - loss.detach() + whole[0], whole[1:]
