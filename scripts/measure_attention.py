@@ -20,8 +20,9 @@ from bench.campaign import machine
 from bench.script import run_script
 from bench.tables import markdown_table
 
-from swiftlite.models import attention_blocks, attention_cpu
-from swiftlite.models.attention_cpu import attend_by_document
+from swiftlite.models.attention import blocks as attention_blocks
+from swiftlite.models.attention import cpu as attention_cpu
+from swiftlite.models.attention.cpu import attend_by_document
 
 PLACE, CALLS = "attention", 12
 SHAPES = ((9, 3, 64), (16, 8, 128), (32, 8, 128))  # heads, heads of keys, size: SmolLM2-135M, Qwen3-0.6B, Llama 3 8B

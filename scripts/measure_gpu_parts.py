@@ -20,9 +20,10 @@ from bench.tables import fill, markdown_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from swiftlite.models import attention_varlen, norms
+from swiftlite.models.attention import varlen as attention_varlen
+from swiftlite.models.kernels import norms
 from swiftlite.objectives import head, logprobs
-from swiftlite.training import adamw_bf16
+from swiftlite.training.optimizers import adamw_bf16
 
 CALLS, WARM = 10, 3
 DOCUMENTS, LENGTH, HEADS, KV_HEADS, SIZE = 4, 4096, 32, 8, 128

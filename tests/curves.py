@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from swiftlite.config.layout import Layout
 from swiftlite.data.batches import MicroBatch, collate
 from swiftlite.data.order import Sequence as Document
-from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import TokenScorer

@@ -17,20 +17,20 @@ from swiftlite.checkpoint.weights import TensorFolder, materialize
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
-from swiftlite.models import attention
 from swiftlite.models.anatomy import check_trainable_architecture, dissect, expert_share, why_alone
+from swiftlite.models.attention import documents as attention
+from swiftlite.models.kernels.norms import fuse_norms
+from swiftlite.models.kernels.products import use_fast_products
+from swiftlite.models.kernels.rotation import fuse_rotations
 from swiftlite.models.load import build_model, load_config, own_attention
 from swiftlite.models.logits import LogitTransform
-from swiftlite.models.norms import fuse_norms
-from swiftlite.models.products import use_fast_products
 from swiftlite.models.rotary import document_lengths, scale_by_document
-from swiftlite.models.rotation import fuse_rotations
 from swiftlite.models.toys import toy_pairs
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.memory import activation_bytes_per_token
-from swiftlite.training.fits import check_alone
+from swiftlite.training.guards.fits import check_alone
 from swiftlite.training.share import Sharing, group_by_length
 from swiftlite.training.sources import match_files, new_scores, unread_in_words
 

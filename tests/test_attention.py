@@ -11,12 +11,16 @@ import torch.nn.functional as F
 from swiftlite.data.batches import collate
 from swiftlite.data.order import Sequence
 from swiftlite.errors import UserError
-from swiftlite.models import attention, attention_blocks, attention_cpu, attention_varlen, attention_written
 from swiftlite.models.anatomy import dissect
-from swiftlite.models.attention_cpu import attend_by_document
-from swiftlite.models.attention_varlen import serves_varlen
+from swiftlite.models.attention import blocks as attention_blocks
+from swiftlite.models.attention import cpu as attention_cpu
+from swiftlite.models.attention import documents as attention
+from swiftlite.models.attention import varlen as attention_varlen
+from swiftlite.models.attention import written as attention_written
+from swiftlite.models.attention.cpu import attend_by_document
+from swiftlite.models.attention.varlen import serves_varlen
 from swiftlite.models.checkpointing import set_activation_checkpointing
-from swiftlite.models.last_layer import spare_last_mlp
+from swiftlite.models.kernels.last_layer import spare_last_mlp
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import TokenScorer, decoder_inputs
 from swiftlite.objectives.supervised import supervised_loss

@@ -14,11 +14,11 @@ from swiftlite.config.layout import Layout, plan_layout
 from swiftlite.config.notes import METHOD_SETTINGS
 from swiftlite.config.others.idle import IDLE
 from swiftlite.config.others.words import BEGINNINGS, INSTEAD, SETTING, VALUES, shown
-from swiftlite.config.preference import PreferenceSettings
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import RENDEZVOUS, resolve, resolve_config
-from swiftlite.config.sampling import SamplingSettings
 from swiftlite.config.schema import RunConfig
+from swiftlite.config.settings.preference import PreferenceSettings
+from swiftlite.config.settings.sampling import SamplingSettings
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError
 

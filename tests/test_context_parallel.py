@@ -14,7 +14,7 @@ from worlds import run_world
 
 from swiftlite.config.layout import Layout
 from swiftlite.errors import UserError
-from swiftlite.models import attention
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.toys import toy_config
 from swiftlite.parallel.context import Context, check_context_parallel, divide_heads, slice_for_context
 from swiftlite.parallel.division import LONGEST_ALONE, divide_row

@@ -3,9 +3,9 @@
 import pytest
 
 from swiftlite.config.names import dataset_name
-from swiftlite.data import hub
-from swiftlite.data.readers import read_rows
-from swiftlite.data.sources import content_hash, parse_spec, resolve
+from swiftlite.data.rows import hub
+from swiftlite.data.rows.readers import read_rows
+from swiftlite.data.rows.sources import content_hash, parse_spec, resolve
 from swiftlite.errors import UserError
 
 

@@ -13,7 +13,7 @@ from swiftlite.cli.inspect import audit_table, bracketed, coloured, histogram, i
 from swiftlite.config.resolve import resolve
 from swiftlite.config.validate import Given
 from swiftlite.data.order import Sequence
-from swiftlite.data.preference_tokens import Preference
+from swiftlite.data.tokens.preference_tokens import Preference
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from swiftlite.config.resolve import resolve_config
-from swiftlite.data import build, sources, store
+from swiftlite.data import build, store
 from swiftlite.data import prepare as prepare_module
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import prepare_data
-from swiftlite.data.rows import MOST_COLUMNS
+from swiftlite.data.rows import sources
+from swiftlite.data.rows.formats import MOST_COLUMNS
 from swiftlite.errors import UserError
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from swiftlite.data.forms import BadRow, Chat, Completion, Text
-from swiftlite.data.rows import check_columns, detect_format, read_row, rename_columns, unknown_format
+from swiftlite.data.rows.formats import check_columns, detect_format, read_row, rename_columns, unknown_format
+from swiftlite.data.rows.forms import BadRow, Chat, Completion, Text
 from swiftlite.errors import UserError
 
 CALL = {"name": "add", "arguments": {"a": 1}}

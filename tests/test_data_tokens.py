@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from swiftlite.data.encode import overlaps
-from swiftlite.data.sources import DataFile
-from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenOptions, flags_of, runs_of
+from swiftlite.data.rows.sources import DataFile
+from swiftlite.data.tokens.encode import overlaps
+from swiftlite.data.tokens.tokenize import RawRow, RowTokenizer, TokenOptions, flags_of, runs_of
 from swiftlite.errors import UserError
 from swiftlite.models.toys import toy_tokenizer
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from swiftlite.models import products
-from swiftlite.models.embedding import DirectEmbedding, use_direct_embeddings
-from swiftlite.models.rematerialize import rematerialized
+from swiftlite.models.kernels import products
+from swiftlite.models.kernels.embedding import DirectEmbedding, use_direct_embeddings
+from swiftlite.models.kernels.rematerialize import rematerialized
 from swiftlite.objectives.logprobs import token_logprobs
 
 VOCABULARY, WIDTH = 1301, 16

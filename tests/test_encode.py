@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from swiftlite.data.encode import TextEncoder, overlaps
+from swiftlite.data.tokens.encode import TextEncoder, overlaps
 from swiftlite.models.toys import toy_tokenizer
 
 WORDS = [

@@ -27,14 +27,14 @@ from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.serving.evaluated import settle
-from swiftlite.training.asking import Answers, Asker
 from swiftlite.training.best import best_in_words, forget_other_losses
 from swiftlite.training.evaluate import Evaluated
 from swiftlite.training.evaluation import Evaluation
-from swiftlite.training.examination import Examiner
+from swiftlite.training.own_answers.asking import Answers, Asker
+from swiftlite.training.own_answers.examination import Examiner
+from swiftlite.training.own_answers.rewards import Answered, Reward
+from swiftlite.training.own_answers.rollouts import Rollouts
 from swiftlite.training.progress import Progress
-from swiftlite.training.rewards import Answered, Reward
-from swiftlite.training.rollouts import Rollouts
 from swiftlite.verification.cases import vowels
 
 VOWELS = "swiftlite.verification.cases.vowels"
@@ -264,7 +264,7 @@ def test_a_memory_that_is_full_of_answers_is_told(tmp_path, tiny_model, write_ro
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("swiftlite.training.answers.sample", full)
+    monkeypatch.setattr("swiftlite.training.own_answers.answerer.sample", full)
     values = in_sft(tmp_path, tiny_model, write_rows, chat_rows)
     grpo = {"output_dir": str(tmp_path / "own"), "samples": 2}
     for method, more, doing in (("sft", {}, "the evaluation"), ("grpo", grpo, "the answers of step 1")):

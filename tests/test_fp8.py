@@ -15,8 +15,9 @@ from swiftlite.config.resolve import resolve_config
 from swiftlite.data.batches import collate
 from swiftlite.data.order import Sequence
 from swiftlite.errors import UserError
-from swiftlite.models import attention, fp8
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.attention import documents as attention
+from swiftlite.models.kernels import fp8
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.training.setup import check_model

@@ -35,10 +35,10 @@ from swiftlite.planning.memory import cache_bytes_per_token
 from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import curve_of
-from swiftlite.training.asking import Asker
-from swiftlite.training.failures import NotFinite
+from swiftlite.training.guards.failures import NotFinite
+from swiftlite.training.own_answers.asking import Asker
+from swiftlite.training.own_answers.rewards import Answered, check_columns, load_rewards, rewards_of
 from swiftlite.training.plan import Fleet, outline_of, settle
-from swiftlite.training.rewards import Answered, check_columns, load_rewards, rewards_of
 from swiftlite.training.step import DirectStep
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
 
@@ -450,7 +450,7 @@ def test_a_process_that_a_function_forks_is_no_second_run(tmp_path, end, status)
     lines = "if child := os.fork():", "    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]", end
     (tmp_path / "forks.py").write_text("import os\ndef forks(**others):\n" + "".join(f"    {line}\n" for line in lines))
     code = f"""
-from swiftlite.training.rewards import Answered, load_rewards, rewards_of
+from swiftlite.training.own_answers.rewards import Answered, load_rewards, rewards_of
 print(rewards_of(load_rewards(["{tmp_path / "forks.py"}:forks"]), [Answered("?", "x", [1], {{}}, "rows.jsonl:1")]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -464,7 +464,7 @@ def test_functions_of_a_file_work_in_processes_that_are_spawned(tmp_path):
         "        return pool.map(half, completions)",
     )
     (tmp_path / "pooling.py").write_text("\n".join(lines))
-    lines = "from swiftlite.training.rewards import *", "if __name__ == '__main__':"
+    lines = "from swiftlite.training.own_answers.rewards import *", "if __name__ == '__main__':"
     lines += (f"    rewards = load_rewards(['{tmp_path}/pooling.py:pooled'])",)
     lines += ("    print(rewards_of(rewards, [Answered('?', 'x', [1], {}, 'rows.jsonl:1')]))",)
     (tmp_path / "asks.py").write_text("\n".join(lines))

@@ -10,8 +10,8 @@ from test_run import train_alone
 from torch import nn
 
 from swiftlite.config.resolve import resolve_config
-from swiftlite.models import half_products
-from swiftlite.models.half_products import (
+from swiftlite.models.kernels import half_products
+from swiftlite.models.kernels.half_products import (
     HalfLinear,
     as_half,
     half_layers,

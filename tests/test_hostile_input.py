@@ -21,15 +21,16 @@ from swiftlite.cli.errors import show_error
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import dump_config
-from swiftlite.data import readers, windows
+from swiftlite.data import windows
 from swiftlite.data.build import build_entry
-from swiftlite.data.forms import BadRow
-from swiftlite.data.messages import MOST_MESSAGES
-from swiftlite.data.readers import parse_payload, read_rows
-from swiftlite.data.rows import FORMATS, read_row
-from swiftlite.data.sources import as_data_file, missing_file, parse_spec
-from swiftlite.data.sources import resolve as resolve_source
-from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenOptions
+from swiftlite.data.rows import readers
+from swiftlite.data.rows.formats import FORMATS, read_row
+from swiftlite.data.rows.forms import BadRow
+from swiftlite.data.rows.messages import MOST_MESSAGES
+from swiftlite.data.rows.readers import parse_payload, read_rows
+from swiftlite.data.rows.sources import as_data_file, missing_file, parse_spec
+from swiftlite.data.rows.sources import resolve as resolve_source
+from swiftlite.data.tokens.tokenize import RawRow, RowTokenizer, TokenOptions
 from swiftlite.errors import UserError
 from swiftlite.models.load import check_model_path, hub_errors, load_config
 from swiftlite.models.tokenizer import read_chat_template

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 from test_data_sources import COMPRESS
 
-from swiftlite.data.stops import stop_tokens
+from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import read_chat_template
 from swiftlite.models.toys import toy_config, write_toy

@@ -17,8 +17,8 @@ from swiftlite.config.save import save_config
 from swiftlite.errors import UserError
 from swiftlite.models.load import load_config
 from swiftlite.models.toys import toy_pairs
+from swiftlite.training.own_answers.rewards import Answered, Reward, load_rewards, parse_reward, rewards_of
 from swiftlite.training.plan import outline_of
-from swiftlite.training.rewards import Answered, Reward, load_rewards, parse_reward, rewards_of
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from swiftlite import imports
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
-from swiftlite.models.kernels import choose_kernels
+from swiftlite.models.kernels.liger import choose_kernels
 from swiftlite.training.setup import check_model
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -22,7 +22,7 @@ def installed(monkeypatch):
     module.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
     for name in ("liger_kernel", "liger_kernel.transformers", module.__name__):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("swiftlite.models.kernels.is_installed", lambda name: True)
+    monkeypatch.setattr("swiftlite.models.kernels.liger.is_installed", lambda name: True)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_is_chosen(installed, wanted, model_type, device, divided, chosen):
 
 
 def test_auto_does_without_the_package(monkeypatch):
-    monkeypatch.setattr("swiftlite.models.kernels.is_installed", lambda name: False)
+    monkeypatch.setattr("swiftlite.models.kernels.liger.is_installed", lambda name: False)
     assert choose_kernels("auto", "llama", GPU, divided=False, tell=pytest.fail) == "none"
 
 

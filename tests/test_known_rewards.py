@@ -8,10 +8,10 @@ import pytest
 from test_eval import evaluate
 
 from swiftlite.data.prepare import Asked
-from swiftlite.data.questions import read_question
+from swiftlite.data.tokens.questions import read_question
 from swiftlite.errors import UserError
-from swiftlite.training.known_rewards import KNOWN
-from swiftlite.training.rewards import Answered, check_columns, load_rewards, parse_reward, rewards_of
+from swiftlite.training.own_answers.known_rewards import KNOWN
+from swiftlite.training.own_answers.rewards import Answered, check_columns, load_rewards, parse_reward, rewards_of
 
 
 def said(name, text, expected=None):

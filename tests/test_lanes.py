@@ -13,7 +13,7 @@ from test_parity import metrics, settings, train_alone
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data.order import Sequence
-from swiftlite.models.products import rounded
+from swiftlite.models.kernels.products import rounded
 from swiftlite.models.toys import toy_judged, toy_pairs
 from swiftlite.training import divide, lanes, share
 from swiftlite.training.balance import fill, spread

@@ -37,7 +37,7 @@ from swiftlite.parallel.stages import SPLITS_CORRECTLY
 from swiftlite.parallel.start import DEFAULT_PORT, Machines
 from swiftlite.parallel.world import World
 from swiftlite.training import output
-from swiftlite.training.agreement import agreed, check_same_weights
+from swiftlite.training.guards.agreement import agreed, check_same_weights
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 SWIFTLITE = [sys.executable, "-m", "swiftlite"]

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
-from swiftlite.models import products
-from swiftlite.models.lora import fuse_adapters
-from swiftlite.models.products import FastLinear
+from swiftlite.models.kernels import products
+from swiftlite.models.kernels.lora import fuse_adapters
+from swiftlite.models.kernels.products import FastLinear
 from swiftlite.models.toys import toy_config
 from swiftlite.models.tuners import adapters_off, apply_tuner
 

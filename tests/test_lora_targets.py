@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
-from swiftlite.models import attention
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.load import build_model
 from swiftlite.models.lora_targets import check_named, left_out
 from swiftlite.models.toys import toy_config, write_toy

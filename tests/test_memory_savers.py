@@ -11,17 +11,17 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.parallel.mesh import build_mesh
-from swiftlite.training import adamw_paged
-from swiftlite.training.adamw_8bit import AdamW8bit
-from swiftlite.training.adamw_bf16 import (
+from swiftlite.training.guards.failures import NotFinite
+from swiftlite.training.optimizer import UpdatesInBackward
+from swiftlite.training.optimizers import adamw_paged
+from swiftlite.training.optimizers.adamw_8bit import AdamW8bit
+from swiftlite.training.optimizers.adamw_bf16 import (
     AdamWBf16,
     noise_for,
     round_stochastically,
     update_factors,
     update_rounded,
 )
-from swiftlite.training.failures import NotFinite
-from swiftlite.training.optimizer import UpdatesInBackward
 from swiftlite.verification.cases import FULL, LORA, Subject
 
 CPU = torch.device("cpu")

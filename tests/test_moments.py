@@ -14,10 +14,10 @@ from swiftlite.checkpoint.state import COUNTER, MOMENTS, begin_moments
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.planning.footprint import PACKED_MOMENTS, moment_bytes
-from swiftlite.training import adamw_bf16
-from swiftlite.training.adamw_8bit import SMALLEST, AdamW8bit
-from swiftlite.training.adamw_bf16 import AdamWBf16
-from swiftlite.training.adamw_paged import PagedAdamW
+from swiftlite.training.optimizers import adamw_bf16
+from swiftlite.training.optimizers.adamw_8bit import SMALLEST, AdamW8bit
+from swiftlite.training.optimizers.adamw_bf16 import AdamWBf16
+from swiftlite.training.optimizers.adamw_paged import PagedAdamW
 from swiftlite.training.setup import check_model
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}

@@ -23,9 +23,9 @@ from swiftlite.errors import UserError
 from swiftlite.models.matrices import hidden_matrices
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.parallel.mesh import build_mesh
-from swiftlite.training import muon
-from swiftlite.training.muon import Muon, orthogonalized
 from swiftlite.training.optimizer import RATIO, build_optimizer, make_moments, set_rate
+from swiftlite.training.optimizers import muon
+from swiftlite.training.optimizers.muon import Muon, orthogonalized
 from swiftlite.verification.cases import FULL, LORA, Subject, cases
 from swiftlite.verification.run import read_verdicts, verify_in_process, write_rows
 

@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from swiftlite.config.resolve import resolve_config
-from swiftlite.models import norms, rotation
-from swiftlite.models.norms import fuse_norms, widen_layer_norms
-from swiftlite.models.rematerialize import rematerialized
+from swiftlite.models.kernels import norms, rotation
+from swiftlite.models.kernels.norms import fuse_norms, widen_layer_norms
+from swiftlite.models.kernels.rematerialize import rematerialized
 
 WIDTH = 32
 

@@ -14,7 +14,7 @@ from swiftlite.data.batches import collate
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, Sequence, permutation
 from swiftlite.data.packing import best_fit_decreasing
 from swiftlite.data.store import SequenceStore, SequenceWriter
-from swiftlite.data.tokenize import TokenBatch
+from swiftlite.data.tokens.tokenize import TokenBatch
 
 
 def log_normal_lengths(count, capacity):

@@ -20,8 +20,8 @@ from swiftlite.config.layout import Layout
 from swiftlite.data.batches import collate
 from swiftlite.data.order import Sequence as Document
 from swiftlite.errors import UserError
-from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import TokenScorer

@@ -21,8 +21,8 @@ from swiftlite.planning.footprint import MATRIX_COPIES, Blocks, NumberBytes, Wor
 from swiftlite.planning.memory import Kept
 from swiftlite.planning.pace import REACHED_FLOPS, REACHED_LINK, step_pace
 from swiftlite.planning.search import CP, EP, PP, TP, candidates
-from swiftlite.training.muon import orthogonalizing_flops
 from swiftlite.training.optimizer import build_optimizer, make_moments
+from swiftlite.training.optimizers.muon import orthogonalizing_flops
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.verification.run import resolve_in_world
 

@@ -13,8 +13,9 @@ from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data.batches import collate
 from swiftlite.data.order import Sequence
-from swiftlite.models import attention, norms
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.checkpointing import kept_operations
+from swiftlite.models.kernels import norms
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import decoder_inputs
 from swiftlite.planning import memory

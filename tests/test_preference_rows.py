@@ -2,8 +2,8 @@
 
 import pytest
 
-from swiftlite.data.forms import BadRow, Chat, Completion, Judged, Pair
-from swiftlite.data.rows import detect_format, read_row
+from swiftlite.data.rows.formats import detect_format, read_row
+from swiftlite.data.rows.forms import BadRow, Chat, Completion, Judged, Pair
 from swiftlite.errors import UserError
 
 

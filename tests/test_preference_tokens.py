@@ -15,9 +15,9 @@ from swiftlite.data.audit import imbalance_warning
 from swiftlite.data.batches import collate, empty_micro_batch
 from swiftlite.data.mismatched import MIXED, mismatched_packs
 from swiftlite.data.order import Sequence
-from swiftlite.data.preference_tokens import Preference, fit, prompt_length
 from swiftlite.data.prepare import prepare_data
-from swiftlite.data.tokenize import flags_of
+from swiftlite.data.tokens.preference_tokens import Preference, fit, prompt_length
+from swiftlite.data.tokens.tokenize import flags_of
 from swiftlite.errors import UserError
 
 PAIR = {"prompt": [{"role": "user", "content": "Who are you?"}], "chosen": "I am a small model.", "rejected": "No."}

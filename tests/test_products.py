@@ -9,9 +9,10 @@ from test_parity import metrics, settings
 from test_run import train
 from torch import nn
 
-from swiftlite.models import processor, products
+from swiftlite.models import processor
 from swiftlite.models.dtypes import fast_at_bf16
-from swiftlite.models.products import FastLinear, ProductSum, linear, product, rounded, use_fast_products
+from swiftlite.models.kernels import products
+from swiftlite.models.kernels.products import FastLinear, ProductSum, linear, product, rounded, use_fast_products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from test_parity import metrics, settings, train_alone
 
 from swiftlite.config.resolve import resolve_config
-from swiftlite.models import rematerialize
-from swiftlite.models.rematerialize import rematerialized
+from swiftlite.models.kernels import rematerialize
+from swiftlite.models.kernels.rematerialize import rematerialized
 from swiftlite.models.toys import toy_config
 from swiftlite.training import divide, step
 from swiftlite.training.precision import Precision

@@ -30,6 +30,18 @@ ARROWS = {
     },
     "verification": {"config", "models", "parallel", "checkpoint", "reporting", "training"},
 }
+# shelf of a room -> shelves of the same room that it may import ("" is what lies in the room itself)
+SHELVES = {
+    "config/others": {""},
+    "config/settings": {""},
+    "data/rows": set(),
+    "data/tokens": {"rows"},
+    "models/attention": {""},
+    "models/kernels": {""},
+    "training/guards": {""},
+    "training/optimizers": {""},
+    "training/own_answers": {""},
+}
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 400, 60
 
 
@@ -55,6 +67,18 @@ def test_rooms_import_as_the_arrows_run():
             rooms = {name.split(".")[1] for name in imported(ast.parse(file.read_text()))} & {*ARROWS, "cli"}
             found.setdefault(room, set()).update(rooms - {room})
     assert found == ARROWS
+
+
+def test_shelves_import_as_they_lie():
+    found = {}
+    for file in FILES:
+        shelf = file.parent.relative_to(ROOT)
+        if len(shelf.parts) == 2:
+            modules = [ROOT.joinpath(*name.split(".")[1:]) for name in imported(ast.parse(file.read_text()))]
+            folders = {(path if path.is_dir() else path.parent).relative_to(ROOT) for path in modules}
+            others = {"/".join(folder.parts[1:]) for folder in folders - {shelf} if folder.parts[:1] == shelf.parts[:1]}
+            found.setdefault(str(shelf), set()).update(others)
+    assert found == SHELVES
 
 
 def test_files_and_functions_stay_short():

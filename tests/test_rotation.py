@@ -12,8 +12,8 @@ from transformers.models.glm import modeling_glm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3 import modeling_qwen3
 
-from swiftlite.models import rotation
-from swiftlite.models.rotation import NAME, fuse_rotations
+from swiftlite.models.kernels import rotation
+from swiftlite.models.kernels.rotation import NAME, fuse_rotations
 
 SIZE = 16
 

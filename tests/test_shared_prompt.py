@@ -12,10 +12,10 @@ from worlds import run_world
 from swiftlite.config.layout import Layout
 from swiftlite.data.batches import MicroBatch, collate
 from swiftlite.data.order import Sequence
-from swiftlite.data.preference_tokens import Preference, Tokens, lay_out_pair
+from swiftlite.data.tokens.preference_tokens import Preference, Tokens, lay_out_pair
 from swiftlite.errors import UserError
-from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import decoder_inputs

@@ -26,11 +26,11 @@ from swiftlite.errors import RunError, UserError
 from swiftlite.training import learner as learner_module
 from swiftlite.training import run as run_module
 from swiftlite.training import setup
-from swiftlite.training.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
-from swiftlite.training.rewards import Answered, load_rewards, rewards_of
+from swiftlite.training.guards.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
+from swiftlite.training.guards.stopping import stop_requests
+from swiftlite.training.guards.watchdog import watchdog
+from swiftlite.training.own_answers.rewards import Answered, load_rewards, rewards_of
 from swiftlite.training.step import DirectStep
-from swiftlite.training.stopping import stop_requests
-from swiftlite.training.watchdog import watchdog
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_function_that_ends_the_program_is_no_signal(tmp_path, ends):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_the_run_at_once_with_the_code_of_the_first(monkeypatch, number, code):
     clock = iter([10.0, 12.0, 12.0])
-    monkeypatch.setattr("swiftlite.training.stopping.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("swiftlite.training.guards.stopping.time.monotonic", lambda: next(clock))
     with pytest.raises((SystemExit, KeyboardInterrupt)) as ended, stop_requests(None, 0.0) as requested:
         signal.raise_signal(number)
         assert requested() == number
@@ -159,7 +159,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(base, tmp_path, monkeypa
 def test_a_step_that_takes_too_long_leaves_its_stacks(base, tmp_path, monkeypatch):
     train(base)
     assert not (tmp_path / "out" / "stacks").exists()
-    monkeypatch.setattr("swiftlite.training.watchdog.SECONDS", 0.2)
+    monkeypatch.setattr("swiftlite.training.guards.watchdog.SECONDS", 0.2)
     real = learner_module.set_rate
 
     def slow(*arguments):

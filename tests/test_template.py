@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
-from swiftlite.data.encode import overlaps
-from swiftlite.data.forms import BadRow
-from swiftlite.data.rows import detect_format, read_row
-from swiftlite.data.stops import stop_tokens
-from swiftlite.data.template import ChatRenderer
+from swiftlite.data.rows.formats import detect_format, read_row
+from swiftlite.data.rows.forms import BadRow
+from swiftlite.data.tokens.encode import overlaps
+from swiftlite.data.tokens.stops import stop_tokens
+from swiftlite.data.tokens.template import ChatRenderer
 from swiftlite.errors import UserError
 from swiftlite.models.tokenizer import read_chat_template
 from swiftlite.models.toys import toy_tokenizer

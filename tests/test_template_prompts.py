@@ -5,11 +5,11 @@ from test_template import CHATML_MARKED, GLM, MISTRAL_SYSTEM, THINKING_PROMPT, T
 from tokenizers import normalizers
 from transformers import GenerationConfig
 
-from swiftlite.data.forms import BadRow
-from swiftlite.data.rows import detect_format
-from swiftlite.data.stops import stop_tokens
-from swiftlite.data.template import ChatRenderer
-from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenOptions
+from swiftlite.data.rows.formats import detect_format
+from swiftlite.data.rows.forms import BadRow
+from swiftlite.data.tokens.stops import stop_tokens
+from swiftlite.data.tokens.template import ChatRenderer
+from swiftlite.data.tokens.tokenize import RawRow, RowTokenizer, TokenOptions
 from swiftlite.models.toys import toy_tokenizer
 
 DATE = "2025-03-09"

@@ -19,8 +19,8 @@ from worlds import run_world
 from swiftlite.data.batches import collate, empty_micro_batch
 from swiftlite.data.order import Sequence as Document
 from swiftlite.errors import UserError
-from swiftlite.models import attention
 from swiftlite.models.anatomy import dissect
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.logprobs import token_logprobs
 from swiftlite.objectives.scorer import TokenScorer

@@ -9,7 +9,7 @@ from test_run import train
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from swiftlite.training.untouched import without_gradient
+from swiftlite.training.guards.untouched import without_gradient
 
 
 def trained(**gradients):

@@ -210,7 +210,7 @@ def with_a_first_rank_that_refuses() -> None:
 
 def with_oneDNN() -> None:
     """No fault: every product by oneDNN, as on the processors that it is faster on, however small."""
-    from swiftlite.models import products
+    from swiftlite.models.kernels import products
 
     products.SMALLEST = 1
     products.prefers_onednn = lambda: True
@@ -220,7 +220,7 @@ def with_emulated_fp8() -> None:
     """No fault: numbers are rounded to 8 bits, and multiplied as any device can."""
     from functools import partial
 
-    from swiftlite.models import fp8
+    from swiftlite.models.kernels import fp8
 
     fp8.check_fp8 = lambda *_: None
     fp8.use_fp8 = partial(fp8.use_fp8, emulated=True)

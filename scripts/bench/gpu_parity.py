@@ -127,7 +127,7 @@ def _swiftlite(config, state: dict, documents: list, device, precision_name: str
     from swiftlite.config.layout import Layout
     from swiftlite.data.batches import collate
     from swiftlite.data.order import Sequence
-    from swiftlite.models import attention
+    from swiftlite.models.attention import documents as attention
     from swiftlite.objectives.scorer import TokenScorer
     from swiftlite.parallel.mesh import Mesh
     from swiftlite.training.losses import TokenLoss

@@ -107,8 +107,8 @@ def prepare() -> None:
 def read(folder: Path, scratch: Path, facts: dict[str, Any]) -> bool:
     """To tokens on disk, as a run does; or in windows, as a streamed run does."""
     from swiftlite.data.build import build_entry
-    from swiftlite.data.sources import parse_spec, resolve
-    from swiftlite.data.tokenize import TokenOptions
+    from swiftlite.data.rows.sources import parse_spec, resolve
+    from swiftlite.data.tokens.tokenize import TokenOptions
 
     path = next(folder.iterdir())
     source = resolve(parse_spec(str(path)))
@@ -123,8 +123,8 @@ def read(folder: Path, scratch: Path, facts: dict[str, Any]) -> bool:
 
 
 def _read_windows(source: Any) -> bool:
-    from swiftlite.data.forms import BadRow
-    from swiftlite.data.readers import parse_payload
+    from swiftlite.data.rows.forms import BadRow
+    from swiftlite.data.rows.readers import parse_payload
     from swiftlite.data.windows import list_windows, read_window
 
     sound = 0

@@ -20,7 +20,7 @@ from swiftlite.parallel.stages import choose_schedule
 from swiftlite.parallel.start import Machines, start_processes
 from swiftlite.parallel.world import World, joined
 from swiftlite.planning.communication import ModelShape, Step, step_traffic
-from swiftlite.training.muon import orthogonalized_in
+from swiftlite.training.optimizers.muon import orthogonalized_in
 from swiftlite.training.setup import Trainee
 from swiftlite.verification.run import resolve_in_world
 

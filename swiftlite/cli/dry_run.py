@@ -49,7 +49,7 @@ def show_plan(resolved: Resolved, uses: Callable[[Flag], bool] = lambda flag: Tr
 def _check(config: RunConfig) -> None:
     """Raises UserError for options of a preference loss that would not act, data set names that mean nothing, and a
     chat template that is not there."""
-    from swiftlite.data.sources import parse_spec
+    from swiftlite.data.rows.sources import parse_spec
 
     for name in config.dataset:
         parse_spec(name)
@@ -60,7 +60,7 @@ def _check(config: RunConfig) -> None:
 
         read_chat_template(config.chat_template)
     if answers(config):
-        from swiftlite.training.rewards import parse_reward
+        from swiftlite.training.own_answers.rewards import parse_reward
 
         for word in config.reward:
             parse_reward(word)

@@ -10,9 +10,6 @@ from pydantic import ConfigDict
 
 from swiftlite.config import types
 from swiftlite.config.methods import Method
-from swiftlite.config.output import OutputSettings
-from swiftlite.config.preference import PreferenceSettings
-from swiftlite.config.sampling import SamplingSettings
 from swiftlite.config.setting import (
     DATA,
     MODEL,
@@ -21,10 +18,13 @@ from swiftlite.config.setting import (
     RUN,
     flag,
 )
-from swiftlite.config.speed import SpeedSettings
-from swiftlite.config.survival import SurvivalSettings
-from swiftlite.config.teaching import TeacherSettings
-from swiftlite.config.tuning import TunerSettings
+from swiftlite.config.settings.output import OutputSettings
+from swiftlite.config.settings.preference import PreferenceSettings
+from swiftlite.config.settings.sampling import SamplingSettings
+from swiftlite.config.settings.speed import SpeedSettings
+from swiftlite.config.settings.survival import SurvivalSettings
+from swiftlite.config.settings.teaching import TeacherSettings
+from swiftlite.config.settings.tuning import TunerSettings
 from swiftlite.config.types import (
     BelowOne,
     Columns,

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.data.rows import count_columns
+from swiftlite.data.rows.formats import count_columns
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from swiftlite.data.order import BatchPlan
     from swiftlite.data.prepare import Entry
-    from swiftlite.data.sources import Source
+    from swiftlite.data.rows.sources import Source
 
 NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs", "fill")
 IN_BALANCE = (1.0, 4 / 3)

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftlite.config.methods import SAMPLING
-from swiftlite.data.forms import BadRow
 from swiftlite.data.order import permutation
-from swiftlite.data.prompts import PromptTokenizer
-from swiftlite.data.readers import Payload, parse_payload, read_rows
-from swiftlite.data.rows import count_columns, detect_format, rename_columns
-from swiftlite.data.sources import DataFile, Source
+from swiftlite.data.rows.formats import count_columns, detect_format, rename_columns
+from swiftlite.data.rows.forms import BadRow
+from swiftlite.data.rows.readers import Payload, parse_payload, read_rows
+from swiftlite.data.rows.sources import DataFile, Source
 from swiftlite.data.store import SequenceWriter, schema_of
-from swiftlite.data.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
+from swiftlite.data.tokens.prompts import PromptTokenizer
+from swiftlite.data.tokens.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions
 from swiftlite.ending import STOPPING
 from swiftlite.errors import RunError, UserError
 from swiftlite.untrusted import names_of

@@ -25,8 +25,8 @@ from swiftlite.data.prepare import (
     prepare_data,
     prepare_one,
 )
-from swiftlite.data.sources import parse_spec, resolve
-from swiftlite.data.tokenizer_key import tokenizer_key
+from swiftlite.data.rows.sources import parse_spec, resolve
+from swiftlite.data.tokens.tokenizer_key import tokenizer_key
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:

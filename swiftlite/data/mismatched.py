@@ -11,7 +11,7 @@ import numpy as np
 
 from swiftlite.data.order import Pack, Sequence
 from swiftlite.data.packing import best_fit_decreasing
-from swiftlite.data.preference_tokens import Preference, fit
+from swiftlite.data.tokens.preference_tokens import Preference, fit
 
 MIXED = -1  # in place of a data set's number
 

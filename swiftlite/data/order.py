@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from swiftlite.data.packing import Packs, best_fit_decreasing, number_type, ranges
-from swiftlite.data.preference_tokens import Group, Preference
 from swiftlite.data.store import SequenceStore
+from swiftlite.data.tokens.preference_tokens import Group, Preference
 from swiftlite.seeds import key_digest
 
 ROUNDING = 1e-9  # of a number of steps

@@ -19,12 +19,12 @@ from swiftlite.data.audit import build_audit, check_anything_left, eval_section,
 from swiftlite.data.build import bad_row_error, build_entry, check_mapped, check_vocabulary
 from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
 from swiftlite.data.repeats import count_trained_on, first_rows
-from swiftlite.data.rows import check_columns
-from swiftlite.data.sources import Source, check_unchanged, content_hash, file_states, parse_spec, resolve
+from swiftlite.data.rows.formats import check_columns
+from swiftlite.data.rows.sources import Source, check_unchanged, content_hash, file_states, parse_spec, resolve
 from swiftlite.data.store import REJECTED, SEQUENCES, SequenceStore, load_or_build
 from swiftlite.data.stream import StreamPlan, stream_identity
-from swiftlite.data.tokenize import TokenOptions
-from swiftlite.data.tokenizer_key import tokenizer_key
+from swiftlite.data.tokens.tokenize import TokenOptions
+from swiftlite.data.tokens.tokenizer_key import tokenizer_key
 from swiftlite.data.windows import LARGEST_GROUP, LAYOUT_VERSION, WINDOW_BYTES
 from swiftlite.errors import UserError
 from swiftlite.imports import default_cache

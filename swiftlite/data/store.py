@@ -23,8 +23,8 @@ import pyarrow.ipc
 
 from swiftlite.config.methods import PREFERENCE, SAMPLING
 from swiftlite.data.packing import number_type
-from swiftlite.data.preference_tokens import Preference
-from swiftlite.data.tokenize import TokenBatch, flags_of
+from swiftlite.data.tokens.preference_tokens import Preference
+from swiftlite.data.tokens.tokenize import TokenBatch, flags_of
 from swiftlite.errors import DISK_FULL, UserError
 
 try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.data.audit import CHANGED, unused_columns
-from swiftlite.data.rows import count_columns
+from swiftlite.data.rows.formats import count_columns
 from swiftlite.errors import UserError
 
 

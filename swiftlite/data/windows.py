@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.data.readers import BATCH_ROWS, MAX_LINE, UTF8_BOM, Payload, columnar_rows, read_rows, text_line
-from swiftlite.data.sources import DataFile
+from swiftlite.data.rows.readers import BATCH_ROWS, MAX_LINE, UTF8_BOM, Payload, columnar_rows, read_rows, text_line
+from swiftlite.data.rows.sources import DataFile
 from swiftlite.errors import UserError, first_line
 
 WINDOW_BYTES = 4 << 20  # about a million tokens of English: enough rows to fill packs, few enough to hold in memory

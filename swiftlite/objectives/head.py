@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from swiftlite.fused import can_fuse, fused
-from swiftlite.models.embedding import gradient_of
-from swiftlite.models.products import ROUND, ProductSum, product
+from swiftlite.models.kernels.embedding import gradient_of
+from swiftlite.models.kernels.products import ROUND, ProductSum, product
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # logits of one chunk; a GPU needs larger ones to stay busy
 SOFTMAX_ROWS = 32

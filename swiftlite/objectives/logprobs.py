@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from swiftlite.dtensors import is_dtensor
-from swiftlite.models.embedding import takes_gradient
-from swiftlite.models.products import onednn_serves, rounded
+from swiftlite.models.kernels.embedding import takes_gradient
+from swiftlite.models.kernels.products import onednn_serves, rounded
 from swiftlite.objectives.head import Head, Options, Soft, chunk_tokens, kind_of_head
 
 if TYPE_CHECKING:

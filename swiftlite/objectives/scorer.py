@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from swiftlite.errors import UserError, kind_and_words
 from swiftlite.models.anatomy import balances_router, dissect
-from swiftlite.models.attention import Windows, lengths_between, noted_windows
-from swiftlite.models.half_products import half_weight
-from swiftlite.models.last_layer import PLACES
+from swiftlite.models.attention.documents import Windows, lengths_between, noted_windows
+from swiftlite.models.kernels.half_products import half_weight
+from swiftlite.models.kernels.last_layer import PLACES
 from swiftlite.models.logits import unknown_transform
 from swiftlite.models.noise import EmbeddingNoise
 from swiftlite.objectives.completions import answer_scores

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from swiftlite.errors import UserError
-from swiftlite.models.attention import attend_row
+from swiftlite.models.attention.documents import attend_row
 from swiftlite.models.rotary import LONGROPE, length_limits
 from swiftlite.parallel.division import SLACK, Division, divide_evenly, divide_row
 from swiftlite.parallel.exchange import exchange, gather_rows, sum_parts
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
     from swiftlite.data.batches import MicroBatch
-    from swiftlite.models.attention import Attend, SharedKeys
+    from swiftlite.models.attention.documents import Attend, SharedKeys
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ def activation_bytes_per_token(
     `layer_keeps`.
 
     On a CPU, where that is much, about as much is left without checkpointing as under `selective`
-    (`swiftlite.models.rematerialize`); attention's weights (`swiftlite.models.attention_cpu`) come to a fifth more at
-    most, and to less with shorter documents.
+    (`swiftlite.models.kernels.rematerialize`); attention's weights (`swiftlite.models.attention.cpu`) come to a fifth
+    more at most, and to less with shorter documents.
     """
     kept = layer_keeps(model_config, dtype, checkpointing, hidden_dtype)
     return round(kept.whole * model_config.get_text_config().num_hidden_layers)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
 
-from swiftlite.data.questions import Message
+from swiftlite.data.tokens.questions import Message
 from swiftlite.errors import UserError
 from swiftlite.serving.generate import Answerer
 from swiftlite.serving.prompts import check_utf8, not_utf8

@@ -22,7 +22,7 @@ from swiftlite.checkpoint.folder import atomic_folder
 from swiftlite.checkpoint.space import check_place, check_space
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.config.types import DTYPE, Size
-from swiftlite.data.stops import stop_tokens
+from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.models.adapters import check_start
 from swiftlite.models.anatomy import check_plain_weights

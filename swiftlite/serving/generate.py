@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftlite.config.names import most_positions
-from swiftlite.data.questions import opened, plain_ids
-from swiftlite.data.stops import stop_tokens
+from swiftlite.data.tokens.questions import opened, plain_ids
+from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.errors import UserError
 from swiftlite.models.sampling import padded, without_router_loss
 from swiftlite.serving.prompts import check_utf8
@@ -21,7 +21,7 @@ from swiftlite.serving.prompts import check_utf8
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swiftlite.data.questions import Message
+    from swiftlite.data.tokens.questions import Message
 
 SHORTER = "shorten it, or end the conversation and start a new one"
 

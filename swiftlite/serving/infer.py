@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.names import system_text
-from swiftlite.data.sources import COMPRESSED, as_data_file
+from swiftlite.data.rows.sources import COMPRESSED, as_data_file
 from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
 from swiftlite.quick_imports import quick_imports
 from swiftlite.serving.evaluated import system_of_training
@@ -23,7 +23,7 @@ from swiftlite.serving.prompts import check_utf8, read_questions
 from swiftlite.serving.source import ModelSource, find_source, refuse_reward_model
 
 if TYPE_CHECKING:
-    from swiftlite.data.questions import Question
+    from swiftlite.data.tokens.questions import Question
     from swiftlite.serving.generate import Answerer
 
 SHOWN_SYSTEM = 60  # characters

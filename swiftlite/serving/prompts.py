@@ -1,14 +1,14 @@
-"""The questions of a JSON file in its order (see `swiftlite.data.questions`)."""
+"""The questions of a JSON file in its order (see `swiftlite.data.tokens.questions`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from swiftlite.data.forms import BadRow
-from swiftlite.data.questions import Question, read_question
-from swiftlite.data.readers import Payload, parse_payload, read_rows
-from swiftlite.data.sources import DataFile, as_data_file
+from swiftlite.data.rows.forms import BadRow
+from swiftlite.data.rows.readers import Payload, parse_payload, read_rows
+from swiftlite.data.rows.sources import DataFile, as_data_file
+from swiftlite.data.tokens.questions import Question, read_question
 from swiftlite.errors import UserError
 
 

@@ -20,19 +20,19 @@ from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.losses import weighs_by_probability
 from swiftlite.config.methods import PAIRED, PREFERENCE, SAMPLING, pack_capacity
 from swiftlite.dtensors import is_fsdp_module
-from swiftlite.models import fp8
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.compiled import compile_layers
-from swiftlite.models.embedding import use_direct_embeddings
 from swiftlite.models.experts import use_autocast_experts
-from swiftlite.models.half_products import HALF, use_half_products
-from swiftlite.models.last_layer import spare_last_mlp
-from swiftlite.models.lora import fuse_adapters
-from swiftlite.models.norms import fuse_norms, widen_layer_norms
-from swiftlite.models.products import onednn_serves, rounded, use_fast_products
+from swiftlite.models.kernels import fp8
+from swiftlite.models.kernels.embedding import use_direct_embeddings
+from swiftlite.models.kernels.half_products import HALF, use_half_products
+from swiftlite.models.kernels.last_layer import spare_last_mlp
+from swiftlite.models.kernels.lora import fuse_adapters
+from swiftlite.models.kernels.norms import fuse_norms, widen_layer_norms
+from swiftlite.models.kernels.products import onednn_serves, rounded, use_fast_products
+from swiftlite.models.kernels.rotation import fuse_rotations
 from swiftlite.models.quantize import quantize
-from swiftlite.models.rotation import fuse_rotations
 from swiftlite.models.tuners import count_parameters
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
@@ -153,7 +153,7 @@ def divide(
 
 
 def spares_cheap_results(config: RunConfig, device: torch.device) -> bool:
-    """Whether they can be made again in the backward pass (`swiftlite.models.rematerialize`)."""
+    """Whether they can be made again in the backward pass (`swiftlite.models.kernels.rematerialize`)."""
     return device.type == "cpu" and not config.compile and config.pipeline_parallel_size == 1
 
 

@@ -35,18 +35,18 @@ from swiftlite.parallel.world import World
 from swiftlite.reporting.display import open_display
 from swiftlite.reporting.run import QuietReporter, Reporter
 from swiftlite.serving.evaluated import run_of
-from swiftlite.training.agreement import check_same_rows
-from swiftlite.training.asking import build_asker
 from swiftlite.training.evaluation import Evaluation, Evaluator, evaluate_rows
-from swiftlite.training.failures import memory_errors, other_memory_errors
-from swiftlite.training.judges import notes_on_judges
+from swiftlite.training.guards.agreement import check_same_rows
+from swiftlite.training.guards.failures import memory_errors, other_memory_errors
+from swiftlite.training.guards.stopping import stop_requests
 from swiftlite.training.methods import preference_of
+from swiftlite.training.own_answers.asking import build_asker
+from swiftlite.training.own_answers.judges import notes_on_judges
+from swiftlite.training.own_answers.rewards import Reward, check_columns, load_rewards
 from swiftlite.training.progress import saved_progress
-from swiftlite.training.rewards import Reward, check_columns, load_rewards
 from swiftlite.training.setup import Trainee, build_trainee, check_model, precision_of, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_examiner, build_method, needs_reference
 from swiftlite.training.sources import find_weights
-from swiftlite.training.stopping import stop_requests
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -99,7 +99,7 @@ def work_here(config: RunConfig, layout: Layout, report: Report, load: Load, beg
     quiet_bitsandbytes()
     with quick_imports():
         from swiftlite.parallel.world import joined
-        from swiftlite.training.agreement import agreed
+        from swiftlite.training.guards.agreement import agreed
 
         work = load()
 

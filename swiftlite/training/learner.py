@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from swiftlite.data.batches import MicroBatch
 from swiftlite.models.compiled import nothing_compiled
 from swiftlite.parallel.mesh import Mesh
-from swiftlite.training.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors
+from swiftlite.training.guards.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors
+from swiftlite.training.guards.untouched import without_gradient
+from swiftlite.training.guards.warm_check import tokens_of_longest
 from swiftlite.training.losses import TokenLoss
 from swiftlite.training.methods import MakeLoss, Method, check_start
 from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moments, set_rate
@@ -21,8 +23,6 @@ from swiftlite.training.profiler import StepProfiler
 from swiftlite.training.progress import Progress
 from swiftlite.training.share import Sharing, StepShare
 from swiftlite.training.step import StepOutcome, StepRunner
-from swiftlite.training.untouched import without_gradient
-from swiftlite.training.warm_check import tokens_of_longest
 
 if TYPE_CHECKING:
     import torch

@@ -11,16 +11,16 @@ import torch
 
 from swiftlite.training.best import evaluated_in_words
 from swiftlite.training.evaluation import evaluate_rows
-from swiftlite.training.failures import unfit_rows
 from swiftlite.training.flops import peak_flops
+from swiftlite.training.guards.failures import unfit_rows
+from swiftlite.training.guards.stopping import Stopped
+from swiftlite.training.guards.warm_check import longest_share
 from swiftlite.training.interval import Interval
 from swiftlite.training.learner import COUNTED, Learner, Listener, Parts
 from swiftlite.training.noise import with_noise
 from swiftlite.training.progress import Progress
 from swiftlite.training.schedule import rate_at, schedule_notes, warmup_steps
 from swiftlite.training.share import StepShare
-from swiftlite.training.stopping import Stopped
-from swiftlite.training.warm_check import longest_share
 
 if TYPE_CHECKING:
     from swiftlite.data.order import Pack, StepBatch

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import Pack, StepBatch
     from swiftlite.parallel.mesh import Mesh
-    from swiftlite.training.rollouts import Rollouts
+    from swiftlite.training.own_answers.rollouts import Rollouts
     from swiftlite.training.share import Sharing, StepShare
     from swiftlite.training.step import StepRunner
     from swiftlite.training.teacher import Teacher

@@ -38,8 +38,8 @@ from swiftlite.planning.memory import (
 )
 from swiftlite.training.divide import spares_cheap_results
 from swiftlite.training.flops import FlopCounter
-from swiftlite.training.judges import bytes_of_judges
-from swiftlite.training.muon import orthogonalized_in
+from swiftlite.training.optimizers.muon import orthogonalized_in
+from swiftlite.training.own_answers.judges import bytes_of_judges
 from swiftlite.training.precision import Precision
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from torch import nn
 
 from swiftlite.checkpoint.state import begin_moments
 from swiftlite.dtensors import is_dtensor, local
-from swiftlite.models.lora import is_lora_b
+from swiftlite.models.kernels.lora import is_lora_b
 from swiftlite.parallel.mesh import STORED, Mesh
-from swiftlite.training.adamw_8bit import AdamW8bit
-from swiftlite.training.adamw_bf16 import AdamWBf16
-from swiftlite.training.adamw_paged import PagedAdamW
-from swiftlite.training.muon import Muon
+from swiftlite.training.optimizers.adamw_8bit import AdamW8bit
+from swiftlite.training.optimizers.adamw_bf16 import AdamWBf16
+from swiftlite.training.optimizers.adamw_paged import PagedAdamW
+from swiftlite.training.optimizers.muon import Muon
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig

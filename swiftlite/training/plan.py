@@ -25,7 +25,7 @@ from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import dissect, experts_of_token, with_router_loss
 from swiftlite.models.experts import find_experts
-from swiftlite.models.fp8 import check_fp8, check_served
+from swiftlite.models.kernels.fp8 import check_fp8, check_served
 from swiftlite.models.load import import_architecture
 from swiftlite.models.tuners import apply_tuner, to_master_precision
 from swiftlite.parallel.stages import StagePlan, stage_costs
@@ -34,9 +34,9 @@ from swiftlite.planning.communication import Step, step_traffic
 from swiftlite.planning.footprint import STATE_BYTES, Footprint
 from swiftlite.planning.pace import AGAIN, FORWARD, WITH_ADAPTERS, Pace, step_pace
 from swiftlite.planning.search import candidates
-from swiftlite.training.fits import check_config, check_layout
-from swiftlite.training.muon import orthogonalizing_flops
+from swiftlite.training.guards.fits import check_config, check_layout
 from swiftlite.training.needs import Outline, open_modes
+from swiftlite.training.optimizers.muon import orthogonalizing_flops
 from swiftlite.training.precision import Precision
 from swiftlite.training.setup import build_base, precision_of
 from swiftlite.training.setup_method import count_more_forwards

@@ -39,7 +39,7 @@ KINDS = (
     ("copies", ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "aten::fill_", "aten::zero_", "Memcpy")),
 )
 COMMUNICATION, ATTENTION = KINDS[0][0], KINDS[1][0]
-ATTENTION_NODE = "_ByDocument"  # autograd's node of `swiftlite.models.attention_cpu`, and that of its backward
+ATTENTION_NODE = "_ByDocument"  # autograd's node of `swiftlite.models.attention.cpu`, and that of its backward
 ELEMENTWISE, REST = "element by element", "Python and waiting"
 MEANWHILE = "while this one computed"
 

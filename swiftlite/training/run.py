@@ -29,7 +29,7 @@ from swiftlite.config.methods import answers, keeps_second
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.examined import prepare_run
-from swiftlite.data.stops import stop_tokens
+from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
 from swiftlite.heap import give_back
@@ -39,28 +39,28 @@ from swiftlite.parallel.world import World
 from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.streams import outlive_readers
-from swiftlite.training.agreement import check_same_rows
-from swiftlite.training.asking import build_asker
 from swiftlite.training.best import best_model, forget_lost_best, forget_other_losses
-from swiftlite.training.failures import StepFailed, other_memory_errors
+from swiftlite.training.guards.agreement import check_same_rows
+from swiftlite.training.guards.failures import StepFailed, other_memory_errors
+from swiftlite.training.guards.stopping import Stopped, stop_requests
+from swiftlite.training.guards.watchdog import watchdog
 from swiftlite.training.interval import Interval
-from swiftlite.training.judges import notes_on_judges
 from swiftlite.training.learner import Parts
 from swiftlite.training.loop import Loop
 from swiftlite.training.methods import preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder
+from swiftlite.training.own_answers.asking import build_asker
+from swiftlite.training.own_answers.judges import notes_on_judges
+from swiftlite.training.own_answers.rewards import Reward, check_columns, load_rewards
 from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
 from swiftlite.training.progress import Progress, saved_progress
 from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
-from swiftlite.training.rewards import Reward, check_columns, load_rewards
 from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_evaluations, build_method, needs_reference
 from swiftlite.training.sources import find_weights
-from swiftlite.training.stopping import Stopped, stop_requests
 from swiftlite.training.teacher import build_teacher, check_teacher
-from swiftlite.training.watchdog import watchdog
 
 if TYPE_CHECKING:
     from swiftlite.config.layout import Layout

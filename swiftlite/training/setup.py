@@ -20,10 +20,9 @@ from swiftlite.checkpoint.export import ModelFiles, plan_files
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.checkpoint.start_values import FreshValues, start_dora
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
-from swiftlite.data.stops import padding_token
+from swiftlite.data.tokens.stops import padding_token
 from swiftlite.errors import UserError
 from swiftlite.imports import import_package
-from swiftlite.models import attention, fp8
 from swiftlite.models.anatomy import (
     balances_router,
     decoder_of,
@@ -31,11 +30,13 @@ from swiftlite.models.anatomy import (
     why_alone,
     with_router_loss,
 )
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.compiled import left_out_of
 from swiftlite.models.dtypes import DTYPES, source_dtype
-from swiftlite.models.kernels import PACKAGE, apply_liger, choose_kernels
+from swiftlite.models.kernels import fp8
+from swiftlite.models.kernels.liger import PACKAGE, apply_liger, choose_kernels
+from swiftlite.models.kernels.lora import is_lora_b
 from swiftlite.models.load import build_model, import_architecture, load_config, model_folder, own_attention
-from swiftlite.models.lora import is_lora_b
 from swiftlite.models.matrices import hidden_matrices
 from swiftlite.models.quantize import NF4, packing
 from swiftlite.models.rotary import scale_by_document
@@ -47,9 +48,9 @@ from swiftlite.parallel.world import World
 from swiftlite.planning.choose import Choice
 from swiftlite.planning.memory import free_bytes
 from swiftlite.sizes import in_words
-from swiftlite.training.agreement import check_same_weights
 from swiftlite.training.divide import Divided, divide
-from swiftlite.training.fits import check_alone, check_config, check_division
+from swiftlite.training.guards.agreement import check_same_weights
+from swiftlite.training.guards.fits import check_alone, check_config, check_division
 from swiftlite.training.needs import Beside, Outline, choose, weights_dtype
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.sources import (

@@ -21,7 +21,6 @@ from swiftlite.models.tuners import adapters_off
 from swiftlite.objectives.preference import Preference
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired
-from swiftlite.training.examination import Examiner
 from swiftlite.training.methods import (
     Distilled,
     Judged,
@@ -33,16 +32,17 @@ from swiftlite.training.methods import (
     mismatched_of,
     preference_of,
 )
+from swiftlite.training.own_answers.examination import Examiner
+from swiftlite.training.own_answers.rollouts import Rollouts
 from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
-from swiftlite.training.rollouts import Rollouts
 from swiftlite.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import BatchPlan, Pack
     from swiftlite.reporting.run import Reporter
-    from swiftlite.training.asking import Asker
     from swiftlite.training.evaluation import Evaluator
+    from swiftlite.training.own_answers.asking import Asker
     from swiftlite.training.setup import Trainee
 
 

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from swiftlite.data.batches import MicroBatch
-from swiftlite.models.half_products import half_layers, half_weights
-from swiftlite.models.rematerialize import rematerialized
+from swiftlite.models.kernels.half_products import half_layers, half_weights
+from swiftlite.models.kernels.rematerialize import rematerialized
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import slice_for_context
 from swiftlite.parallel.data import reduce_at_last_micro_batch, reshard

@@ -25,8 +25,8 @@ from swiftlite.models.load import import_architecture, load_config, model_folder
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import count_parameters
 from swiftlite.parallel.world import World
-from swiftlite.training.fits import check_config, check_layout
 from swiftlite.training.flops import FlopCounter
+from swiftlite.training.guards.fits import check_config, check_layout
 from swiftlite.training.needs import Beside, weights_dtype
 from swiftlite.training.reference import evaluating
 from swiftlite.training.setup import (

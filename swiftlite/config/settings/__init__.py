@@ -1,0 +1,1 @@
+"""Parts of the schema: settings that belong together."""

@@ -1,0 +1,1 @@
+"""From what `--dataset` names to rows of one form each, whatever they are spelt like."""

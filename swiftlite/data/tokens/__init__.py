@@ -1,0 +1,1 @@
+"""From rows to tokens, and which of them are learnt."""

@@ -1,0 +1,1 @@
+"""Attention for documents laid end to end, on CPUs and GPUs."""

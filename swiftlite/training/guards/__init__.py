@@ -1,0 +1,1 @@
+"""What ends a run early and clearly instead of late, wrongly or never."""

@@ -1,0 +1,95 @@
+"""Who answers while a model is trained: the model itself where it lies whole in this process, else a copy of it.
+
+The copy is the same model, built for one process and never trained. Before each step every process puts the parts that
+it holds of the trained weights into it, whatever the layout, so all of them can answer, each other prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from swiftlite.checkpoint.boxes import whole
+from swiftlite.checkpoint.shared import to_write
+from swiftlite.config.layout import Layout
+from swiftlite.models.kernels.half_products import half_layers, half_weights
+from swiftlite.models.sampling import answering, sample
+from swiftlite.training.setup import Trainee, build_trainee
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.parallel.world import World
+
+
+def build_answerer(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    trainee: Trainee,
+    load: Callable[[], PreTrainedTokenizerBase],
+    world: World,
+    stops: Sequence[int],
+) -> Answerer:
+    """The model itself where nothing of it is divided, or with a copy beside it. stops: ids that end an answer."""
+    copy = None
+    if trainee.mesh.stored is not None:
+        alone, half = Layout(), trainee.precision.dtype == torch.bfloat16 and config.tuner != "lora"
+        plain = {"pure_bf16": config.pure_bf16 or half, "compile": False}  # nothing is added to its weights
+        choice = replace(trainee.choice, layout=alone, offload=False, checkpointing="none")
+        beside = world.within("answers"), alone, choice
+        copy = build_trainee(config.model_copy(update=plain), model_config, None, load, *beside, evaluates=True)
+    return Answerer(trainee, copy, stops, config)
+
+
+class Answerer:
+    """A model with the weights that are being trained."""
+
+    def __init__(self, trainee: Trainee, copy: Trainee | None, stops: Sequence[int], config: RunConfig) -> None:
+        """copy: of one process, where the trainee does not answer itself; stops: ids that end an answer."""
+        self._trainee, self._copy, self._stops = trainee, copy, stops
+        self._as_written = config.compile and copy is None
+        self._speaker = copy or trainee
+        (self._part,) = self._speaker.divided.parts
+
+    @property
+    def pads(self) -> bool:
+        """Whether prompts of several lengths can be answered together."""
+        return self._speaker.alone is None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """A context in which it answers as the weights are now. Every process enters it."""
+        if self._copy is not None:
+            _take_over(self._trainee, self._copy)
+        layers = half_layers(self._part.scorer)
+        computing = self._speaker.precision.compute(self._speaker.mesh.device)
+        # Each length of a row would be compiled: an answer has as many as tokens.
+        as_written = torch.compiler.set_stance("force_eager") if self._as_written else nullcontext()
+        with answering(self._speaker.base, switch=self.pads), computing, half_weights(layers), as_written:
+            yield
+
+    def answer(self, prompts: Sequence[Sequence[int]], numbers: torch.Tensor, temperature: float) -> list[list[int]]:
+        """As `swiftlite.models.sampling.sample`, within `ready`."""
+        return sample(self._speaker.base, prompts, numbers, self._stops, temperature, once=self.pads)
+
+
+@torch.no_grad()
+def _take_over(trainee: Trainee, copy: Trainee) -> None:
+    """The trained weights as they are now, into the copy. Each number is in one process's part of exactly one box, so
+    that the sum over all processes, of zeros elsewhere, is the whole."""
+    (part,) = copy.divided.parts
+    theirs = {name: tensor for name, tensor, _ in part.tensors()}
+    mine = to_write(trainee.mesh, trainee.tensors())  # of a tied one that two stages hold, once
+    for name in sorted(trainee.trained_shapes):
+        target = theirs[name]
+        gathered = torch.zeros_like(target)
+        for holding in mine.get(name, ()):
+            gathered[holding.box.slices_of(whole(target.shape))] = holding.tensor.to(target)
+        dist.all_reduce(gathered)
+        target.copy_(gathered)

@@ -1,0 +1,195 @@
+"""Prompts -> the model's answers to them, rewarded: the processes share prompts out, and all know all answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from swiftlite.checkpoint.shared import in_turn
+from swiftlite.data.order import Sequence as Document
+from swiftlite.data.tokens.stops import stop_tokens
+from swiftlite.seeds import key_digest
+from swiftlite.training.own_answers.answerer import Answerer, build_answerer
+from swiftlite.training.own_answers.rewards import Answered, Reward, rewards_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.parallel.mesh import Mesh
+    from swiftlite.parallel.world import World
+    from swiftlite.training.setup import Trainee
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How answers are drawn. samples: to each prompt; temperature: that logits are divided by, 0 for the likeliest
+    token each time; key: (a prompt, its place among those asked) -> what its random numbers are a function of."""
+
+    samples: int
+    temperature: float
+    key: Callable[[Document, int], tuple[object, ...]]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to one prompt. place: of the prompt among those asked; answers: in the order they were drawn in;
+    rewards: what each function says of each, `[functions][answers]`, NaN where it says nothing."""
+
+    place: int
+    answers: list[Answered]
+    rewards: list[list[float]]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Of each answer."""
+        return [answer.ids for answer in self.answers]
+
+    def told(self, totals: list[float | None]) -> dict[str, Any]:
+        """As a file of answers has it. totals: the reward of each, None of one that no function rewards."""
+        asked = self.answers[0]
+        said = [{"text": one.text, "reward": reward} for one, reward in zip(self.answers, totals, strict=True)]
+        return {"where": asked.where, "prompt": asked.prompt, "expected": asked.expected, "answers": said}
+
+
+class Asker:
+    """Has prompts answered and the answers rewarded. Every process calls it, with the same prompts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        answerer: Answerer,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: Sequence[Reward],
+        columns: Sequence[str],
+        mesh: Mesh,
+        stops: Sequence[int],
+    ) -> None:
+        """columns: that some row of the data has; mesh: of the model, whose processes share the prompts out; stops: ids
+        that end an answer."""
+        self._config, self._answerer, self._tokenizer, self._rewards = config, answerer, tokenizer, rewards
+        self._columns, self._mesh, self._stops = columns, mesh, stops
+
+    def __call__(self, prompts: list[Document], draw: Draw) -> list[Answers]:
+        """All groups in the order of the prompts, of which each process answers its part."""
+        drawn: dict[tuple[int, int], list[int]] = {}
+        mine: list[Answers] = []
+
+        def answer() -> None:
+            drawn.update(self._drawn(prompts, draw))
+
+        def reward() -> None:
+            mine.extend(self._rewarded(prompts, drawn, draw.samples))
+
+        with self._answerer.ready():
+            in_turn(self._mesh, answer)
+        in_turn(self._mesh, reward)  # outside: a function with a model of its own computes as it does elsewhere
+        return sorted((group for theirs in self._mesh.collect(mine) for group in theirs), key=lambda group: group.place)
+
+    @property
+    def pads(self) -> bool:
+        """As `Answerer.pads`."""
+        return self._answerer.pads
+
+    @property
+    def names(self) -> list[str]:
+        """Of the functions."""
+        return [reward.name for reward in self._rewards]
+
+    def totals(self, groups: list[Answers]) -> np.ma.MaskedArray:
+        """The reward of each answer, what functions say by their weights, fp64 `[prompts, answers]`; masked where none
+        says anything."""
+        values, weights = _values(groups), np.asarray([reward.weight for reward in self._rewards])[:, None]
+        return np.ma.masked_array(np.nansum(values * weights, axis=1), np.isnan(values).all(axis=1))
+
+    def by_function(self, groups: list[Answers]) -> dict[str, np.ma.MaskedArray]:
+        """What each function says, by its key in metrics.jsonl, fp64 `[prompts, answers]`; masked where nothing."""
+        values = np.ma.masked_invalid(_values(groups))
+        return {f"rewards/{name}": values[:, place] for place, name in enumerate(self.names)}
+
+    def is_cut(self, ids: list[int]) -> bool:
+        """Whether an answer had no end before `--max-new-tokens`."""
+        return ids[-1] not in self._stops
+
+    def _drawn(self, prompts: list[Document], draw: Draw) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        """(place of the prompt, number of the answer) and the answer's ids, of this process's part, groups in order."""
+        config, ranks = self._config, self._mesh.layout.world
+        by_length = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].input_ids))
+        rows = [(place, number) for place in by_length[self._mesh.rank :: ranks] for number in range(draw.samples)]
+        for some in self._at_once(rows, prompts):
+            keys = [(*draw.key(prompts[place], place), number) for place, number in some]
+            numbers = np.stack([_uniform(config.max_new_tokens, *key) for key in keys])
+            asked = [prompts[place].input_ids.tolist() for place, _ in some]
+            yield from zip(some, self._answerer.answer(asked, torch.from_numpy(numbers), draw.temperature), strict=True)
+
+    def _rewarded(
+        self, prompts: list[Document], drawn: dict[tuple[int, int], list[int]], samples: int
+    ) -> Iterator[Answers]:
+        """drawn: as `_drawn` gives it."""
+        places = [place for place, _ in drawn]
+        records = {place: json.loads(prompts[place].asked) for place in dict.fromkeys(places)}
+        columns = {place: dict.fromkeys(self._columns) | record["columns"] for place, record in records.items()}
+        answered = [
+            self._read(prompts[place].where, records[place], columns[place], ids) for (place, _), ids in drawn.items()
+        ]
+        rewards = rewards_of(self._rewards, answered)
+        for first in range(0, len(places), samples):
+            part = slice(first, first + samples)
+            yield Answers(places[first], answered[part], [of_function[part] for of_function in rewards])
+
+    def _at_once(self, rows: list[tuple[int, int]], prompts: list[Document]) -> Iterator[list[tuple[int, int]]]:
+        """Rows that are answered together: of like length, or of one where nothing may be padded."""
+        some: list[tuple[int, int]] = []
+        for row in rows:
+            alike = not some or self.pads or _same_length(prompts, some[0], row)
+            if len(some) == self._config.answers_at_once or not alike:
+                yield some
+                some = []
+            some.append(row)
+        if some:
+            yield some
+
+    def _read(self, where: str, record: dict[str, Any], columns: dict[str, Any], ids: list[int]) -> Answered:
+        """An answer by its ids. record, columns: of the row that stands at `where`."""
+        text = self._tokenizer.decode(ids if self.is_cut(ids) else ids[:-1], skip_special_tokens=True)
+        return Answered(record["prompt"], text, ids, columns, where, record["expected"])
+
+
+def _values(groups: list[Answers]) -> np.ndarray:
+    """fp64 `[prompts, functions, answers]`, also of no function."""
+    shape = len(groups), len(groups[0].rewards), len(groups[0].answers)
+    return np.reshape([group.rewards for group in groups], shape).astype(np.float64)
+
+
+def _uniform(count: int, *key: object) -> np.ndarray:
+    """Numbers in `[0, 1)` that are a function of the key only, fp64 `[count]`."""
+    philox = np.random.Philox(key=np.frombuffer(key_digest("answers", *key, size=16), dtype=np.uint64))
+    return (philox.random_raw(count) >> np.uint64(11)) * 2.0**-53
+
+
+def _same_length(prompts: list[Document], one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return len(prompts[one[0]].input_ids) == len(prompts[other[0]].input_ids)
+
+
+def build_asker(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    trainee: Trainee,
+    load: Callable[[], PreTrainedTokenizerBase],
+    world: World,
+    rewards: Sequence[Reward],
+    columns: Sequence[str],
+) -> Asker:
+    """With the model itself, or a copy of it, to answer. columns: as for `Asker`. Raises UserError where a
+    reward model cannot be loaded."""
+    tokenizer = load()
+    for judge in filter(None, (reward.judge for reward in rewards)):
+        judge.load(config, world.device)
+    stops = stop_tokens(trainee.base.generation_config, tokenizer)
+    answerer = build_answerer(config, model_config, trainee, load, world, stops)
+    return Asker(config, answerer, tokenizer, rewards, columns, trainee.mesh, stops)

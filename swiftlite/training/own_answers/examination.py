@@ -1,0 +1,82 @@
+"""Held-out prompts -> how good the model's answers to them are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from swiftlite.config.methods import examined_at
+from swiftlite.data.order import Sequence as Document
+from swiftlite.data.order import StepBatch
+from swiftlite.training.evaluation import Evaluation, MemoryErrors
+from swiftlite.training.own_answers.asking import Asker, Draw
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.training.share import Sharing
+    from swiftlite.training.step import StepRunner
+
+
+class Examiner:
+    """Has prompts answered of which nothing is learnt."""
+
+    def __init__(self, config: RunConfig, ask: Asker, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """tell: gets the answers to each prompt."""
+        self._config, self._ask, self._tell = config, ask, tell
+
+    def evaluate(
+        self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
+    ) -> Evaluation:
+        """Its `loss` is the mean reward below zero, so that less of it is better, as of any other.
+
+        Random numbers are a function of the prompt, so that it is answered with the same ones in each evaluation,
+        whichever prompts are beside it.
+        """
+        config = self._config
+        draw = Draw(config.eval_samples, examined_at(config), self._key)
+        with memory_errors("the evaluation", ()):
+            groups = self._ask([document for pack in batch.packs for document in pack], draw)
+        totals, answers = self._ask.totals(groups), [ids for group in groups for ids in group.ids]
+        if self._tell is not None:
+            for group, of_group in zip(groups, totals.tolist(), strict=True):
+                self._tell(group.told(of_group))
+        sums = {
+            "answers": len(answers),
+            "length": sum(map(len, answers)),
+            "cut": sum(map(self._ask.is_cut, answers)),
+            "prompts": int((totals.count(axis=1) > 0).sum()),  # of which an answer is rewarded
+            "best": float(totals.max(axis=1).filled(0.0).sum()),
+            **_summed("reward", totals),
+        }
+        for kind, values in self._ask.by_function(groups).items():
+            sums |= _summed(kind, values)
+        return Evaluation(-sums["reward"], sums["known reward"], Counter(sums))
+
+    def results(self, found: Evaluation) -> dict[str, float | None]:
+        """As `Evaluator.results`."""
+        sums = found.sums
+        kinds = ["reward", *(f"rewards/{name}" for name in self._ask.names)]
+        means = {kind: _mean(sums[kind], sums[f"known {kind}"]) for kind in kinds}
+        best = {"reward_best": _mean(sums["best"], sums["prompts"])} if self._config.eval_samples > 1 else {}
+        return {
+            "reward": means.pop("reward"),
+            **best,
+            **means,
+            "answers/length": sums["length"] / sums["answers"],
+            "answers/cut": sums["cut"] / sums["answers"],
+            "answers/unrewarded": (sums["answers"] - sums["known reward"]) / sums["answers"],
+        }
+
+    def _key(self, prompt: Document, _place: int) -> tuple[object, ...]:
+        return (self._config.seed, "evaluation", *prompt.input_ids.tolist())
+
+
+def _summed(kind: str, values: np.ma.MaskedArray) -> dict[str, float]:
+    return {kind: float(values.filled(0.0).sum()), f"known {kind}": int(values.count())}
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None

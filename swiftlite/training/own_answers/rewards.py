@@ -1,0 +1,366 @@
+"""Functions that reward answers: found by name before the model loads, called with each step's answers.
+
+They are called as TRL calls its own (https://huggingface.co/docs/trl/grpo_trainer), so that those written for it serve
+here: `function(prompts=..., completions=..., completion_ids=..., COLUMN=..., ...)`, each a list with one entry an
+answer, and they return a number for each, or None where they have none to give.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import itertools
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import chdir, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from swiftlite.config.flags import nearest
+from swiftlite.config.methods import COMPARED, EXPECTED, GIVEN, PREFERENCE, PROMPT, SAMPLING
+from swiftlite.config.names import HUB_ID
+from swiftlite.data.tokens.questions import ANSWERS
+from swiftlite.ending import STOPPING, is_of_a_signal
+from swiftlite.errors import RunError, SwiftliteError, UserError
+from swiftlite.imports import import_package
+from swiftlite.training.own_answers.known_rewards import ELSEWHERE, KNOWN, PACKAGES
+
+if TYPE_CHECKING:
+    from swiftlite.data.prepare import Asked
+    from swiftlite.training.own_answers.judges import Judge
+
+FLAG = "--reward"
+KNOWN_IN = "swiftlite.training.own_answers.known_rewards"
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+HOW = f"give {FLAG} FILE.py:NAME, PACKAGE.MODULE.NAME or a reward model, with *WEIGHT behind it if it is not 1"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """name: of the function or model; weight: what its number counts; given: as `--reward` names it; judge: the
+    function, where it is a model that has to be loaded first."""
+
+    name: str
+    weight: float
+    function: Callable[..., Sequence[float | None]]
+    given: str
+    judge: Judge | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer. prompt: messages, or the text it goes on from; text: without special tokens; ids: with what ended it;
+    columns: of the row; where: `file:line`; expected: what the row itself answers, if it does."""
+
+    prompt: list[dict[str, Any]] | str
+    text: str
+    ids: list[int]
+    columns: dict[str, Any]
+    where: str
+    expected: str | None = None
+
+    @property
+    def completion(self) -> list[dict[str, str]] | str:
+        """As the prompt is."""
+        return self.text if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.text}]
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a word of `--reward` names. place: a file, a package, or a reward model; name: of the function, or what the
+    model is called; kind: `file`, `package` or `model`."""
+
+    place: str
+    name: str
+    weight: float
+    kind: str
+
+
+def load_rewards(given: Sequence[str], method: str = SAMPLING[0]) -> list[Reward]:
+    """What the words of `--reward` name, reward models without their weights. Raises UserError where one cannot be
+    had, or is called as what the method itself has of rewards."""
+    modules: dict[str, ModuleType] = {}  # each is run once, however many of its functions are named
+    found = [_load(word, modules) for word in given]
+    names = [reward.name for reward in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        model = any(reward.judge is not None for reward in found if reward.name == twice)
+        rename = "one of two folders by a link (ln -s FOLDER OTHER_NAME)" if model else "rename one of two functions"
+        fix = f"metrics are called so: name it once, or {rename}"
+        raise UserError(f"two of them are called {twice}", where=FLAG, fix=fix)
+    own = COMPARED if method in PREFERENCE else ()
+    if taken := next((reward for reward in found if reward.name in own), None):
+        raise UserError(
+            f"metrics have {method}'s own numbers as rewards/{taken.name}",
+            where=f"{FLAG} {taken.given}",
+            fix=f"give it a name that is none of {', '.join(own)}",
+        )
+    return found
+
+
+def parse_reward(word: str) -> Named:
+    """Nothing is run, and no model is looked at. Raises UserError."""
+    spec, star, factor = word.rpartition("*")
+    spec, weight = (spec, _number(factor, word)) if star else (word, 1.0)
+    if spec and is_model(spec):
+        path = Path(spec)
+        return Named(spec, path.parent.name if path.name == "model" else path.name, weight, "model")
+    if spec in KNOWN:
+        return Named(KNOWN_IN, spec, weight, "package")
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        place, _, name = spec.rpartition(".")
+    if not place or not name or spec.endswith(".py"):
+        near = ELSEWHERE.get(spec) or nearest(spec, KNOWN)
+        meant = f"did you mean {near}? Else " if near else ""
+        fix = f"{meant}{HOW}; those that come with swiftlite: {', '.join(KNOWN)}"
+        raise UserError(f"{word!r} names no function", where=FLAG, fix=fix)
+    if colon and not Path(place).expanduser().is_file():
+        raise UserError(f"there is no file {place}", where=f"{FLAG} {word}", fix=HOW)
+    return Named(place, name, weight, "file" if colon else "package")
+
+
+def is_model(spec: str) -> bool:
+    """Whether a word without its weight names a reward model: a folder, or OWNER/NAME of the hub."""
+    on_hub = HUB_ID.fullmatch(spec) is not None and not spec.endswith(".py")
+    return on_hub or Path(spec).expanduser().is_dir()
+
+
+def _load(word: str, modules: dict[str, ModuleType]) -> Reward:
+    named = parse_reward(word)
+    place, name = named.place, named.name
+    if named.kind == "model":
+        from swiftlite.training.own_answers.judges import find_judge
+
+        judge = find_judge(place, f"{FLAG} {word}")
+        return Reward(name, named.weight, judge, word, judge)
+    if place == KNOWN_IN and name in PACKAGES:
+        package, extra = PACKAGES[name]
+        import_package(package, f"{FLAG} {name}", extra)
+    if place not in modules:
+        modules[place] = _module_of(place, word) if named.kind == "file" else _package_of(place, word)
+    module = modules[place]
+    function = vars(module).get(name)
+    if not callable(function):
+        has = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise UserError(f"there is no function {name} in {place}", where=f"{FLAG} {word}", fix=f"its functions: {has}")
+    if inspect.isclass(function):
+        fix = f"make an object of it in {place}, and name that"
+        raise UserError(f"{name} is a class", where=f"{FLAG} {word}", fix=fix)
+    if inspect.iscoroutinefunction(function):
+        raise UserError(
+            f"{name} is asynchronous", where=f"{FLAG} {word}", fix="write a plain function, which may wait for others"
+        )
+    return Reward(name, named.weight, function, word)
+
+
+def _number(text: str, word: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f"{text!r} is no weight", where=f"{FLAG} {word}", fix=HOW)
+    return weight
+
+
+def _module_of(place: str, word: str) -> ModuleType:
+    """The module of a file, which finds others beside it as a script does."""
+    path = Path(place).expanduser()
+    known = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
+    if known is None or known.loader is None:
+        raise UserError(f"{place} is no Python file", where=f"{FLAG} {word}", fix=HOW)
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
+    if _is_found(path):
+        return _package_of(path.stem, word)
+    module = importlib.util.module_from_spec(known)
+    sys.modules[known.name] = module  # for dataclasses and pickles in it
+    with _importing(place, word):
+        known.loader.exec_module(module)
+    return module
+
+
+def _is_found(path: Path) -> bool:
+    """Whether an import by the file's own name gives this file, and no other of that name. Then processes that are
+    spawned, which import anew, find its functions too."""
+    try:
+        found = importlib.util.find_spec(path.stem)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and found.origin is not None and Path(found.origin).resolve() == path.resolve()
+
+
+def _package_of(place: str, word: str) -> ModuleType:
+    with _importing(place, word):
+        return importlib.import_module(place)
+
+
+@contextmanager
+def _importing(place: str, word: str) -> Iterator[None]:
+    """A user's own code may raise anything, and end the program. Raises UserError."""
+    try:
+        with _setting_back():
+            yield
+    except (Exception, SystemExit) as error:
+        if is_of_a_signal(error):
+            raise
+        raise UserError(
+            f"{place} cannot be imported: {type(error).__name__}: {error}",
+            where=f"{FLAG} {word}",
+            fix=f"mend it, or {HOW}",
+        ) from error
+
+
+def check_columns(rewards: Sequence[Reward], *asked: Asked) -> None:
+    """Raises UserError for a function that cannot be called with what rows have."""
+    for part, reward in itertools.product(asked, rewards):
+        if (misfit := _misfit(reward.function, part)) is not None:
+            problem, fix = misfit
+            where = f"{FLAG} {reward.given}, {part.named}"
+            raise UserError(f"the reward function {reward.name} {problem}", where=where, fix=fix)
+
+
+def _misfit(function: Callable[..., Any], asked: Asked) -> tuple[str, str] | None:
+    """(why a function cannot be called with what rows have, what to do), None where it can be."""
+    named = _parameters(function)
+    if named is None:
+        return None
+    parameters = named.values()
+    given, kinds = (*GIVEN, *asked.columns), {one.kind for one in parameters}
+    by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
+    by_place = next((one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.name in needed), None)
+    missing = next((name for name in needed if name not in given and (name, asked.answered) != (EXPECTED, True)), None)
+    if by_place is not None:
+        return f"takes `{by_place}` by its place alone", "all are given by their names: leave out the /"
+    if missing == EXPECTED:
+        fix = f"give rows with answers: messages that end with one, or one of the columns {', '.join(ANSWERS)}, or "
+        fix += "name theirs, as --columns answer=COLUMN"
+        return f"compares answers with the rows' own, as `{EXPECTED}`, and no row has one", fix
+    if missing is not None:
+        fix = f"they have {', '.join(asked.columns) or 'none'}: name the argument so, or give it a default"
+        if missing in PROMPT:  # as TRL has it
+            fix += f"; what rows have as {missing} is not handed on, so write it in a column of another name"
+        return f"asks for `{missing}`, which is no column of the rows", fix
+    if inspect.Parameter.VAR_KEYWORD not in kinds and (more := set(given) - by_name):
+        return f"does not take {', '.join(sorted(more))}", "add **others to its arguments"
+    return None
+
+
+@contextmanager
+def _setting_back() -> Iterator[None]:
+    """What code of others sets for the whole process, training does not see: else it would go on in another folder."""
+    import torch  # a dry run reads the names of functions without it
+
+    kind, learning, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+    device = torch.get_default_device()
+    answering = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        with chdir("."):
+            yield
+    finally:
+        torch.set_default_dtype(kind)
+        torch.set_grad_enabled(learning)
+        torch.set_num_threads(threads)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)
+        for number, handler in answering.items():
+            signal.signal(number, handler)
+
+
+def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[list[float]]:
+    """What each function says of each answer, NaN where it says nothing, `[functions][answers]`.
+
+    Raises RunError where a function fails or returns something else.
+    """
+    if not answers:
+        return [[] for _ in rewards]
+    names = dict.fromkeys(name for answer in answers for name in answer.columns)
+    columns = {name: [answer.columns.get(name) for answer in answers] for name in names}
+    columns |= {
+        "prompts": [answer.prompt for answer in answers],
+        "completions": [answer.completion for answer in answers],
+        "completion_ids": [answer.ids for answer in answers],
+    }
+    expected = {EXPECTED: [answer.expected for answer in answers]}
+    asks = [EXPECTED not in columns and EXPECTED in (_parameters(reward.function) or ()) for reward in rewards]
+    given = [columns | expected if it_asks else columns for it_asks in asks]
+    with _setting_back():  # and what it gets each may change
+        return [_asked(reward, deepcopy(mine), answers) for reward, mine in zip(rewards, given, strict=True)]
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Of a function by their names; of some that are written in C nobody knows them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answered]) -> list[float]:
+    asked = f"for answers to {answers[0].where} and others"
+    try:
+        with _ends_forks():
+            said = reward.function(**columns)
+            if isinstance(said, Iterable) and not isinstance(said, str | bytes | Mapping | Set):  # which have no order
+                said = list(said)  # of a generator, whose code runs only now, and of arrays
+    except BaseException as error:  # such as asyncio's when it is cancelled
+        if is_of_a_signal(error) or isinstance(error, SwiftliteError):  # a reward model says itself what it lacks
+            raise
+        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        raise RunError(
+            f"the reward function {reward.name} failed: {type(error).__name__}: {error}",
+            where=f"{theirs[-1].filename}:{theirs[-1].lineno}, {asked}" if theirs else asked,
+            fix="mend it, and let a run go on by --resume auto; it is called with prompts, completions, completion_ids "
+            "and the rows' columns, and takes those that it does not name as **others",
+        ) from error
+    problem, found = None, []
+    if not isinstance(said, list):
+        problem = type(said).__name__
+    elif len(said) != len(answers):
+        problem = f"{len(said)} numbers for {len(answers)} answers"
+    else:
+        found = [_number_of(value) for value in said]
+        problem = next((repr(value) for value, number in zip(said, found, strict=True) if number is None), None)
+    if problem is not None:
+        raise RunError(
+            f"the reward function {reward.name} returned {problem}",
+            where=asked,
+            fix="return a list with a finite number, or None, for each answer; a run then goes on by --resume auto",
+        )
+    return found
+
+
+@contextmanager
+def _ends_forks() -> Iterator[None]:
+    """A process that a function forks ends with it: it would go on as a second run, in the same folder."""
+    here, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == here:
+            raise
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        traceback.print_exc()
+    if os.getpid() != here:
+        os._exit(code)
+
+
+def _number_of(value: Any) -> float | None:
+    """A finite number, also of numpy or torch; NaN for None; None for anything else. What a function gives as NaN would
+    else pass for nothing, and of an infinite one no mean can be had."""
+    if value is None:
+        return math.nan
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor with several numbers
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,163 @@
+"""A step of prompts -> the model's answers to them as documents to learn from.
+
+Each prompt is answered several times, and an answer's advantage is by how much its reward is better than that of the
+others: the policy gradient with a group as its own baseline (GRPO, arXiv 2402.03300). By default a step is learnt from
+once, by the weights that gave its answers, so each token's probability ratio is 1 and nothing has to be clipped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from swiftlite.config.losses import clip_range, policy_loss
+from swiftlite.config.methods import learns_again, teacher_share
+from swiftlite.data.order import Pack, StepBatch
+from swiftlite.data.order import Sequence as Document
+from swiftlite.data.packing import best_fit_decreasing
+from swiftlite.data.tokens.preference_tokens import Group, Preference
+from swiftlite.objectives.policy import Policy
+from swiftlite.training.own_answers.asking import Answers, Asker, Draw
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+
+LEAST_SPREAD = 1e-4  # added to what rewards are divided by, as in the paper's implementation
+
+
+@dataclass(frozen=True)
+class Lesson(StepBatch):
+    """Answers that an update learns from. policy: what the loss has to know of them."""
+
+    policy: Policy
+
+
+class Rollouts:
+    """Answers each step's prompts."""
+
+    def __init__(self, config: RunConfig, ask: Asker, tell: Callable[[dict[str, Any]], None] | None) -> None:
+        """tell: gets a row of answers.jsonl each step."""
+        self._config, self._ask, self._tell = config, ask, tell
+        self.told: dict[str, float | None] = {}
+
+    def __call__(self, batch: StepBatch) -> list[Lesson]:
+        """The same step with answers in place of its prompts, divided by updates. `told` says of them what metrics are
+        to have.
+
+        An answer without an advantage has nothing to teach and is left out, unless the model is held to a reference, or
+        a teacher tells of it; `--cut-answers skip` leaves out those without an end. A step in which none is left keeps
+        an answer, of which nothing is learnt.
+        """
+        config, began = self._config, time.perf_counter()
+        prompts = [document for pack in batch.packs for document in pack]
+        draw = Draw(config.samples, config.temperature, lambda _, place: (config.seed, batch.step, place))
+        groups = self._ask(prompts, draw)
+        seconds = time.perf_counter() - began
+        totals = self._ask.totals(groups)
+        equal = np.ma.ptp(totals, axis=1).filled(0.0) == 0
+        advantages = self._advantages(totals, equal)
+        answers = [ids for group in groups for ids in group.ids]
+        self.told = self._of_rewards(totals, equal, groups) if config.reward else {}
+        self.told |= {
+            "answers/length": sum(map(len, answers)) / len(answers),
+            "answers/cut": sum(map(self._ask.is_cut, answers)) / len(answers),
+            "sampling_seconds": round(seconds, 6),
+        }
+        if self._tell is not None:
+            self._tell({"step": batch.step} | groups[0].told(totals[0].tolist()))
+        parts = np.array_split(np.arange(len(groups)), min(config.minibatches, len(groups)))
+        lessons = [self._lesson(batch, prompts, [groups[i] for i in part], advantages[part]) for part in parts]
+        untaught = replace(lessons[0], packs=[[_untaught(prompts[0], answers[0])]])
+        return [lesson for lesson in lessons if lesson.packs] or [untaught]
+
+    def _lesson(
+        self, batch: StepBatch, prompts: list[Document], groups: list[Answers], advantages: np.ndarray
+    ) -> Lesson:
+        """Without packs where nothing is to be learnt from these groups."""
+        config = self._config
+        documents = [
+            document
+            for group, of_group in zip(groups, advantages.tolist(), strict=True)
+            for document in self._documents(prompts[group.place], group, of_group)
+        ]
+        lengths = [len(ids) for group in groups for ids in group.ids if not self._skips(ids)]
+        counts = max(1, len(lengths)), max(1, sum(lengths)), config.max_new_tokens
+        clip = clip_range(config) if learns_again(config) else None
+        policy = Policy(policy_loss(config), config.beta, teacher_share(config), *counts, clip)
+        return Lesson(batch.step, batch.epoch, self._packs(documents), policy)
+
+    def _advantages(self, rewards: np.ma.MaskedArray, equal: np.ndarray) -> np.ndarray:
+        """fp64 `[prompts, answers]`, 0 for an answer that no function rewards, which the others are not compared with.
+        rewards: of the same shape, such answers masked; equal: bool `[prompts]`, whether all rewards are the same."""
+        found = rewards - rewards.mean(axis=1, keepdims=True)
+        if self._config.scale_rewards == "group":
+            found /= rewards.std(axis=1, ddof=1, keepdims=True) + LEAST_SPREAD
+        return np.where(equal[:, None], 0.0, found.filled(0.0))
+
+    def _documents(self, prompt: Document, group: Answers, advantages: list[float]) -> Iterator[Document]:
+        """A prompt with the answers that have something to teach: as many behind one prompt as a pack may hold, or each
+        behind its own."""
+        shares, limit = self._config.share_prompt and self._ask.pads, self._config.max_length
+        some: list[tuple[list[int], float]] = []
+        size = len(prompt.input_ids) - 1
+        for answer, advantage in zip(group.answers, advantages, strict=True):
+            if self._skips(answer.ids) or not (advantage or self._config.beta or self._config.teacher):
+                continue
+            if some and (not shares or size + 1 + len(answer.ids) > limit):
+                yield _document(prompt, some)
+                some, size = [], len(prompt.input_ids) - 1
+            some.append((answer.ids, advantage))
+            size += 1 + len(answer.ids)
+        if some:
+            yield _document(prompt, some)
+
+    def _skips(self, ids: list[int]) -> bool:
+        return self._config.cut_answers == "skip" and self._ask.is_cut(ids)
+
+    def _packs(self, documents: list[Document]) -> list[Pack]:
+        if not self._config.packing:
+            return [[document] for document in documents]
+        lengths = np.asarray([len(document.input_ids) for document in documents], dtype=np.int32)
+        return [[documents[i] for i in pack] for pack in best_fit_decreasing(lengths, self._config.max_length)]
+
+    def _of_rewards(
+        self, totals: np.ma.MaskedArray, equal: np.ndarray, groups: list[Answers]
+    ) -> dict[str, float | None]:
+        """What metrics have of the answers of a step."""
+        return {
+            "reward": _known(totals.mean()),
+            "reward_std": _known(totals.std(axis=1).mean()),
+            **{kind: _mean(values.compressed()) for kind, values in self._ask.by_function(groups).items()},
+            "answers/equal": float(equal.mean()),
+            "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
+        }
+
+
+def _known(mean: float) -> float | None:
+    """None where all is masked."""
+    return None if np.ma.is_masked(mean) else float(mean)
+
+
+def _mean(known: np.ndarray) -> float | None:
+    return float(known.mean()) if len(known) else None
+
+
+def _document(prompt: Document, answers: list[tuple[list[int], float]]) -> Document:
+    """A prompt with some answers and their advantages, laid out as `Group` says; with one as any document."""
+    count, (opening, last) = len(prompt.input_ids), np.split(prompt.input_ids, [-1])
+    parts = [np.concatenate([last, np.asarray(ids, dtype=np.int32)]) for ids, _ in answers]
+    ids = np.concatenate([opening, *parts])
+    trained = np.concatenate([np.zeros(count - 1, dtype=np.bool_), *(np.arange(len(part)) > 0 for part in parts)])
+    lengths, advantages = tuple(map(len, parts)), tuple(advantage for _, advantage in answers)
+    layout = Group(count - 1, lengths, advantages) if len(parts) > 1 else Preference(count, margin=advantages[0])
+    return Document(ids, trained, prompt.where, layout)
+
+
+def _untaught(prompt: Document, answer: list[int]) -> Document:
+    """With nothing to learn in it."""
+    document = _document(prompt, [(answer, 0.0)])
+    return replace(document, trained=np.zeros_like(document.trained))
