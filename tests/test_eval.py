@@ -433,3 +433,31 @@ def _ended(words):
     with pytest.raises(SystemExit) as ended:
         main(["eval", *words])
     return ended.value.code
+
+
+TIMES = ("_per_second", "_seconds", "peak_memory_gib")
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_run_is_evaluated_before_its_first_step(tmp_path, tiny_model, write_rows, chat_rows, method, capsys):
+    rows = toy_pairs(24) if method == "dpo" else chat_rows
+    data, held_out = write_rows("rows.jsonl", rows[:16]), write_rows("held_out.jsonl", rows[16:])
+    more = {"eval_dataset": [str(held_out)], "eval_steps": 2, "save_steps": 2, "max_steps": 2}
+    values = settings(tmp_path, tiny_model("llama"), data, **more)
+    train_alone(resolve_config(method, **values | {"output_dir": str(tmp_path / "plain")}))
+    train_alone(resolve_config(method, **values, eval_on_start=True))
+    train_alone(resolve_config(method, **values | {"max_steps": 3}, eval_on_start=True, resume="auto"))
+    start, *others = metrics(tmp_path / "out")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 0/")]
+    assert "not finite" not in line and "eval loss" in line
+    assert {key for key in start if not key.startswith("eval_")} == {"step", "epoch"}
+    assert (start["step"], start["epoch"], [row["step"] for row in others]) == (0, 0.0, [1, 2, 3])
+    if method == "sft":
+        [found] = evaluate(model=str(tiny_model("llama")), dataset=[str(held_out)], cache_dir=str(tmp_path / "cache"))
+        assert start["eval_loss"] == pytest.approx(found.loss, rel=1e-6)
+    else:
+        assert start["eval_loss"] == pytest.approx(math.log(2), rel=1e-6)
+    for row, same in zip(others, metrics(tmp_path / "plain"), strict=False):
+        assert [row[key] for key in same if not key.endswith(TIMES)] == [
+            same[key] for key in same if not key.endswith(TIMES)
+        ]

@@ -133,6 +133,11 @@ def test_the_loss_of_tokens_is_named_so(run):
     assert "Loss per trained token" in write_report_page(run()).read_text()
 
 
+def test_losses_of_data_sets_have_a_chart_of_their_own(run):
+    text = write_report_page(run(**{"loss/a": 2.5, "loss/b": 2.0, "eval_loss/c": 3.0})).read_text()
+    assert "Loss of each data set" in text and "Eval loss of each data set" in text
+
+
 def test_a_page_of_nothing_is_still_a_page(tmp_path):
     page = write_report_page(tmp_path).read_text()
     assert "No step is logged yet" in " ".join(Tags(page).text)

@@ -43,7 +43,7 @@ def verify(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="Only this method: sft, dpo, rm or kto; may be given again.", metavar="NAME"),
+        typer.Option(help="Only this method: sft, dpo, rm, kto or grpo; may be given again.", metavar="NAME"),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Each layout goes on from a checkpoint of the one before it.", metavar="")

@@ -149,7 +149,7 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _without_evaluations(config: RunConfig) -> Iterator[tuple[str, str]]:
     why = "without --eval-dataset or --eval-fraction"
     if not evaluates(config):
-        yield from ((name, why) for name in ("eval_steps", "eval_samples", "eval_temperature"))
+        yield from ((name, why) for name in ("eval_steps", "eval_on_start", "eval_samples", "eval_temperature"))
     if config.method in EXAMINED and not answers(config):
         judged = ("reward", "max_new_tokens", "answers_at_once") if not evaluates(config) else EXAMINED_BY
         yield from ((name, "without --reward" if evaluates(config) else why) for name in judged)

@@ -40,6 +40,11 @@ class Completions:
     def __len__(self) -> int:
         return len(self.pair)
 
+    @property
+    def data_set(self) -> torch.Tensor:
+        """int64 `[C]`, the number of the data set of each."""
+        return self.identity[:, 0]
+
     def to(self, device: torch.device) -> Completions:
         """The same with its tensors on a device."""
         return replace(self, **_on(device, self))
@@ -93,6 +98,7 @@ class MicroBatch:
     taught: what a teacher says of the trained tokens; None without one, or before it has been asked. reference,
     sampled: fp32 `[trained tokens]`, or those of one rank's slice: their log p under the reference, where a loss wants
     each, and when they were drawn, where that is not now.
+    data_set: int64 `[trained tokens]`, the number of the data set of each; None where there is one.
     """
 
     input_ids: torch.Tensor
@@ -114,6 +120,7 @@ class MicroBatch:
     taught: Taught | None = None
     reference: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
+    data_set: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on a device."""
@@ -202,6 +209,10 @@ def collate(packs: Sequence[Pack]) -> MicroBatch:
         keys = np.asarray([document.noise for document in documents], dtype=np.int64)
         noise = np.stack([np.repeat(keys, lengths), positions, np.repeat(lengths, lengths)])
         batch = replace(batch, noise=torch.from_numpy(noise))
+    if documents[0].data_set is not None:
+        tokens = [len(document.input_ids) for document in documents]
+        numbers = np.repeat(np.asarray([document.data_set for document in documents], dtype=np.int64), tokens)
+        batch = replace(batch, data_set=torch.from_numpy(numbers[trained]))
     if documents[0].preference is not None:
         batch = replace(batch, **_answers(documents, [segment for segment in segments if segment.answer], trained))
     return batch
@@ -272,4 +283,5 @@ def empty_micro_batch() -> MicroBatch:
         cost=0,
         owner=none,
         completions=Completions(none, none.bool(), none, none, none.float(), none.view(0, 2), none.float()),
+        data_set=none,
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from swiftlite.data.packing import Packs, best_fit_decreasing, number_type, ranges
+from swiftlite.data.rows.sources import names_of_sets
 from swiftlite.data.store import SequenceStore
 from swiftlite.data.tokens.preference_tokens import Group, Preference
 from swiftlite.seeds import key_digest
@@ -29,7 +30,7 @@ class Sequence:
     preference: of the methods that compare answers, or learn from several to one prompt; identity: the data set's
     number in the plan and the sequence's number in the data set, None of sequences that are made while training; noise:
     the key of what is added to its embeddings, None for nothing; asked: of a prompt that is answered while training,
-    its row as JSON.
+    its row as JSON; data_set: the number of its data set, None where there is one, or it is made while training.
     """
 
     input_ids: np.ndarray
@@ -39,6 +40,7 @@ class Sequence:
     identity: tuple[int, int] | None = None
     noise: int | None = None
     asked: str | None = None
+    data_set: int | None = None
 
 
 Pack = list[Sequence]
@@ -46,11 +48,13 @@ Pack = list[Sequence]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step. step: from 1; epoch: progress after this step; packs: at most `global_batch_size`."""
+    """One optimizer step. step: from 1; epoch: progress after this step; packs: at most `global_batch_size`; data_sets:
+    what those that rows are of are called, by their numbers; empty where there is one."""
 
     step: int
     epoch: float
     packs: list[Pack]
+    data_sets: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class BatchPlan:
 
     def __init__(self, parts: list[Part], options: PlanOptions) -> None:
         self._parts, self._options = parts, options
+        self._data_sets = names_of_sets([part.name for part in parts])
         self._offsets = np.cumsum([0, *(len(part.store) for part in parts)])
         self._lengths = _joined([part.store.lengths for part in parts])
         self._trained = _joined([part.store.trained for part in parts])
@@ -120,7 +125,8 @@ class BatchPlan:
                 step += 1
                 size = self._options.global_batch_size
                 chosen = range(place * size, min((place + 1) * size, len(packs)))
-                yield StepBatch(step, epoch + (place + 1) / count, [self._read_pack(packs[i]) for i in chosen])
+                read = [self._read_pack(packs[i]) for i in chosen]
+                yield StepBatch(step, epoch + (place + 1) / count, read, data_sets=self._data_sets)
             done += count
             epoch += 1
 
@@ -220,7 +226,7 @@ class BatchPlan:
             which = int(np.searchsorted(self._offsets, index, side="right")) - 1
             store, place = self._parts[which].store, index - int(self._offsets[which])
             beside = {"preference": store.preference(place), "asked": store.asked(place), "identity": (which, place)}
-            read.append(Sequence(*store.read(place), **beside))
+            read.append(Sequence(*store.read(place), **beside, data_set=which if self._data_sets else None))
         return read
 
     def _epoch_steps(self, epoch: int) -> int:

@@ -25,7 +25,7 @@ from swiftlite.data.audit import unread_files
 from swiftlite.data.build import bad_row_error, check_vocabulary, chunks, format_of
 from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
 from swiftlite.data.packing import best_fit_decreasing
-from swiftlite.data.rows.sources import DataFile, Source, check_kept, file_states
+from swiftlite.data.rows.sources import DataFile, Source, check_kept, file_states, names_of_sets
 from swiftlite.data.stream_record import Tally, WindowRecord, append_record, check_writable, read_records
 from swiftlite.data.tokens.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions, flags_of
 from swiftlite.data.windows import Window, identity, line_at, list_windows, read_window
@@ -85,6 +85,7 @@ class StreamPlan:
         self._files = [file for source in sources for file in source.files]
         self._states = file_states(self._files)
         owners = [place for place, source in enumerate(sources) for _ in source.files]
+        self._data_sets = names_of_sets([source.spec.text for source in sources])
         self._windows = list_windows(self._files, owners, sample_by)
         self._owner = np.asarray([owners[window[0].file] for window in self._windows])
         self._weights = [source.spec.weight for source in sources]
@@ -127,7 +128,8 @@ class StreamPlan:
                 size = self._options.global_batch_size
                 while len(packs) >= size and step < self.total_steps:
                     step += 1
-                    yield StepBatch(step, packs[size - 1][1], [pack for pack, _ in packs[:size]])
+                    taken = [pack for pack, _ in packs[:size]]
+                    yield StepBatch(step, packs[size - 1][1], taken, data_sets=self._data_sets)
                     packs = packs[size:]
         finally:
             stop.set()
@@ -232,8 +234,9 @@ class StreamPlan:
             batch.extend(self._run(rows))
         check_kept(self._files, self._states, {piece.file for piece in window})
         check_vocabulary(batch.largest(), self._vocabulary, partial(self._where_from, batch))
+        data_set = int(self._owner[place.window]) if self._data_sets else None
         sequences = [
-            Sequence(ids, flags_of(runs, len(ids)), self._shown[file].where(line))
+            Sequence(ids, flags_of(runs, len(ids)), self._shown[file].where(line), data_set=data_set)
             for ids, runs, (_, file, line) in zip(batch.ids, batch.runs, batch.rows, strict=True)
         ]
         packs = self._packed(sequences, place)

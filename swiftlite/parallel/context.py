@@ -201,9 +201,9 @@ def slice_for_context(
 
     slice_tokens: of each rank, where that is settled; else as many as keep documents whole, or an even part.
     The row is padded by documents of their own without labels. `input_ids`, `position_ids` and `labels` become
-    `[1, slice]`, `noise` `[3, slice]`, `learnt` and `owner` those of the slice's labels, and the counts of tokens those
-    of the slice, without padding: summed over the group they are the row's. Borders, keys, `max_document` and
-    `completions` go on describing the whole row; `taught` is the slice's already.
+    `[1, slice]`, `noise` `[3, slice]`, `learnt`, `owner` and `data_set` those of the slice's labels, and the counts of
+    tokens those of the slice, without padding: summed over the group they are the row's. Borders, keys, `max_document`
+    and `completions` go on describing the whole row; `taught` is the slice's already.
     """
     if group is None:
         return batch
@@ -217,14 +217,15 @@ def slice_for_context(
         row = batch.padded_to(even * size)
         division = divide_evenly(row.cu_seqlens, size, rank, even)
     learnt = torch.isin(division.places, row.learnt).nonzero().flatten()
-    owner = None if row.owner is None else row.owner[torch.searchsorted(row.learnt, division.places[learnt])]
+    labels = torch.searchsorted(row.learnt, division.places[learnt])  # which of the row's
     return replace(
         row,
         input_ids=row.input_ids[:, division.places],
         position_ids=row.position_ids[:, division.places],
         labels=row.labels[:, division.places],
         learnt=learnt,
-        owner=owner,
+        owner=None if row.owner is None else row.owner[labels],
+        data_set=None if row.data_set is None else row.data_set[labels],
         noise=None if row.noise is None else row.noise[:, division.places],
         tokens=int((division.places < batch.tokens).sum()),
         trained_tokens=len(learnt),

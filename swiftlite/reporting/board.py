@@ -21,7 +21,7 @@ from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, short, s
 WIDEST = 120  # columns of the panel
 TALLEST_CHART, SMALLEST_CHART = 7, 3  # lines
 NARROWEST_CHART, SHORTEST_BAR = 24, 8  # columns
-NUMBER, GAP = 10, 3  # columns
+NUMBER, GAP, LONGEST_LABEL = 10, 3, 20  # columns
 WAITING = "…"
 ESSENTIAL = ("model", "data", "output")  # facts that stay on a low terminal
 
@@ -209,6 +209,7 @@ class Board:
         preference = {key: value for key, value in row.items() if "/" in key and key not in self.evaluated}
         for key, value in (preference | self.evaluated).items():
             name = key.replace("eval_", "eval ").replace("rewards/", "").replace("logps/", "logp ")
+            name = name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…"  # data sets and functions
             cells.append((name, short(value, 3) if value is not None else "–"))  # a step may have no rejected answer
         return cells
 

@@ -134,7 +134,8 @@ class PlainDisplay:
         digits = len(str(board.total))
         parts = [f"step {row['step']:>{digits}}/{board.total}", f"epoch {row.get('epoch', 0):.2f}"]
         parts += [f"reward {short(row['reward']):>8}"] if row.get("reward") is not None else []
-        parts += [f"loss {short(row.get('loss')):>8}", f"grad {short(row.get('grad_norm'), 3):>7}"]
+        parts += [f"loss {short(row['loss']):>8}"] if "loss" in row else []
+        parts += [f"grad {short(row['grad_norm'], 3):>7}"] if "grad_norm" in row else []
         parts += [f"lr {row['learning_rate']:.2e}"] if "learning_rate" in row else []
         parts += [f"{row['tokens_per_second']:>7,.0f} tokens/s"] if "tokens_per_second" in row else []
         parts += [f"{row['trained_tokens_per_second']:,.0f} trained"] if "trained_tokens_per_second" in row else []

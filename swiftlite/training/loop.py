@@ -66,6 +66,9 @@ class Loop:
         if config.warm_check and not self._parts.ample_memory:
             self._warm_up()
             self._alive()
+        if config.eval_on_start and not self.progress.step:
+            self._evaluate_start()
+            self._alive()
         clock = time.perf_counter()
         for batch, lessons, data_seconds in self._prepared_steps():
             now = batch.step, self.progress.epoch, batch.epoch
@@ -158,6 +161,12 @@ class Loop:
         profiler = self._parts.profiler
         if profiler is not None and profiler.step():
             self._listener.message(profiler.words())
+
+    def _evaluate_start(self) -> None:
+        """Of a run that was asked to stop meanwhile nothing is said: its first step is its last then."""
+        row = {"step": 0, "epoch": 0.0}
+        if self._parts.evaluations and self._evaluate(row)[0] is not None:
+            self._listener.log(row)
 
     def _evaluate(self, row: dict[str, Any]) -> tuple[float | None, float | None]:
         """Add an evaluation to the row of a step. (What it is the better for the less it is, or None with the reason to

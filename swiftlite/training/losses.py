@@ -6,7 +6,7 @@ know of the whole step (its tokens, its pairs, the reference's values) is in it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,39 +34,83 @@ class StepLoss(Protocol):
         """
 
 
+OF_SETS = LOSS_OF, COUNT_OF = "loss/", "count of "  # what the names of a data set's sums begin with
+
+
+def names_of(data_sets: Sequence[str]) -> tuple[str, ...]:
+    """Of what `sums_of` gives."""
+    return (*(LOSS_OF + name for name in data_sets), *(COUNT_OF + name for name in data_sets))
+
+
+def sums_of(
+    data_sets: Sequence[str], numbers: torch.Tensor | None, loss: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The summed loss of each of several data sets, then how much each has of what the loss is a mean over. numbers:
+    int64 `[n]`, the data set of each trained token, pair or answer; loss: of those, bool `[n]`, that it is called with.
+    """
+    masks = [numbers == number for number in range(len(data_sets))]
+    return (*map(loss, masks), *(mask.sum() for mask in masks))
+
+
+def sums_of_losses(data_sets: Sequence[str], numbers: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same of losses `[n]`."""
+    return sums_of(data_sets, numbers, lambda mine: losses.detach().where(mine, 0).sum())
+
+
+def means_of_sets(sums: dict[str, float]) -> dict[str, float | None]:
+    """The loss of each data set by its name in metrics.jsonl; None of one that there is nothing of."""
+    found = {}
+    for name, total in sums.items():
+        if name.startswith(LOSS_OF):
+            count = sums[COUNT_OF + name.removeprefix(LOSS_OF)]
+            found[name] = total / count if count else None
+    return found
+
+
 @dataclass(frozen=True)
 class TokenLoss:
     """SFT and pretraining. tokens: N, the trained tokens of the whole step; dynamic: each is weighted by its own
-    probability."""
+    probability; data_sets: what the several ones that rows are of are called."""
 
     tokens: int
-    names: tuple[str, ...] = ()
     dynamic: bool = False
+    data_sets: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return names_of(self.data_sets)
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
-        loss = dynamic_loss if self.dynamic else supervised_loss
-        return loss(logprobs, max(1, self.tokens)), ()
+        loss, known = dynamic_loss if self.dynamic else supervised_loss, logprobs.detach()
+        sums = sums_of(self.data_sets, batch.data_set, lambda mine: loss(known.where(mine, 0), 1))
+        return loss(logprobs, max(1, self.tokens)), sums
 
 
 @dataclass(frozen=True)
 class TaughtLoss:
     """Knowledge distillation (arXiv 1503.02531, at temperature 1): `(1 - w) CE + w KL(teacher || model)` as a mean over
-    the step's trained tokens, of a teacher that says what it finds likeliest. tokens: N of the whole step."""
+    the step's trained tokens, of a teacher that says what it finds likeliest. tokens: N of the whole step; data_sets:
+    as of `TokenLoss`."""
 
     tokens: int
-    names: tuple[str, ...] = ("cross_entropy", "kl/teacher")
+    data_sets: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("cross_entropy", "kl/teacher", *names_of(self.data_sets))
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         """logprobs: `[trained tokens, 2]`, see `token_logprobs`. The model's mean log p over text and teacher is what
         is learnt; the teacher's own entropy makes a KL of it."""
         if batch.taught is None:  # of a micro-batch of which nothing is learnt
-            return logprobs.sum(), (logprobs.detach().sum(), logprobs.detach().sum())
+            return logprobs.sum(), [logprobs.detach().sum()] * len(self.names)
         weight, entropy = batch.taught.weight, batch.taught.entropy()
         means, own = logprobs.unbind(-1)
         cross_entropy = -own.detach()
         kl = (-means.detach() - (1 - weight) * cross_entropy) / weight - entropy
-        loss = -(means + weight * entropy).sum() / max(1, self.tokens)
-        return loss, (cross_entropy.sum(), kl.sum())
+        losses = -(means + weight * entropy)
+        sums = sums_of_losses(self.data_sets, batch.data_set, losses)
+        return losses.sum() / max(1, self.tokens), (cross_entropy.sum(), kl.sum(), *sums)
 
 
 PAIR_SUMS = (
@@ -76,23 +120,27 @@ PAIR_SUMS = (
 
 @dataclass(frozen=True)
 class PairLoss:
-    """The mean over the step's pairs. running_reward: of bco_pair."""
+    """The mean over the step's pairs. running_reward: of bco_pair; data_sets: as of `TokenLoss`."""
 
     preference: Preference
     pairs: int
     running_reward: float = 0.0
+    data_sets: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*PAIR_SUMS, "kl/reference") if self.preference.needs_reference else PAIR_SUMS
+        kl = ("kl/reference",) if self.preference.needs_reference else ()
+        return (*PAIR_SUMS, *kl, *names_of(self.data_sets))
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         answers = batch.completions
         reference = (None, None) if answers.reference is None else by_pair(answers.reference)
         scores = PairScores(*by_pair(answer_sums(logprobs, batch)), *by_pair(answers.tokens), *reference)
-        loss = self.preference.per_pair(scores, self.running_reward).sum() / max(1, self.pairs)
+        losses = self.preference.per_pair(scores, self.running_reward)
         metrics = self.preference.metrics(scores)
-        return loss, tuple(metrics[name] for name in self.names)
+        sums = [metrics[name] for name in self.names if name in metrics]
+        of_sets = sums_of_losses(self.data_sets, by_pair(answers.data_set)[0], losses)
+        return losses.sum() / max(1, self.pairs), (*sums, *of_sets)
 
 
 REWARD_SUMS = PAIR_SUMS[:4]
@@ -100,19 +148,24 @@ REWARD_SUMS = PAIR_SUMS[:4]
 
 @dataclass(frozen=True)
 class RewardLoss:
-    """The mean over the step's pairs, of a sequence classifier: it gets scores instead of log-probabilities."""
+    """The mean over the step's pairs, of a sequence classifier: it gets scores instead of log-probabilities.
+    data_sets: as of `TokenLoss`."""
 
     model: RewardModel
     pairs: int
-    names: tuple[str, ...] = REWARD_SUMS
+    data_sets: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*REWARD_SUMS, *names_of(self.data_sets))
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         scores = logprobs if batch.context is None else batch.context.sum(logprobs)
         chosen, rejected = by_pair(scores)
         margin, _ = by_pair(batch.completions.margin)
-        metrics = reward_metrics(chosen, rejected)
-        loss = self.model.per_pair(chosen, rejected, margin).sum() / max(1, self.pairs)
-        return loss, tuple(metrics[name] for name in self.names)
+        metrics, losses = reward_metrics(chosen, rejected), self.model.per_pair(chosen, rejected, margin)
+        of_sets = sums_of_losses(self.data_sets, by_pair(batch.completions.data_set)[0], losses)
+        return losses.sum() / max(1, self.pairs), (*(metrics[name] for name in REWARD_SUMS), *of_sets)
 
 
 ROW_SUMS = (
@@ -123,22 +176,26 @@ ROW_SUMS = (
 
 @dataclass(frozen=True)
 class RowLoss:
-    """The mean over the step's judged answers. z0: the reference point of KTO."""
+    """The mean over the step's judged answers. z0: the reference point of KTO; data_sets: as of `TokenLoss`."""
 
     unpaired: Unpaired
     rows: int
     z0: float
+    data_sets: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*ROW_SUMS, "kl/reference") if self.unpaired.needs_mismatched else ROW_SUMS
+        kl = ("kl/reference",) if self.unpaired.needs_mismatched else ()
+        return (*ROW_SUMS, *kl, *names_of(self.data_sets))
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         answers = batch.completions
         scores = RowScores(answer_sums(logprobs, batch), answers.reference, answers.chosen)
-        loss = self.unpaired.per_row(scores, self.z0).sum() / max(1, self.rows)
+        losses = self.unpaired.per_row(scores, self.z0)
         metrics = self.unpaired.metrics(scores, self.z0)
-        return loss, tuple(metrics[name] for name in self.names)
+        sums = [metrics[name] for name in self.names if name in metrics]
+        of_sets = sums_of_losses(self.data_sets, answers.data_set, losses)
+        return losses.sum() / max(1, self.rows), (*sums, *of_sets)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,17 @@ from swiftlite.objectives.preference import Preference, RunningReward
 from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired, metric_means, reference_point
 from swiftlite.training.evaluation import Evaluation, MemoryErrors
-from swiftlite.training.losses import PairLoss, PolicyLoss, RewardLoss, RowLoss, StepLoss, TaughtLoss, TokenLoss
+from swiftlite.training.losses import (
+    OF_SETS,
+    PairLoss,
+    PolicyLoss,
+    RewardLoss,
+    RowLoss,
+    StepLoss,
+    TaughtLoss,
+    TokenLoss,
+    means_of_sets,
+)
 from swiftlite.training.reference import LiveReference, Place, Reference
 
 if TYPE_CHECKING:
@@ -80,7 +90,8 @@ class Method(ABC):
 
     def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
         """For metrics.jsonl."""
-        return {name: value / max(1, count) for name, value in sums.items()}
+        of_all = {name: value / max(1, count) for name, value in sums.items() if not name.startswith(OF_SETS)}
+        return of_all | means_of_sets(sums)
 
     def not_finite(self, loss: float, sums: dict[str, float]) -> tuple[str, str]:
         """(what is not finite of a step where loss or gradient are not, what may help)."""
@@ -102,12 +113,12 @@ class Supervised(Method):
         return share.trained_tokens
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
-        return share, partial(TokenLoss, dynamic=self._dynamic)
+        return share, partial(TokenLoss, dynamic=self._dynamic, data_sets=batch.data_sets)
 
     def prepare_evaluation(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         """The cross-entropy in any case: -p log p is least both where p is 1 and where it is 0, so it tells no better
         model from a worse one."""
-        return share, TokenLoss
+        return share, partial(TokenLoss, data_sets=batch.data_sets)
 
 
 class Distilled(Supervised):
@@ -118,7 +129,8 @@ class Distilled(Supervised):
         self._teacher = teacher
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
-        return replace(share, micro_batches=self._teacher.teach(share.micro_batches)), TaughtLoss
+        taught = replace(share, micro_batches=self._teacher.teach(share.micro_batches))
+        return taught, partial(TaughtLoss, data_sets=batch.data_sets)
 
     def not_finite(self, loss: float, sums: dict[str, float]) -> tuple[str, str]:
         if math.isfinite(loss) or not math.isfinite(sums["cross_entropy"]):
@@ -136,7 +148,7 @@ class Paired(Method):
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         running = RunningReward(**self.state).mean
         share = share if self._reference is None else with_reference(share, self._reference, Place(kind))
-        return share, lambda count: PairLoss(self._preference, count, running)
+        return share, lambda count: PairLoss(self._preference, count, running, batch.data_sets)
 
     def start_value(self, share: StepShare) -> float | None:
         return self._preference.step_zero()
@@ -154,7 +166,7 @@ class Rewarded(Method):
         self._model, self._starts_at_zero = model, starts_at_zero
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
-        return share, lambda count: RewardLoss(self._model, count)
+        return share, lambda count: RewardLoss(self._model, count, batch.data_sets)
 
     def start_value(self, share: StepShare) -> float | None:
         return self._model.step_zero() if self._starts_at_zero and not share.margins else None
@@ -181,7 +193,7 @@ class Judged(Method):
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         z0 = self._reference_point(batch, kind) if self._unpaired.needs_mismatched else 0.0
         share = with_reference(share, self._reference, Place(kind))
-        return share, lambda count: RowLoss(self._unpaired, count, z0)
+        return share, lambda count: RowLoss(self._unpaired, count, z0, batch.data_sets)
 
     def _reference_point(self, batch: StepBatch, kind: str) -> float:
         packs = self._mismatched(batch)
@@ -202,7 +214,7 @@ class Judged(Method):
         return self._unpaired.step_zero(share.desirable, share.documents - share.desirable)
 
     def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
-        return metric_means(sums)
+        return metric_means(sums) | means_of_sets(sums)
 
 
 class Reinforced(Method):

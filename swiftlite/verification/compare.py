@@ -18,8 +18,8 @@ LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4  # relative
 @dataclass(frozen=True)
 class Difference:
     """Worst relative differences over all steps, and of all final tensors by their 2-norm. loss: of losses, or of the
-    rewards of a model's own answers; same_files: whether every file of the two results has the same bytes; same_rest:
-    every file but those of tensors.
+    rewards of a model's own answers, also of each data set; same_files: whether every file of the two results has the
+    same bytes; same_rest: every file but those of tensors.
     """
 
     loss: float
@@ -42,7 +42,12 @@ def compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]], folder: 
     mine, theirs = _contents(folder), _contents(reference)
     key, _ = curve_of(expected)  # a loss that is 0 but for rounding has no relative difference
     return Difference(
-        loss=max(_relative(row[key], other[key]) for row, other in zip(rows, expected, strict=True)),
+        loss=max(
+            _relative(row.get(name), other[name])
+            for row, other in zip(rows, expected, strict=True)
+            for name in other
+            if name == key or name.startswith(f"{key}/")
+        ),
         norm=max(_relative(row["grad_norm"], other["grad_norm"]) for row, other in zip(rows, expected, strict=True)),
         weights=weights_difference(folder, reference),
         same_files=mine == theirs,

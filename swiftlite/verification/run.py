@@ -26,12 +26,13 @@ from swiftlite.verification.compare import Difference, compare
 STEPS = 5
 VERDICTS = "verdicts.jsonl"
 ROWS = {
-    "sft": ("rows.jsonl", toy_rows),
-    "dpo": ("pairs.jsonl", toy_pairs),
-    "rm": ("pairs.jsonl", toy_pairs),
-    "kto": ("judged.jsonl", toy_judged),
-    "grpo": ("rows.jsonl", toy_rows),
+    "sft": ("chats", toy_rows),
+    "dpo": ("pairs", toy_pairs),
+    "rm": ("pairs", toy_pairs),
+    "kto": ("judged", toy_judged),
+    "grpo": ("chats", toy_rows),
 }
+SETS = {"": slice(0, 25), "more-": slice(25, 40)}  # two of each kind: what is told of either is compared too
 
 
 class Recorder(QuietReporter):
@@ -196,9 +197,9 @@ def _shared_flags(folder: Path, model: str, method: str) -> dict[str, Any]:
     one process differs from itself with other micro-batches (by 4e-4 in a tensor at 1e-8, by 1e-5 at 1e-6).
     """
     return {
-        "model": model, "dataset": [str(folder / ROWS[method][0])], "max_length": 128, "max_steps": STEPS,
-        "micro_batch_size": 2, "learning_rate": 1e-3, "adam_epsilon": 1e-6, "precision": "fp32",
-        "cache_dir": str(folder / "cache"), "save_steps": 1000, "workers": 1,
+        "model": model, "dataset": [str(folder / f"{name}{ROWS[method][0]}.jsonl") for name in SETS],
+        "max_length": 128, "max_steps": STEPS, "micro_batch_size": 2, "learning_rate": 1e-3, "adam_epsilon": 1e-6,
+        "precision": "fp32", "cache_dir": str(folder / "cache"), "save_steps": 1000, "workers": 1,
     }  # fmt: skip
 
 
@@ -209,5 +210,7 @@ def _global_batch(world: int) -> int:
 
 def write_rows(folder: Path) -> None:
     """What the methods are trained on, forty rows each."""
-    for name, make in ROWS.values():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in make(40)), encoding="utf-8")
+    for kind, make in ROWS.values():
+        for name, part in SETS.items():
+            lines = "".join(json.dumps(row) + "\n" for row in make(40)[part])
+            (folder / f"{name}{kind}.jsonl").write_text(lines, encoding="utf-8")

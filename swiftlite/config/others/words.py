@@ -39,7 +39,6 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     **dict.fromkeys(("no_gradient_checkpointing", "no_activation_checkpointing"), "activation_checkpointing: none"),
     "enable_activation_checkpointing": "activation_checkpointing: full",
     "dataloader_drop_last": _OUT + "the last step of an epoch has what is left of its rows",
-    "eval_on_start": "use `swiftlite eval` before training",
     "use_cpu": _OUT + "with CUDA_VISIBLE_DEVICES empty a run is on the CPU",
     "full_determinism": _OUT + "on one CPU a run repeats bit for bit; kernels of GPUs may add in another order",
     "use_hf": "download the model by ModelScope, and write {model: FOLDER}",

@@ -59,6 +59,7 @@ class OutputSettings(BaseModel):
         phrases=dict.fromkeys(("eval_strategy", "evaluation_strategy"), types.STRATEGY_OR_NEVER)
         | {"evals_per_epoch": types.AN_EPOCH},
     )  # fmt: skip
+    eval_on_start: bool = flag(False, LOGGING, "Evaluate before the first step too, as step 0.", "val_before_train")
     report_to: Annotated[list[Tracker], ToList] = flag(
         [], LOGGING, "Trackers to report to: in project `swiftlite`, or WANDB_PROJECT, SWANLAB_PROJ_NAME.", shown="none"
     )

@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,6 +150,23 @@ def _suffix_value(field: str, value: str, spec: DatasetSpec) -> str | int | floa
             fix=f"give {GRAMMAR}, for example data.jsonl#1000*0.5",
         )
     return number
+
+
+def names_of_sets(texts: Sequence[str]) -> tuple[str, ...]:
+    """What each of several data sets is called where numbers are told of it: the last part of its name, without a
+    file's ending, and its subset and split; all that was given where that is another's too. Nothing for a single one.
+    """
+    if len(texts) == 1:
+        return ()
+    short = [_short_name(parse_spec(text)) for text in texts]
+    return tuple(name if short.count(name) == 1 else text for name, text in zip(short, texts, strict=True))
+
+
+def _short_name(spec: DatasetSpec) -> str:
+    name = Path(spec.name).name
+    for endings in (COMPRESSED, tuple(KINDS)):
+        name = name[: -len(Path(name).suffix)] if name.lower().endswith(endings) else name
+    return name + (f":{spec.subset}" if spec.subset else "") + (f"@{spec.split}" if spec.split else "")
 
 
 def resolve(spec: DatasetSpec, method: str = "sft") -> Source:

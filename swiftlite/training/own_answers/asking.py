@@ -160,6 +160,12 @@ class Asker:
         return Answered(record["prompt"], text, ids, columns, where, record["expected"])
 
 
+def of_sets(prompts: Sequence[Document], data_sets: Sequence[str]) -> dict[str, np.ndarray]:
+    """Which prompts are of each of several data sets, bool `[prompts]`. data_sets: as of `StepBatch`."""
+    numbers = np.asarray([-1 if prompt.data_set is None else prompt.data_set for prompt in prompts])
+    return {name: numbers == number for number, name in enumerate(data_sets)}
+
+
 def _values(groups: list[Answers]) -> np.ndarray:
     """fp64 `[prompts, functions, answers]`, also of no function."""
     shape = len(groups), len(groups[0].rewards), len(groups[0].answers)

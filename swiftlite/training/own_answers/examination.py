@@ -12,7 +12,7 @@ from swiftlite.config.methods import examined_at
 from swiftlite.data.order import Sequence as Document
 from swiftlite.data.order import StepBatch
 from swiftlite.training.evaluation import Evaluation, MemoryErrors
-from swiftlite.training.own_answers.asking import Asker, Draw
+from swiftlite.training.own_answers.asking import Asker, Draw, of_sets
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -37,8 +37,9 @@ class Examiner:
         """
         config = self._config
         draw = Draw(config.eval_samples, examined_at(config), self._key)
+        prompts = [document for pack in batch.packs for document in pack]
         with memory_errors("the evaluation", ()):
-            groups = self._ask([document for pack in batch.packs for document in pack], draw)
+            groups = self._ask(prompts, draw)
         totals, answers = self._ask.totals(groups), [ids for group in groups for ids in group.ids]
         if self._tell is not None:
             for group, of_group in zip(groups, totals.tolist(), strict=True):
@@ -51,14 +52,15 @@ class Examiner:
             "best": float(totals.max(axis=1).filled(0.0).sum()),
             **_summed("reward", totals),
         }
-        for kind, values in self._ask.by_function(groups).items():
+        of_each = {f"reward/{name}": totals[mask] for name, mask in of_sets(prompts, batch.data_sets).items()}
+        for kind, values in (of_each | self._ask.by_function(groups)).items():
             sums |= _summed(kind, values)
         return Evaluation(-sums["reward"], sums["known reward"], Counter(sums))
 
     def results(self, found: Evaluation) -> dict[str, float | None]:
         """As `Evaluator.results`."""
         sums = found.sums
-        kinds = ["reward", *(f"rewards/{name}" for name in self._ask.names)]
+        kinds = [kind for kind in sums if f"known {kind}" in sums]
         means = {kind: _mean(sums[kind], sums[f"known {kind}"]) for kind in kinds}
         best = {"reward_best": _mean(sums["best"], sums["prompts"])} if self._config.eval_samples > 1 else {}
         return {

@@ -21,7 +21,7 @@ from swiftlite.data.order import Sequence as Document
 from swiftlite.data.packing import best_fit_decreasing
 from swiftlite.data.tokens.preference_tokens import Group, Preference
 from swiftlite.objectives.policy import Policy
-from swiftlite.training.own_answers.asking import Answers, Asker, Draw
+from swiftlite.training.own_answers.asking import Answers, Asker, Draw, of_sets
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -61,7 +61,7 @@ class Rollouts:
         equal = np.ma.ptp(totals, axis=1).filled(0.0) == 0
         advantages = self._advantages(totals, equal)
         answers = [ids for group in groups for ids in group.ids]
-        self.told = self._of_rewards(totals, equal, groups) if config.reward else {}
+        self.told = self._of_rewards(totals, equal, groups, of_sets(prompts, batch.data_sets)) if config.reward else {}
         self.told |= {
             "answers/length": sum(map(len, answers)) / len(answers),
             "answers/cut": sum(map(self._ask.is_cut, answers)) / len(answers),
@@ -125,12 +125,13 @@ class Rollouts:
         return [[documents[i] for i in pack] for pack in best_fit_decreasing(lengths, self._config.max_length)]
 
     def _of_rewards(
-        self, totals: np.ma.MaskedArray, equal: np.ndarray, groups: list[Answers]
+        self, totals: np.ma.MaskedArray, equal: np.ndarray, groups: list[Answers], masks: dict[str, np.ndarray]
     ) -> dict[str, float | None]:
-        """What metrics have of the answers of a step."""
+        """What metrics have of the answers of a step. masks: of `of_sets`."""
         return {
             "reward": _known(totals.mean()),
             "reward_std": _known(totals.std(axis=1).mean()),
+            **{f"reward/{name}": _mean(totals[mask].compressed()) for name, mask in masks.items()},
             **{kind: _mean(values.compressed()) for kind, values in self._ask.by_function(groups).items()},
             "answers/equal": float(equal.mean()),
             "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
