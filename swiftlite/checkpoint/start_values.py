@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -14,11 +15,16 @@ from swiftlite.seeds import derive_seed
 class FreshValues:
     """Start values by parameter name; a random tensor is a function of (seed, name), whoever holds which part of it."""
 
-    def __init__(self, seed: int, new_rows: dict[str, torch.Tensor]) -> None:
-        """new_rows: embedding or head -> `[hidden]`, the value of each row that the files lack."""
-        self._seed, self._new_rows = seed, new_rows
+    def __init__(
+        self, seed: int, new_rows: dict[str, torch.Tensor], initial: Callable[[str], torch.Tensor] | None = None
+    ) -> None:
+        """new_rows: embedding or head -> `[hidden]`, the value of each row that the files lack; initial: the whole
+        tensor of a name, where there are no files."""
+        self._seed, self._new_rows, self._initial = seed, new_rows, initial
 
     def __call__(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor | None:
+        if self._initial is not None:
+            return self._initial(name)[box.slices_of(whole(shape))]
         if name in self._new_rows:
             return self._new_rows[name].expand(shape)[box.slices_of(whole(shape))]
         if ".lora_A." in name or ".lora_embedding_B." in name:

@@ -56,6 +56,7 @@ LEARNING_RATES = {
     "grpo": PREFERENCE_RATES,
 }  # fmt: skip
 
+SCRATCH_RATE = 3e-4  # of weights that know nothing yet
 BETAS = {"dpo": 0.1, "kto": 0.1, **dict.fromkeys(SAMPLING, 0.0)}
 OVERLONG = {"pretrain": "split", **dict.fromkeys(SAMPLING, "drop")}
 
@@ -273,7 +274,8 @@ def _batch(
 
 def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[str, Any]:
     pretrain = config.method == "pretrain"
-    tuner = config.tuner or ("full" if pretrain else "lora")
+    tuner = config.tuner or ("full" if pretrain or config.from_scratch else "lora")
+    rate = SCRATCH_RATE if config.from_scratch else LEARNING_RATES[config.method][tuner]
     pipeline = config.pipeline_parallel_size > 1
     evaluates = bool(config.eval_dataset) or config.eval_fraction > 0
     output_dir = str(Path(config.output_dir or _output_dir(config, now)).expanduser())
@@ -286,7 +288,7 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "tokenizer": config.tokenizer or _adapters_tokenizer(config),
         "tuner": tuner,
         "overlong": config.overlong or OVERLONG.get(config.method, "truncate"),
-        "learning_rate": config.learning_rate or LEARNING_RATES[config.method][tuner],
+        "learning_rate": config.learning_rate or rate,
         "beta": BETAS.get(config.method) if config.beta is None else config.beta,
         "eval_steps": config.eval_steps or (_as_saving(config) if evaluates else None),
         "output_dir": output_dir,

@@ -112,6 +112,10 @@ class RunConfig(
     trust_remote_code: bool = flag(
         False, MODEL, "Run Python code that comes with the model. Only for sources you trust."
     )
+    from_scratch: bool = flag(
+        False, MODEL, "Start with random weights of the shape that config.json gives, not with the model's own.",
+        "train_from_scratch", "reinit_weights",
+    )  # fmt: skip
     new_tokens: Names = flag(
         [], MODEL, "Tokens to add. Under lora, embedding and head are then trained whole.", "add_tokens",
         metavar="TOKEN ...",
@@ -249,7 +253,11 @@ class RunConfig(
         shown="from the batch sizes",
     )
     learning_rate: OptionalPositive = flag(
-        None, OPTIMIZATION, "Peak learning rate.", "lr", shown="lora 1e-4, else 1e-5; dpo, kto a tenth; pretrain 2e-5"
+        None,
+        OPTIMIZATION,
+        "Peak learning rate.",
+        "lr",
+        shown="lora 1e-4, else 1e-5; dpo, kto a tenth; pretrain 2e-5; from scratch 3e-4",
     )
     lr_scheduler: Annotated[
         Literal["cosine", "linear", "constant", "constant_with_warmup", "wsd"],

@@ -33,6 +33,7 @@ from swiftlite.models.anatomy import (
 from swiftlite.models.attention import documents as attention
 from swiftlite.models.compiled import left_out_of
 from swiftlite.models.dtypes import DTYPES, source_dtype
+from swiftlite.models.initial import InitialValues
 from swiftlite.models.kernels import fp8
 from swiftlite.models.kernels.liger import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.kernels.lora import is_lora_b
@@ -61,6 +62,7 @@ from swiftlite.training.sources import (
     new_rows,
     new_scores,
     read_on_top,
+    starts_at_random,
     unread_in_words,
 )
 
@@ -69,6 +71,9 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
+
+
+AT_RANDOM = "the weights start at random: nothing of the model but its shape and its tokenizer is used"
 
 
 @dataclass
@@ -163,7 +168,7 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     if config.fp8 != "none":
         fp8.check_fp8(described, fp8.capability_of(device))
     source, _ = find_weights(config, resume)
-    if Path(source).expanduser().is_dir():
+    if not starts_at_random(config, resume) and Path(source).expanduser().is_dir():
         inspect_model_folder(Path(source).expanduser())
     check_division(config, layout, model_config)
     import_architecture(model_config, classifier=config.method == "rm")
@@ -206,21 +211,17 @@ def build_trainee(
         base.set_attn_implementation(own_attention(base))
     else:
         scale_by_document(base)
-    weights = TensorFolder(model_folder(source, revision=config.revision))
-    world.meet("weights")  # some machines may have had to download them
-    if source == str(resume):
-        _grow(base, config, load_tokenizer)  # its files have the rows of new tokens
-    on_disk, new_head = match_files(weights, base)
-    notes = unread_in_words(weights, on_disk, base)
-    _grow(base, config, load_tokenizer)
+    weights, on_disk, new_head, notes = _find_values(base, source, config, resume, world, load_tokenizer)
+    initial = InitialValues(base, config.seed) if weights is None else None
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     notes += [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
     model = apply_tuner(base, config, adapter, notes.append)
     _settle_trained(model, base, config, notes.append, evaluates=evaluates)
-    sources = [(weights, in_wrapped_names(on_disk, plain_names, model))]
+    sources = [] if weights is None else [(weights, in_wrapped_names(on_disk, plain_names, model))]
     sources += read_on_top(model, base, weights, adapter, None if source == str(resume) else resume)
     check_same_weights(world, given, [folder for folder, _ in sources])
-    fresh = FreshValues(config.seed, new_rows(on_disk, weights, model) | new_scores(model, new_head))
+    rows = {} if weights is None else new_rows(on_disk, weights, model)
+    fresh = FreshValues(config.seed, rows | new_scores(model, new_head), initial)
     check_expert_parallel(base, layout)
     kernels = _fuse(config, base, world.device, layout, notes.append)
     to_master_precision(model, precision.masters)
@@ -234,6 +235,29 @@ def build_trainee(
     _give_values(trainee, sources, fresh, starts=adapter is None)
     world.meet("values")
     return trainee
+
+
+def _find_values(
+    base: PreTrainedModel,
+    source: str,
+    config: RunConfig,
+    resume: Path | None,
+    world: World,
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+) -> tuple[TensorFolder | None, Catalog, str | None, list[str]]:
+    """(the files of the weights, what they hold, the name of a score head that they lack, notes); no files where the
+    weights start at random. Rows of new tokens are in the base afterwards."""
+    weights = None if starts_at_random(config, resume) else TensorFolder(model_folder(source, revision=config.revision))
+    world.meet("weights")  # some machines may have had to download them
+    if weights is None:
+        _grow(base, config, load_tokenizer)
+        return None, [], None, [AT_RANDOM]
+    if source == str(resume):
+        _grow(base, config, load_tokenizer)  # its files have the rows of new tokens
+    on_disk, new_head = match_files(weights, base)
+    notes = unread_in_words(weights, on_disk, base)
+    _grow(base, config, load_tokenizer)
+    return weights, on_disk, new_head, notes
 
 
 def _give_values(

@@ -46,6 +46,11 @@ def find_weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | No
     return (str(resume) if config.tuner == "full" and resume is not None else config.model), adapter
 
 
+def starts_at_random(config: RunConfig, resume: Path | None) -> bool:
+    """Whether no file holds the weights that a run starts with."""
+    return config.from_scratch and resume is None
+
+
 def match_files(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, str | None]:
     """(what the files hold of the model, the name of a score head that they lack)."""
     catalog = catalog_model(base)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 OTHERWISE = {  # of the settings of a run, what is not the teacher's
     "revision": None,
     "tokenizer": None,
+    "from_scratch": False,
     "tuner": "full",
     "adapter": None,
     "optimizer": "adamw",

@@ -1,0 +1,136 @@
+"""`--from-scratch`: what random weights are, that they are the same in every layout, and runs from them."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from test_parity import metrics, settings, train_alone
+from test_verify import ZERO_BUBBLE, in_real_processes
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swiftlite.checkpoint.catalog import stored_tensors
+from swiftlite.config.resolve import resolve_config
+from swiftlite.errors import UserError
+from swiftlite.models.initial import InitialValues
+from swiftlite.models.load import build_model, load_config
+from swiftlite.models.toys import toy_architectures, toy_config
+from swiftlite.verification.cases import FULL, Subject
+from swiftlite.verification.compare import weights_difference
+
+NEW_TOKENS = [f"<fox {number}>" for number in range(200)]  # more than the toys' vocabulary has rows to spare
+
+
+def initial(folder, seed=42):
+    """Name -> whole tensor, asked for one by one and in the wrong order."""
+    config = load_config(str(folder))
+    model = build_model(str(folder), config, dtype=torch.float32, attention="eager")
+    start = InitialValues(model, seed)
+    return {name: start(name).clone() for name, _ in reversed(list(stored_tensors(model)))}
+
+
+@pytest.fixture
+def shape(tmp_path, tiny_model):
+    """A factory: family -> a folder of a model without its weights."""
+
+    def make(family="llama"):
+        without = shutil.ignore_patterns("*.safetensors*")
+        return shutil.copytree(tiny_model(family), tmp_path / f"shape-{family}", ignore=without)
+
+    return make
+
+
+@pytest.mark.parametrize("family", toy_architectures())
+def test_values_are_those_of_the_model_s_own_class(family, tiny_model):
+    found = initial(tiny_model(family))
+    torch.manual_seed(0)
+    expected = dict(stored_tensors(AutoModelForCausalLM.from_config(toy_config(family)).float()))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        wanted, count = expected[name], max(2, value.numel())
+        assert value.shape == wanted.shape and value.dtype == torch.float32
+        if value.numel() == 1 or wanted.std() == 0:
+            assert torch.equal(value, wanted), name
+        else:
+            assert abs(math.log(value.std() / wanted.std())) < 0.1 + 4 / math.sqrt(count), name
+            assert abs(value.mean() - wanted.mean()) < 6 * wanted.std() / math.sqrt(count), name
+
+
+def test_layers_that_count_get_smaller_weights(tiny_model):
+    found = initial(tiny_model("gpt2"))
+    inner, outer = (found[f"transformer.h.0.mlp.{name}.weight"].std().item() for name in ("c_fc", "c_proj"))
+    assert outer == pytest.approx(inner / math.sqrt(2 * 2), rel=0.1)  # of two layers, arXiv 1909.08053
+
+
+def test_values_are_a_function_of_seed_and_name(tiny_model):
+    found, same, others = (initial(tiny_model(), seed) for seed in (1, 1, 2))
+    assert all(torch.equal(value, same[name]) for name, value in found.items())
+    drawn = [name for name, value in found.items() if value.std() > 0]
+    assert drawn and not any(torch.equal(found[name], others[name]) for name in drawn)
+    layers = [found[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (0, 1)]
+    assert not torch.equal(*layers)
+    before = torch.get_rng_state()
+    initial(tiny_model())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_same_curve_in_every_layout(tmp_path):
+    subject = Subject("qwen3-moe", "qwen3-moe", FULL | {"from_scratch": True})
+    chosen = ("ddp 2", "fsdp full 2, offloaded", "tp 2", "pp 2", *ZERO_BUBBLE, "cp 2", "ep 2")
+    for verdict in in_real_processes(tmp_path, 2, chosen, subject):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
+@pytest.mark.parametrize("more", [{}, {"new_tokens": NEW_TOKENS}, {"teacher": "qwen3", "teacher_tokens": 8}])
+def test_a_run_is_that_from_a_folder_with_these_values(tmp_path, tiny_model, shape, write_rows, chat_rows, more):
+    more = more | ({"teacher": str(tiny_model(more["teacher"]))} if "teacher" in more else {})
+    values = settings(tmp_path, shape("llama"), write_rows("rows.jsonl", chat_rows), max_steps=3, **more)
+    train_alone(resolve_config("sft", **values, from_scratch=True))
+    made = AutoModelForCausalLM.from_config(toy_config("llama"))
+    tokenizer = AutoTokenizer.from_pretrained(values["model"])
+    start = initial(values["model"])
+    if "new_tokens" in more:  # the embedding is made in its new size
+        tokenizer.add_tokens(more["new_tokens"])
+        made.resize_token_embeddings(len(tokenizer))
+        grown = InitialValues(made.to("meta"), 42)
+        start = {name: grown(name).clone() for name, _ in stored_tensors(made)}
+        made = AutoModelForCausalLM.from_config(made.config)
+    made.load_state_dict(start, strict=False)
+    made.save_pretrained(tmp_path / "folder")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    plain = {"model": str(tmp_path / "folder"), "output_dir": str(tmp_path / "plain"), "new_tokens": []}
+    train_alone(resolve_config("sft", **values | plain))
+    for one, other in zip(metrics(tmp_path / "out"), metrics(tmp_path / "plain"), strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+    assert weights_difference(tmp_path / "out" / "model", tmp_path / "plain" / "model") == 0.0
+
+
+def test_a_run_goes_on_and_is_evaluated_by_what_it_has_learnt(tmp_path, shape, write_rows, chat_rows):
+    from test_eval import evaluate
+
+    more = {"from_scratch": True, "eval_fraction": 0.2, "save_steps": 2, "eval_steps": 4, "learning_rate": None}
+    texts = [{"text": row["messages"][1]["content"] * 3} for row in chat_rows]
+    values = settings(tmp_path, shape(), write_rows("texts.jsonl", texts), **more)
+    config = resolve_config("pretrain", **values | {"tuner": None})
+    assert (config.tuner, config.learning_rate) == ("full", 3e-4)
+    train_alone(config)
+    whole = metrics(tmp_path / "out")
+    [found] = evaluate(model=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert found.loss == pytest.approx(whole[-1]["eval_loss"], rel=1e-6)
+    assert abs(whole[0]["loss"] - math.log(512)) < 0.5
+    resumed = {"resume": str(tmp_path / "out" / "checkpoints" / "step-00000002"), "output_dir": str(tmp_path / "on")}
+    train_alone(resolve_config("pretrain", **values | resumed))
+    assert [row["loss"] for row in metrics(tmp_path / "on")] == [row["loss"] for row in whole[2:]]
+    assert weights_difference(tmp_path / "on" / "model", tmp_path / "out" / "model") == 0.0
+
+
+def test_what_cannot_start_at_random_is_refused(tmp_path, shape, write_rows, chat_rows, monkeypatch):
+    for method, more, what in (("dpo", {}, "knows no text"), ("sft", {"tuner": "lora"}, "trains all weights")):
+        with pytest.raises(UserError, match=what):
+            resolve_config(method, model="a/b", dataset=["c/d"], from_scratch=True, **more)
+    values = settings(tmp_path, shape("llama"), write_rows("rows.jsonl", chat_rows))
+    with pytest.raises(UserError, match="neither model.safetensors nor"):
+        train_alone(resolve_config("sft", **values))
+    monkeypatch.setattr("transformers.models.llama.LlamaPreTrainedModel._init_weights", lambda self, module: None)
+    with pytest.raises(UserError, match=r"nothing says what model\.\S+ starts with: LlamaForCausalLM has no rule"):
+        train_alone(resolve_config("sft", **values, from_scratch=True))
