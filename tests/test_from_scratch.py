@@ -134,3 +134,45 @@ def test_what_cannot_start_at_random_is_refused(tmp_path, shape, write_rows, cha
     monkeypatch.setattr("transformers.models.llama.LlamaPreTrainedModel._init_weights", lambda self, module: None)
     with pytest.raises(UserError, match=r"nothing says what model\.\S+ starts with: LlamaForCausalLM has no rule"):
         train_alone(resolve_config("sft", **values, from_scratch=True))
+
+
+def overridden(model, *said):
+    config = resolve_config(
+        "pretrain", model=str(model), dataset=["c/d"], from_scratch=True, config_overrides=list(said)
+    )
+    return load_config(config.model, overrides=config.config_overrides)
+
+
+def test_a_shape_of_one_s_own(tmp_path, tiny_model, shape, write_rows, chat_rows):
+    values = settings(tmp_path, shape("llama"), write_rows("rows.jsonl", chat_rows), max_steps=1)
+    del values["max_length"]
+    sizes = {"hidden_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 150, "tie_word_embeddings": True}
+    config = resolve_config("sft", **values, from_scratch=True, config_overrides=sizes)
+    assert config.max_length == 150  # by the new number
+    train_alone(config)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").config
+    assert {name: getattr(saved, name) for name in sizes} == sizes
+    assert saved.head_dim == 96 // 4  # made anew
+    again = overridden(tiny_model("gpt2"), "hidden_size=48", "n_layer=1", "scale_attn_weights=False")
+    assert (again.n_embd, again.n_layer, again.scale_attn_weights, again.n_head) == (48, 1, False, 4)
+    fewer = overridden(tiny_model("gemma3"), "num_hidden_layers=1", "final_logit_softcapping=30")
+    assert len(fewer.layer_types) == 1 and fewer.final_logit_softcapping == 30
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "what"),
+    [
+        ("llama", ["hidden_sise=96"], "llama has no setting hidden_sise"),
+        ("llama", ["model_type=gpt2"], "llama has no setting model_type"),
+        ("llama", ["hidden_size=wide"], "'wide' is no int, which hidden_size is"),
+        ("llama", ["tie_word_embeddings=1"], "1 is no bool"),
+        ("llama", ["num_attention_heads=7"], "no llama can be like that: .*not a multiple of"),
+        ("gemma3", ["num_hidden_layers=7"], "config.json says layer_types of 2 layers"),
+    ],
+)
+def test_shapes_that_are_none(tiny_model, family, said, what):
+    with pytest.raises(UserError, match=what) as error:
+        overridden(tiny_model(family), *said)
+    assert error.value.where.startswith(f"--config-overrides {said[0].partition('=')[0]}")
+    with pytest.raises(UserError, match="changes the shape of a model whose weights"):
+        resolve_config("pretrain", model=str(tiny_model(family)), dataset=["c/d"], config_overrides=said)

@@ -37,7 +37,7 @@ USED = {  # of the other panels
     "seed", "offload", "quantization", "kernels", "compile", "resume", "method", "debug", "dry_run", "reward",
     *EXAMINED_BY,
 }  # fmt: skip
-UNUSED = {"from_scratch", "shuffle", "streaming", "sync_every_microbatch"}  # of those panels
+UNUSED = {"from_scratch", "config_overrides", "shuffle", "streaming", "sync_every_microbatch"}  # of those panels
 ANSWERS = "--answers"
 LARGEST_LOSS = 700.0  # whose exponential is a number
 

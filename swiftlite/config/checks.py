@@ -124,12 +124,7 @@ def _training_rules(config: RunConfig) -> list[Rule]:
             ("lora_plus_ratio", "tuner"),
             "use --tuner lora, or leave --lora-plus-ratio out",
         ),
-        (
-            config.from_scratch and config.tuner != "full",
-            f"--from-scratch trains all weights, but the tuner is {config.tuner}",
-            ("from_scratch", "tuner"),
-            "use --tuner full, or leave --from-scratch out",
-        ),
+        *_scratch_rules(config),
         *_method_rules(config),
         *_memory_rules(config),
         *_backward_rules(config),
@@ -171,6 +166,29 @@ def _evaluation_rules(config: RunConfig, on: bool, name: str, flag: str) -> list
     ]
 
 
+def _scratch_rules(config: RunConfig) -> list[Rule]:
+    return [
+        (
+            config.from_scratch and config.tuner != "full",
+            f"--from-scratch trains all weights, but the tuner is {config.tuner}",
+            ("from_scratch", "tuner"),
+            "use --tuner full, or leave --from-scratch out",
+        ),
+        (
+            bool(config.config_overrides) and not config.from_scratch,
+            "--config-overrides changes the shape of a model whose weights have the one that it has",
+            ("config_overrides",),
+            "add --from-scratch, or leave it out",
+        ),
+        (
+            config.from_scratch and config.method in (*PREFERENCE, *SAMPLING),
+            f"--from-scratch starts with a model that knows no text, which {config.method} cannot teach it",
+            ("from_scratch",),
+            "leave it out, or train by pretrain or sft first",
+        ),
+    ]
+
+
 def _method_rules(config: RunConfig) -> list[Rule]:
     """What only some of the methods can do."""
     return [
@@ -186,12 +204,6 @@ def _method_rules(config: RunConfig) -> list[Rule]:
             "lengths to one prompt, whose noise would be part of what is compared",
             ("neftune_noise_alpha",),
             "leave it out, or train by sft or pretrain first",
-        ),
-        (
-            config.from_scratch and config.method in (*PREFERENCE, *SAMPLING),
-            f"--from-scratch starts with a model that knows no text, which {config.method} cannot teach it",
-            ("from_scratch",),
-            "leave it out, or train by pretrain or sft first",
         ),
         *sampling_rules(config),
         *examination_rules(config),

@@ -35,7 +35,7 @@ from swiftlite.config.others.llama_factory import read_table
 from swiftlite.config.others.words import TEMPLATES
 from swiftlite.config.recipe import Recipe, load_recipe
 from swiftlite.config.schema import RunConfig
-from swiftlite.config.types import NEVER
+from swiftlite.config.types import NEVER, said_value
 from swiftlite.config.validate import Given, build_config
 from swiftlite.errors import UserError
 from swiftlite.untrusted import read_json_file
@@ -119,7 +119,7 @@ def resolve(
     batch, gave_way = _batch(named, given, layout, open_layout=open_layout, exact=exact_batch)
     notes += gave_way
     config = named.model_copy(update=_defaults(named, batch, now))
-    positions = _positions(config.model)
+    positions = _positions(config)
     if "max_length" not in given and positions is not None and positions < config.max_length:
         notes.append(f"--max-length is {positions}, not {config.max_length}: the model has no more positions")
         config = config.model_copy(update={"max_length": positions})
@@ -319,11 +319,12 @@ def _adapters_tokenizer(config: RunConfig) -> str | None:
     return config.adapter if known else None
 
 
-def _positions(model: str) -> int | None:
+def _positions(config: RunConfig) -> int | None:
     """The longest sequence of a local model; None where the model is not here or does not say."""
     try:
-        settings = read_json_file(Path(model).expanduser() / "config.json")
-        return most_positions(settings.get("text_config") or settings)
+        settings = read_json_file(Path(config.model).expanduser() / "config.json")
+        overrides = {key: said_value(text) for key, text in config.config_overrides.items()}
+        return most_positions((settings.get("text_config") or settings) | overrides)
     except (OSError, ValueError, AttributeError):
         return None  # whoever loads the model says what is wrong with it
 

@@ -41,6 +41,7 @@ from swiftlite.config.types import (
     OptionalPositive,
     OptionalText,
     OptionalWhole,
+    Overrides,
     Passes,
     Positive,
     Spelling,
@@ -115,6 +116,10 @@ class RunConfig(
     from_scratch: bool = flag(
         False, MODEL, "Start with random weights of the shape that config.json gives, not with the model's own.",
         "train_from_scratch", "reinit_weights",
+    )  # fmt: skip
+    config_overrides: Overrides = flag(
+        {}, MODEL, "With --from-scratch, what config.json is to say instead: `hidden_size=256 num_hidden_layers=8`.",
+        "overrides_of_model_config", shown="none", metavar="KEY=VALUE ...",
     )  # fmt: skip
     new_tokens: Names = flag(
         [], MODEL, "Tokens to add. Under lora, embedding and head are then trained whole.", "add_tokens",

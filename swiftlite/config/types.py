@@ -5,6 +5,7 @@ Flags and recipes reach these types as plain strings, so both accept exactly the
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,6 +193,22 @@ def _to_columns(value: Any) -> Any:
     return columns
 
 
+def _to_overrides(value: Any) -> Any:
+    """Each value as the text that a command line has."""
+    found = _to_columns(value)
+    if not isinstance(found, Mapping):
+        return found
+    return {str(key): item if isinstance(item, str) else json.dumps(item) for key, item in found.items()}
+
+
+def said_value(text: str) -> Any:
+    """The number, list, word or switch that a text says, as JSON has it; `True` is one too."""
+    try:
+        return parse_json({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except ValueError:
+        return text
+
+
 def _null_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in NULL_WORDS else value
 
@@ -282,6 +299,7 @@ OffForNull = Annotated[bool, _null_is(False)]
 Names = Annotated[list[str], BeforeValidator(_to_list)]
 Targets = Annotated[list[str], BeforeValidator(_to_targets)]
 Columns = Annotated[dict[str, str], BeforeValidator(_to_columns)]
+Overrides = Annotated[dict[str, str], BeforeValidator(_to_overrides)]
 Size = Annotated[str, BeforeValidator(check_size)]
 Duration = Annotated[str, BeforeValidator(_duration)]
 ToList = BeforeValidator(_to_list)

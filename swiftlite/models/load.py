@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swiftlite.config.flags import nearest
 from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name
+from swiftlite.config.types import said_value
 from swiftlite.errors import SwiftliteError, UserError, is_out_of_memory
 from swiftlite.hub import stay_offline_without_network
 from swiftlite.postponed import register_meta_kernels
@@ -26,6 +28,7 @@ FIXES = {  # by words of transformers
     "contains custom code": "read that code, and add --trust-remote-code to run it",
     "does not recognize this architecture": "a newer transformers may know it: pip install --upgrade transformers",
 }
+FIXED = {"model_type", "architectures", "auto_map", "transformers_version", "dtype"}  # no part of a model's shape
 NOT_OURS = ["*/*", "consolidated*"]  # the same weights once more, in their maker's own format
 ADDS_TO_MASK = {"doge"}  # transformers 5.17 hands it no mask with sdpa, and its tokens see later ones
 
@@ -90,13 +93,74 @@ def _attentions(config: Any) -> Iterator[Any]:
         yield from _attentions(value)
 
 
-def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's config. Raises UserError where it cannot be had."""
+def load_config(
+    model: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, str] | None = None,
+) -> PretrainedConfig:
+    """The model's config. overrides: what its file is to say instead. Raises UserError where it cannot be had."""
     from transformers import AutoConfig
 
     check_model_path(model)
     with hub_errors(model, "config"):
-        return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        return _overridden(config, model, revision, overrides) if overrides else config
+
+
+def _overridden(
+    config: PretrainedConfig, model: str, revision: str | None, overrides: Mapping[str, str]
+) -> PretrainedConfig:
+    """A config of the same class out of its file's own settings with others among them, so that what the class makes of
+    them is made anew. Raises UserError."""
+    settings, _ = config.get_config_dict(model, revision=revision)
+    text, known = settings.get("text_config") or settings, config.get_text_config()
+    wanted = {known.attribute_map.get(key, key): said_value(said) for key, said in overrides.items()}
+    for key, (name, value) in zip(overrides, wanted.items(), strict=True):
+        _check_override(known, key, name, value, text)
+    if (count := wanted.get("num_hidden_layers")) is not None:
+        _fit_layers(text, known.num_hidden_layers, count, wanted)
+    derived = known.hidden_size // known.num_attention_heads
+    if wanted.keys() & {"hidden_size", "num_attention_heads"} and text.get("head_dim") == derived:
+        del text["head_dim"]  # which the class makes of the others
+    text |= wanted
+    try:
+        made = type(config).from_dict(settings)
+    except Exception as error:  # classes raise whatever they like
+        said = " ".join(f"{key}={text}" for key, text in overrides.items())
+        what = f"no {known.model_type} can be like that: {' '.join(str(error).split())[:300]}"
+        raise UserError(what, where=f"--config-overrides {said}", fix="change these numbers") from error
+    made._name_or_path = config.name_or_path
+    return made
+
+
+def _check_override(known: PretrainedConfig, key: str, name: str, value: Any, written: Mapping[str, Any]) -> None:
+    """name: of the class, for the user's key; written: what the file says."""
+    where, says = f"--config-overrides {key}", known.to_dict()
+    if name not in says or name in FIXED:
+        guess = nearest(key, says.keys() - FIXED)
+        fix = f"did you mean {guess}?" if guess else f"config.json has {', '.join(sorted(written.keys() - FIXED))}"
+        raise UserError(f"{known.model_type} has no setting {key} that can be another", where=where, fix=fix)
+    kind = type(says[name])
+    fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+    if None not in (says[name], value) and not fits and not (kind is float and isinstance(value, int)):
+        raise UserError(
+            f"{value!r} is no {kind.__name__}, which {key} is", where=where, fix="write it as config.json does"
+        )
+
+
+def _fit_layers(settings: dict[str, Any], depth: int, count: int, wanted: Mapping[str, Any]) -> None:
+    """Cut what a file says layer by layer to fewer layers. Raises UserError where it does not say it of as many."""
+    for key, value in settings.items():
+        if isinstance(value, list) and len(value) == depth and key not in wanted:
+            if count > depth:
+                raise UserError(
+                    f"config.json says {key} of {depth} layers",
+                    where=f"--config-overrides num_hidden_layers={count}",
+                    fix=f"override {key} too, with a list of {count} as JSON",
+                )
+            settings[key] = value[:count]
 
 
 def import_architecture(model_config: PretrainedConfig, *, classifier: bool = False) -> None:

@@ -194,7 +194,12 @@ def _load_start(config: RunConfig, trainee: Trainee, load: LoadTokenizer, world:
 
 def _of_the_weights(config: RunConfig) -> RunConfig:
     """The config of the model as it is now. An adapter keeps its base; whole weights are a model of their own."""
-    settled: dict[str, Any] = {"resume": "never", "activation_checkpointing": "none", "from_scratch": False}
+    settled: dict[str, Any] = {
+        "resume": "never",
+        "activation_checkpointing": "none",
+        "from_scratch": False,
+        "config_overrides": {},
+    }
     if config.tuner == "lora":
         adapter = config.adapter if config.resume == "never" else config.resume
         settled |= {"adapter": adapter, "new_tokens": config.new_tokens if config.resume == "never" else []}

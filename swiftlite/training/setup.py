@@ -162,7 +162,12 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
         import_package(PACKAGE, "--kernels liger", "liger")
     if config.fp8 != "none":
         import_package(fp8.PACKAGE, "--fp8", "fp8")
-    model_config = load_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    model_config = load_config(
+        config.model,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        overrides=config.config_overrides,
+    )
     check_config(config, model_config)
     described = with_router_loss(model_config, config.router_aux_loss_coef)
     if config.fp8 != "none":

@@ -48,6 +48,7 @@ OTHERWISE = {  # of the settings of a run, what is not the teacher's
     "revision": None,
     "tokenizer": None,
     "from_scratch": False,
+    "config_overrides": {},
     "tuner": "full",
     "adapter": None,
     "optimizer": "adamw",
