@@ -116,9 +116,10 @@ def _overridden(
     them is made anew. Raises UserError."""
     settings, _ = config.get_config_dict(model, revision=revision)
     text, known = settings.get("text_config") or settings, config.get_text_config()
-    wanted = {known.attribute_map.get(key, key): said_value(said) for key, said in overrides.items()}
-    for key, (name, value) in zip(overrides, wanted.items(), strict=True):
-        _check_override(known, key, name, value, text)
+    wanted = {
+        known.attribute_map.get(key, key): _checked_override(known, key, said_value(said), text)
+        for key, said in overrides.items()
+    }
     if (count := wanted.get("num_hidden_layers")) is not None:
         _fit_layers(text, known.num_hidden_layers, count, wanted)
     derived = known.hidden_size // known.num_attention_heads
@@ -135,19 +136,20 @@ def _overridden(
     return made
 
 
-def _check_override(known: PretrainedConfig, key: str, name: str, value: Any, written: Mapping[str, Any]) -> None:
-    """name: of the class, for the user's key; written: what the file says."""
-    where, says = f"--config-overrides {key}", known.to_dict()
+def _checked_override(known: PretrainedConfig, key: str, value: Any, written: Mapping[str, Any]) -> Any:
+    """The value in the type that the class has. written: what the file says."""
+    where, says, name = f"--config-overrides {key}", known.to_dict(), known.attribute_map.get(key, key)
     if name not in says or name in FIXED:
         guess = nearest(key, says.keys() - FIXED)
         fix = f"did you mean {guess}?" if guess else f"config.json has {', '.join(sorted(written.keys() - FIXED))}"
         raise UserError(f"{known.model_type} has no setting {key} that can be another", where=where, fix=fix)
     kind = type(says[name])
-    fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-    if None not in (says[name], value) and not fits and not (kind is float and isinstance(value, int)):
-        raise UserError(
-            f"{value!r} is no {kind.__name__}, which {key} is", where=where, fix="write it as config.json does"
-        )
+    if kind is float and type(value) is int:
+        return float(value)
+    if None not in (says[name], value) and type(value) is not kind:
+        what = f"{value!r} is no {kind.__name__}, which {key} is"
+        raise UserError(what, where=where, fix="write it as config.json does")
+    return value
 
 
 def _fit_layers(settings: dict[str, Any], depth: int, count: int, wanted: Mapping[str, Any]) -> None:
