@@ -124,11 +124,11 @@ def test_layouts_divide_the_same_rounded_weights(tmp_path):
 
 
 def test_weights_that_others_have_quantized_are_refused_by_name(base, tmp_path, tiny_model):
-    folder = shutil.copytree(tiny_model("llama"), tmp_path / "fp8")
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "gptq")
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(UserError, match=r"weights are quantized \(fp8\)") as error:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UserError, match=r"weights are quantized \(gptq\)") as error:
         train_alone(resolve_config("sft", **base | {"model": str(folder)}))
     assert "--quantization nf4" in error.value.fix
-    with pytest.raises(UserError, match=r"weights are quantized \(fp8\)"):
+    with pytest.raises(UserError, match=r"weights are quantized \(gptq\)"):
         run_export(ExportOptions(model=str(folder), adapter=None, output=tmp_path / "new", dtype="bf16"))

@@ -12,6 +12,7 @@ from torch import nn
 
 from swiftlite.checkpoint.boxes import Box, Holding, holdings
 from swiftlite.checkpoint.catalog import Catalog, Entry
+from swiftlite.checkpoint.codes import CODED, find_codes, without_codes
 from swiftlite.checkpoint.safetensors_files import TensorEntry, damaged, inspect_file, inspect_model_folder
 from swiftlite.dtensors import is_dtensor
 from swiftlite.errors import UserError
@@ -26,16 +27,23 @@ class TensorFolder:
     """Reads parts of tensors, by name, out of the safetensors files of a folder (or out of one file)."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError where files are missing, foreign or damaged. Reads headers only."""
+        """entries: what can be read, as numbers also where the files hold codes of them. Raises UserError where files
+        are missing, foreign or damaged. Reads headers only, and shapes that stand beside packed codes."""
         self.path = path if path.is_dir() else path.parent
-        self.entries: dict[str, TensorEntry] = inspect_model_folder(path) if path.is_dir() else inspect_file(path)
+        self._stored: dict[str, TensorEntry] = inspect_model_folder(path) if path.is_dir() else inspect_file(path)
         self._open: dict[str, safe_open] = {}
+        self._codes = find_codes(self._stored, self._raw)
+        self.entries = without_codes(self._stored, self._codes)
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """A tensor or a part of one, on the CPU, in the type it is stored in."""
+        """A tensor or a part of one, on the CPU, in the type it is stored in; in fp32 where that is one of codes."""
+        codes = self._codes.get(name)
+        return self._raw(name, part) if codes is None else codes.read(self._raw, part)
+
+    def _raw(self, name: str, part: tuple[slice, ...] | None) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
 
-        file = self.entries[name].file
+        file = self._stored[name].file
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.path / file, framework="pt")
@@ -60,6 +68,9 @@ class TensorFolder:
         others = [name for name, entry in named if self.entries[name].shape != entry.shape]
         if others:
             raise self._misfit(f"have another shape than config.json says: {shown_names(others)}")
+        coded = [name for name, _ in named if self.entries[name].dtype in CODED]
+        if coded:
+            raise self._misfit(f"are codes whose scales are not there: {shown_names(coded)}")
         return [replace(entry, name=name) for name, entry in named]
 
     def _find(self, name: str, prefix: str) -> str | None:

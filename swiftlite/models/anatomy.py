@@ -223,12 +223,20 @@ def check_trainable_architecture(config: PretrainedConfig) -> None:
         )
 
 
-def check_plain_weights(config: PretrainedConfig, where: str, fix: str) -> None:
-    """Refuse weights that are codes to be multiplied by scales (FP8, GPTQ, AWQ, bitsandbytes, ...): read as they are,
-    they are another model. Raises UserError. where, fix: of it."""
+READABLE = {"fp8", "mxfp4", "compressed-tensors"}  # codes that are read as numbers, see `swiftlite.checkpoint.codes`
+
+
+def quantized_by(config: PretrainedConfig) -> str | None:
+    """The method by which the files' numbers are codes, None where they are numbers."""
     values = config.to_dict().get("quantization_config")
-    if values:
-        method = values.get("quant_method") or "in a way that config.json does not name"
+    return (values.get("quant_method") or "in a way that config.json does not name") if values else None
+
+
+def check_plain_weights(config: PretrainedConfig, where: str, fix: str) -> None:
+    """Refuse weights that are codes of a kind that nothing here reads (GPTQ, AWQ, bitsandbytes, ...): as they are, they
+    are another model. Raises UserError. where, fix: of it."""
+    method = quantized_by(config)
+    if method is not None and method not in READABLE:
         raise UserError(f"the model's weights are quantized ({method})", where=where, fix=fix)
 
 

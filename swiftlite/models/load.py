@@ -228,6 +228,8 @@ def build_model(
                 "documents cannot be kept apart",
                 fix="use a model whose attention goes through transformers' attention interface",
             ) from error
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config  # codes in its files are read as numbers
     if not model.can_generate():
         return model
     with contextlib.suppress(OSError):  # many models have none

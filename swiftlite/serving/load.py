@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.checkpoint.catalog import check_adapter
+from swiftlite.checkpoint.catalog import catalog_model, check_adapter, stored_tensors
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
+from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
-from swiftlite.models.anatomy import SCORE_HEAD
+from swiftlite.models.anatomy import READABLE, SCORE_HEAD, quantized_by
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
-from swiftlite.models.load import ADDS_TO_MASK, auto_class, hub_errors, load_config, quiet
+from swiftlite.models.load import (
+    ADDS_TO_MASK,
+    auto_class,
+    build_model,
+    hub_errors,
+    load_config,
+    model_folder,
+    own_attention,
+    quiet,
+)
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import grow_vocabulary
 from swiftlite.quick_imports import quick_imports
@@ -56,9 +66,10 @@ def load_for_answers(
     classifier = source.is_classifier()
     if classifier and source.adapter is not None:
         config.num_labels = 1  # a reward model's
-    model = _load_whole(
+    load = _load_codes if quantized_by(config) in READABLE else _load_whole
+    model = load(
         source.base, config, dtype, revision, trust_remote_code,
-        kind=auto_class(classifier=classifier), from_adapter=SCORE_HEAD if source.adapter else None,
+        classifier=classifier, from_adapter=SCORE_HEAD if source.adapter else None,
     )  # fmt: skip
     if source.adapter is not None:
         grow_vocabulary(model, len(tokenizer))  # the adapter may have brought new tokens
@@ -73,7 +84,7 @@ def _load_whole(
     revision: str | None,
     trust_remote_code: bool,
     *,
-    kind: Any,
+    classifier: bool,
     from_adapter: str | None,
 ) -> PreTrainedModel:
     """The model with every weight read from safetensors by transformers. from_adapter: a module the adapter will bring.
@@ -82,7 +93,7 @@ def _load_whole(
     of another shape.
     """
     with hub_errors(source, "model"), quiet():
-        model, report = kind.from_pretrained(
+        model, report = auto_class(classifier=classifier).from_pretrained(
             source,
             config=config,
             dtype=dtype,
@@ -95,6 +106,33 @@ def _load_whole(
     _check_report(source, report, from_adapter)
     if config.model_type in ADDS_TO_MASK:
         model.set_attn_implementation("eager")
+    return model
+
+
+def _load_codes(
+    source: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    revision: str | None,
+    trust_remote_code: bool,
+    *,
+    classifier: bool,
+    from_adapter: str | None,
+) -> PreTrainedModel:
+    """The same of files that hold codes, as in training: transformers has kernels for some of them, on some GPUs."""
+    known = {"revision": revision, "trust_remote_code": trust_remote_code, "classifier": classifier}
+    model = build_model(source, config, dtype=dtype, attention="eager", **known)
+    model.set_attn_implementation(own_attention(model))
+    weights = TensorFolder(model_folder(source, revision=revision))
+    wanted = [entry for entry in catalog_model(model) if entry.name.split(".")[0] != from_adapter]
+    catalog = weights.match(wanted, model.base_model_prefix)
+    brought = {name: tensor for name, tensor in stored_tensors(model) if name.split(".")[0] == from_adapter}
+    materialize(model, torch.device("cpu"))
+    fill(
+        stored_tensors(model),
+        [(weights, catalog)],
+        lambda name, _, box: torch.zeros(box.shape) if name in brought else None,
+    )
     return model
 
 
