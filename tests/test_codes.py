@@ -165,6 +165,20 @@ def test_a_run_is_that_from_the_numbers(tmp_path, coded, write_rows, chat_rows, 
         assert "quantization_config" not in json.loads((results[0] / "config.json").read_text())
 
 
+def test_codes_of_no_type_are_saved_in_bf16(tmp_path, coded, write_rows, chat_rows):
+    """gpt-oss is published so."""
+    path = coded[0] / "config.json"
+    settings_of_it = json.loads(path.read_text())
+    del settings_of_it["dtype"]
+    path.write_text(json.dumps(settings_of_it))
+    values = settings(tmp_path, coded[0], write_rows("rows.jsonl", chat_rows), max_steps=1, max_length=96)
+    train_alone(resolve_config("sft", **values))
+    run_export(ExportOptions(model=str(coded[0]), adapter=None, output=tmp_path / "plain"))
+    for folder in (tmp_path / "out" / "model", tmp_path / "plain"):
+        assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_numbers_are_exported_and_answer(tmp_path, coded):
     with_codes, exact = coded
     done = run_export(ExportOptions(model=str(with_codes), adapter=None, output=tmp_path / "plain"))

@@ -35,6 +35,11 @@ class TensorFolder:
         self._codes = find_codes(self._stored, self._raw)
         self.entries = without_codes(self._stored, self._codes)
 
+    @property
+    def coded(self) -> bool:
+        """Whether some of it is codes in the files."""
+        return bool(self._codes)
+
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
         """A tensor or a part of one, on the CPU, in the type it is stored in; in fp32 where that is one of codes."""
         codes = self._codes.get(name)

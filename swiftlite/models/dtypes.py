@@ -27,8 +27,10 @@ def named_dtype(name: str, where: str, *, kind: str = "number type") -> torch.dt
 
 
 def source_dtype(config: PretrainedConfig) -> torch.dtype:
-    """That of a model's files."""
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    """That of a model's files; where they hold codes and nothing says of what, bf16, which engines make of them."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    return torch.bfloat16 if getattr(config, "quantization_config", None) else torch.float32
 
 
 def added_in(dtype: torch.dtype) -> torch.dtype:
