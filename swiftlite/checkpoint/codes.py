@@ -19,7 +19,7 @@ import torch
 from swiftlite.checkpoint.safetensors_files import TensorEntry
 
 CODED = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "I8", "U8"}  # types that are no numbers alone
-SCALES = ("weight_scale_inv", "weight_scale", "SCB")  # to multiply by, all of them; the last one's are 127 times that
+SCALES = ("weight_scale_inv", "weight_scale", "SCB")  # to multiply by, all of them; the last by a 127th of it
 QUANT_STATE = ".quant_state.bitsandbytes__"
 BESIDE = (
     "weight_zero_point", "weight_g_idx", "weight_shape", "weight_format", "input_scale", "activation_scale",

@@ -223,7 +223,12 @@ def check_trainable_architecture(config: PretrainedConfig) -> None:
         )
 
 
-READABLE = {"fp8", "mxfp4", "compressed-tensors", "bitsandbytes"}  # codes that are read as numbers, see `swiftlite.checkpoint.codes`
+READABLE = {
+    "fp8",
+    "mxfp4",
+    "compressed-tensors",
+    "bitsandbytes",
+}  # codes that are read as numbers, see `swiftlite.checkpoint.codes`
 
 
 def quantized_by(config: PretrainedConfig) -> str | None:

@@ -262,7 +262,7 @@ def _find_values(
     on_disk, new_head = match_files(weights, base)
     notes = unread_in_words(weights, on_disk, base)
     if weights.coded:
-        packed = "" if config.quantization != "none" else "; --quantization nf4 packs those of the layers into 4 bits again"
+        packed = "" if config.quantization != "none" else "; --quantization nf4 packs the layers into 4 bits again"
         notes.append(f"the model's files hold codes, which are read as the numbers that they stand for{packed}")
     _grow(base, config, load_tokenizer)
     return weights, on_disk, new_head, notes
