@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from swiftlite.checkpoint.catalog import catalog_adapter, catalog_model, stored_tensors
+from swiftlite.checkpoint.catalog import Entry, catalog_adapter, catalog_model, stored_tensors
 from swiftlite.checkpoint.tensor_writer import FilePlan, parse_size
 from swiftlite.config.names import GENERATION_CONFIG
 
@@ -26,7 +26,7 @@ ADAPTER_STEM, MODEL_STEM = "adapter_model", "model"
 class ModelFiles:
     """What the result consists of. plan: its tensors; dtype: of config.json; adapter: it is one; rounded: they hold a
     rounded copy of the weights that are trained, which are kept beside them then; gives_router_logits: what config.json
-    says of it, None for what the config in training does.
+    says of it, None for what the config in training does; quantization: what it says of weights that are codes.
     """
 
     plan: FilePlan
@@ -34,12 +34,21 @@ class ModelFiles:
     adapter: bool
     rounded: bool
     gives_router_logits: bool | None = None
+    quantization: dict[str, Any] | None = None
 
 
-def plan_files(model: nn.Module, base: PreTrainedModel, *, dtype: torch.dtype, max_shard_size: str) -> ModelFiles:
+def plan_files(
+    model: nn.Module,
+    base: PreTrainedModel,
+    *,
+    dtype: torch.dtype,
+    max_shard_size: str,
+    stand_ins: Mapping[str, list[tuple[Entry, torch.dtype]]] | None = None,
+) -> ModelFiles:
     """Lay the files out while the model is whole and on `meta`.
 
-    model: a peft model (its adapter alone is saved, as it is trained) or `base` itself, saved as `dtype`.
+    model: a peft model (its adapter alone is saved, as it is trained) or `base` itself, saved as `dtype`; stand_ins:
+    what files have in the place of some of its tensors, by their names on disk.
     """
     types = {name: tensor.dtype for name, tensor in stored_tensors(model)}
     if model is not base:
@@ -47,6 +56,7 @@ def plan_files(model: nn.Module, base: PreTrainedModel, *, dtype: torch.dtype, m
         return ModelFiles(FilePlan(pairs, ADAPTER_STEM, None), dtype, adapter=True, rounded=False)
     weights = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
     pairs = [(e, dtype if e.owner in weights else types[e.owner]) for e in catalog_model(base)]  # buffers stay exact
+    pairs = [pair for whole in pairs for pair in (stand_ins or {}).get(whole[0].name, [whole])]
     rounded = any(p.requires_grad and dtype not in (p.dtype, torch.float32) for p in model.parameters())
     return ModelFiles(FilePlan(pairs, MODEL_STEM, parse_size(max_shard_size)), dtype, adapter=False, rounded=rounded)
 
@@ -93,6 +103,8 @@ def _save_config(folder: Path, base: PreTrainedModel, files: ModelFiles) -> None
     written.dtype = files.dtype
     if files.gives_router_logits is not None:
         written.get_text_config().output_router_logits = files.gives_router_logits
+    if files.quantization is not None:
+        written.quantization_config = files.quantization
     written.architectures = [type(base).__name__]
     written.save_pretrained(folder)
 

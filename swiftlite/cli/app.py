@@ -28,6 +28,7 @@ SHORT = re.compile("-[a-zA-Z]")
 NO_COMMAND = re.compile(r"(No such command '(.*?)')(\. Did you mean .*)?")
 NO_OPTION = re.compile(r"No such option: (\S+)(?: \(Possible options: (.*)\))?")
 NO_PLACE = re.compile(r"Got unexpected extra argument\(s\) \((.*)\)")
+QUANTIZES = re.compile("--(export-quantization|quant)-")  # flags of LLaMA-Factory and ms-swift beside their `export`
 BY_MODEL = ("swiftlite infer", "swiftlite export")  # a word alone is what others call the model by
 ELSEWHERE = {  # what other tools call a command
     "api": "serve", "chat": "infer", "compare": "report", "convert": "export", "deploy": "serve", "evaluate": "eval",
@@ -198,6 +199,8 @@ def _usage_error(error: Any, words: list[str]) -> UserError:
         text, where = f"unknown flag {wrong[1]}", command
         if command == "swiftlite":
             hint = "name a command first, flags behind it: `swiftlite sft --model NAME`; "
+        elif command == "swiftlite export" and QUANTIZES.match(wrong[1]):
+            hint = "write `--quantization fp8`, int8 or int4, which need no data; "
         elif wrong[2]:
             hint = f"did you mean `{wrong[2]}`? "
     elif wrong := NO_PLACE.fullmatch(text):

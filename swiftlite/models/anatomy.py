@@ -138,6 +138,11 @@ def experts_of_token(config: PretrainedConfig) -> float:
     return _experts(config)[1]
 
 
+def expert_count(config: PretrainedConfig) -> float:
+    """How many experts a layer of a mixture has; 0 where there are none."""
+    return _experts(config)[0]
+
+
 def _experts(config: PretrainedConfig) -> tuple[float, float]:
     """(how many a layer has, how many of them a token meets); zeros where there are none, or it cannot be known."""
     values = config.get_text_config().to_dict()
@@ -243,6 +248,12 @@ def check_plain_weights(config: PretrainedConfig, where: str, fix: str) -> None:
     method = quantized_by(config)
     if method is not None and method not in READABLE:
         raise UserError(f"the model's weights are quantized ({method})", where=where, fix=fix)
+
+
+def quantization_method(config: PretrainedConfig) -> str | None:
+    """In what way weights are codes, as config.json calls it; None where they are plain numbers."""
+    values = config.to_dict().get("quantization_config")
+    return (values.get("quant_method") or "in a way that config.json does not name") if values else None
 
 
 def strange_layers(config: PretrainedConfig) -> list[str]:

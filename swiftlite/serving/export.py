@@ -1,4 +1,5 @@
-"""`swiftlite export`: an adapter merged into its base, a model in another number type or in other shards, checked.
+"""`swiftlite export`: an adapter merged into its base, a model in another number type, in 8 or 4 bits or in other
+shards, checked.
 
 Merging happens in fp32 and is rounded once, at the end. Nothing is believed: the merged model must answer prompts as
 base and adapter do, and what lies on the disk must be its weights, bit for bit, before the folder gets its name.
@@ -7,7 +8,8 @@ base and adapter do, and what lies on the disk must be its weights, bit for bit,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,13 +29,14 @@ from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.models.adapters import check_start
 from swiftlite.models.anatomy import check_plain_weights
 from swiftlite.models.dtypes import named_dtype, source_dtype
-from swiftlite.models.load import load_config
+from swiftlite.models.load import build_model, load_config
+from swiftlite.serving.compress import Chosen, check_name, choose
 from swiftlite.serving.load import load_for_answers
 from swiftlite.serving.prompts import check_utf8
 from swiftlite.serving.source import ModelSource, find_source
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -47,12 +50,14 @@ SPARE = 1.01  # disk beside the tensors: headers, tokenizer, configs
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """dtype: auto (that of the base), bf16, fp16 or fp32; prompts: what the result is checked with."""
+    """dtype: auto (that of the base), bf16, fp16 or fp32; quantization: none, fp8, int8 or int4; prompts: what the
+    result is checked with."""
 
     model: str | None
     adapter: str | None
     output: Path
     dtype: str = "auto"
+    quantization: str = "none"
     max_shard_size: str = "5GB"
     prompts: list[str] = field(default_factory=list)
     chat_template: str | None = None
@@ -64,7 +69,7 @@ class ExportOptions:
 class Exported:
     """What was done. size: bytes of tensors; merge: relative difference of logits that merging made in fp32, None
     without an adapter; total: the same of the result, rounded; agreement: share of positions whose likeliest token is
-    that of base and adapter.
+    that of base and adapter; chosen: what of it is codes, None without quantization.
     """
 
     folder: Path
@@ -73,6 +78,7 @@ class Exported:
     merge: float | None
     total: float
     agreement: float
+    chosen: Chosen | None
 
 
 def run_export(options: ExportOptions) -> Exported:
@@ -84,7 +90,8 @@ def run_export(options: ExportOptions) -> Exported:
     check_place(options.output)
     largest = _shard_size(options.max_shard_size)
     source = find_source(options.model, options.adapter)
-    dtype = _dtype(options, source)
+    config, dtype = _types(options, source)
+    chosen = _chosen(options, source, config)
     model, tokenizer = load_for_answers(
         source,
         precision="fp32",
@@ -106,13 +113,40 @@ def run_export(options: ExportOptions) -> Exported:
                 fix="nothing was written; serve base and adapter as they are, and please report model and adapter",
             )
     _check_range(model, dtype)
-    files = plan_files(model, model, dtype=dtype, max_shard_size=largest)
-    _write(options.output, files, model, tokenizer)
+    files = _plan(model, dtype, largest, chosen)
+    _write(options.output, files, model, tokenizer, chosen)
     _round(model, dtype)
-    rounded = _logits(model, prompts)
-    return Exported(
-        options.output, dtype, files.plan.size, merge, _relative(rounded, logits), _agreement(rounded, logits)
+    if chosen is not None:
+        chosen.restore(model, options.output)
+    with chosen.rounded_inputs(model) if chosen is not None else nullcontext():
+        rounded = _logits(model, prompts)
+    total, agreement = _relative(rounded, logits), _agreement(rounded, logits)
+    return Exported(options.output, dtype, files.plan.size, merge, total, agreement, chosen)
+
+
+def _chosen(options: ExportOptions, source: ModelSource, config: PretrainedConfig) -> Chosen | None:
+    """What becomes codes, found before anything is loaded. Raises UserError."""
+    name = check_name(options.quantization)
+    if name is None:
+        return None
+    built = build_model(
+        source.base,
+        config,
+        dtype=torch.float32,
+        attention="sdpa",
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+        classifier=source.is_classifier(),
     )
+    return choose(built, name)
+
+
+def _plan(model: PreTrainedModel, dtype: torch.dtype, largest: str, chosen: Chosen | None) -> ModelFiles:
+    if chosen is None:
+        return plan_files(model, model, dtype=dtype, max_shard_size=largest)
+    stand_ins = chosen.stand_ins(dtype)
+    files = plan_files(model, model, dtype=dtype, max_shard_size=largest, stand_ins=stand_ins)
+    return replace(files, quantization=chosen.section)
 
 
 def _merged(model: nn.Module, adapter: Path) -> PreTrainedModel:
@@ -144,11 +178,12 @@ def _shard_size(text: str) -> str:
         raise UserError(what, where="--max-shard-size", fix="write it like 5GB") from error
 
 
-def _dtype(options: ExportOptions, source: ModelSource) -> torch.dtype:
+def _types(options: ExportOptions, source: ModelSource) -> tuple[PretrainedConfig, torch.dtype]:
+    """(the base's config, the number type of the result). Raises UserError where the base's weights are codes."""
     config = load_config(source.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
     fix = "name the model that it was made from with --model, beside --adapter where there is one"
     check_plain_weights(config, str(source.base), fix)
-    return named_dtype(options.dtype, "--dtype") or source_dtype(config)
+    return config, named_dtype(options.dtype, "--dtype") or source_dtype(config)
 
 
 def type_name(dtype: torch.dtype) -> str:
@@ -212,13 +247,20 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.copy_(parameter.to(dtype))
 
 
-def _write(folder: Path, files: ModelFiles, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _write(
+    folder: Path,
+    files: ModelFiles,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chosen: Chosen | None,
+) -> None:
     check_space({folder: files.plan.size * SPARE}, "the result", fix="free space or name a folder on another disk")
+    tensors = dict(stored_tensors(model)) | ({} if chosen is None else chosen.packed(model, files.dtype))
     with atomic_folder(folder, manifest=False, again="export again") as partial:
         stops = stop_tokens(model.generation_config, tokenizer) if model.can_generate() else ()
         create_model_files(partial, files, model, model, tokenizer, stops)
-        files.plan.write(partial, {name: holdings(tensor) for name, tensor in stored_tensors(model)})
-        _read_back(partial, files, dict(stored_tensors(model)))
+        files.plan.write(partial, {name: holdings(tensor) for name, tensor in tensors.items()})
+        _read_back(partial, files, tensors)
 
 
 def _read_back(folder: Path, files: ModelFiles, tensors: dict[str, torch.Tensor]) -> None:

@@ -17,13 +17,15 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swiftlite.config.names import COMPRESSED_PACKAGE, COMPRESSED_TENSORS
 from swiftlite.config.types import DTYPE, plain_word
 from swiftlite.errors import UserError
 from swiftlite.imports import is_installed
+from swiftlite.models.load import read_settings
 from swiftlite.models.tokenizer import check_tokenizer_folder
 from swiftlite.serving.engines import ENGINES, PRECISIONS, Engine, check_adapter, ends_otherwise, named_adapter
 from swiftlite.serving.evaluated import system_of_training
-from swiftlite.serving.source import ModelSource, check_base_folder, find_source, refuse_reward_model
+from swiftlite.serving.source import MODEL_CONFIG, ModelSource, check_base_folder, find_source, refuse_reward_model
 
 NAME = re.compile(r"\w[\w.@/:+-]*")  # what stands before `=` and in a request
 
@@ -57,6 +59,7 @@ def run_serve(options: ServeOptions) -> None:
     check_base_folder(source, options.revision)
     check_tokenizer_folder(Path(source.tokenizer))
     engine, program = find_engine(options.engine)
+    _check_codes(engine, source)
     if source.adapter is not None:
         check_adapter(engine, source, revision=options.revision, trust_remote_code=options.trust_remote_code)
     command = command_line(engine, program, source, options)
@@ -70,6 +73,16 @@ def run_serve(options: ServeOptions) -> None:
     except OSError as error:  # a script whose Python is gone, say
         what = f"{engine.title} cannot be started: {error.strerror}"
         raise UserError(what, where=program, fix=f"install {engine.name} again") from error
+
+
+def _check_codes(engine: Engine, source: ModelSource) -> None:
+    """Raises UserError where weights are codes that the engine reads by a package that is not there."""
+    if engine.name != "transformers" or source.base_folder is None or is_installed(COMPRESSED_PACKAGE):
+        return
+    values = read_settings(source.base_folder / MODEL_CONFIG).get("quantization_config")
+    if isinstance(values, dict) and values.get("quant_method") == COMPRESSED_TENSORS:
+        what = f"{engine.title} reads these weights by the package {COMPRESSED_PACKAGE}, which is not installed"
+        raise UserError(what, where=source.base, fix=f"pip install 'swiftlite[{COMPRESSED_TENSORS}]', or take vLLM")
 
 
 def find_engine(name: str) -> tuple[Engine, str]:

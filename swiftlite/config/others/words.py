@@ -216,6 +216,7 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("cosine_m(in|ax)_len|repetition_(n_grams|max_penalty)", _OWN_REWARD),
     ("teacher|kd|gkd", _TEACHER),
     ("vit|aligner", _VISION),
+    ("export", "use `swiftlite export` after training, which merges, rounds to 8 or 4 bits and checks the result"),
     ("wandb", _WANDB),
     ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
 )
