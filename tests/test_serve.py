@@ -105,6 +105,20 @@ def test_a_model_is_served_under_the_name_of_its_folder(name, installed, tiny_mo
     assert line(capsys, model=str(base), engine=name) == wanted
 
 
+def test_weights_that_are_codes_are_the_engines_to_read(installed, tiny_model, tmp_path, monkeypatch, capsys):
+    installed(*WHOLE)
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "codes")
+    file = folder / "config.json"
+    section = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | section))
+    assert line(capsys, model=str(folder), engine="transformers")[-1] == "8000"
+    monkeypatch.setattr(serve, "is_installed", lambda name: name != "compressed_tensors")
+    assert line(capsys, model=str(folder), engine="vllm")[-1] == "codes"
+    with pytest.raises(UserError, match="by the package compressed_tensors, which is not installed") as error:
+        line(capsys, model=str(folder), engine="transformers")
+    assert "swiftlite[compressed-tensors]" in error.value.fix
+
+
 @pytest.mark.parametrize("name", ASKED)
 def test_flags_are_the_engines_own(name, installed, tiny_model, capsys):
     installed(name)
