@@ -19,6 +19,7 @@ from swiftlite.cli.app import main
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.compressed import FORMATS, nearest, pack, round_inputs, unpack
+from swiftlite.models.load import build_model
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.serving.compress import choose
 from swiftlite.serving.export import ExportOptions, run_export
@@ -53,6 +54,10 @@ def toy(folder, architecture="llama", **changes):
     for name, value in changes.items():
         setattr(config, name, value)
     return write_toy(folder, config)
+
+
+def on_meta(config):
+    return build_model("nowhere", config, dtype=torch.float32, attention="eager")
 
 
 def words_in_numpy(words):
@@ -264,8 +269,7 @@ def test_a_gate_of_one_number_and_a_linear_router_stay():
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = hf.Qwen2MoeConfig(**common, **heads, **experts, shared_expert_intermediate_size=64)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = on_meta(config)
     chosen = choose(model, "fp8")
     assert "model.layers.0.mlp.shared_expert_gate" in chosen.misfits
     assert set(chosen.ignored) == {"model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate", "lm_head"}
@@ -273,6 +277,15 @@ def test_a_gate_of_one_number_and_a_linear_router_stay():
     model.model.layers[0].mlp.gate = torch.nn.Linear(64, 4, bias=False, device="meta")
     chosen = choose(model, "fp8")
     assert "model.layers.0.mlp.gate" in chosen.ignored and "model.layers.0.mlp.gate" not in chosen.misfits
+
+
+def test_a_layer_that_stays_is_named_as_on_disk_too():
+    common = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    config = hf.MixtralConfig(**common, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    chosen = choose(on_meta(config), "int4")
+    layer = "model.layers.0"
+    assert chosen.ignored == [f"{layer}.mlp.gate", "lm_head", f"{layer}.block_sparse_moe.gate"]
+    assert f"{layer}.block_sparse_moe.experts.3.w2" in chosen.entries and len(chosen.entries) == 4 + 4 * 3
 
 
 def test_what_cannot_be_stored_so_is_refused_by_name(tmp_path, tiny_model):
@@ -286,12 +299,12 @@ def test_what_cannot_be_stored_so_is_refused_by_name(tmp_path, tiny_model):
         export(tiny_model("llama"), out, "q4")
     common = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    with torch.device("meta"):
-        fused = AutoModelForCausalLM.from_config(
-            hf.GptOssConfig(**common, **heads, num_local_experts=4, num_experts_per_tok=2)
-        )
+    fused = hf.GptOssConfig(**common, **heads, num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(UserError, match="GptOssExperts has several experts in one tensor"):
-        choose(fused, "fp8")
+        export(write_toy(tmp_path / "fused", fused), out, "fp8")
+    joined = hf.GraniteMoeConfig(**common, **heads, num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(UserError, match=r"GraniteMoeExperts has several .*input_linear\.weight"):
+        choose(on_meta(joined), "fp8")
     narrow = toy(tmp_path / "narrow", "qwen3-moe", moe_intermediate_size=48)
     with pytest.raises(UserError, match=r"experts whose inputs are no multiple of 32 \(.*down_proj"):
         export(narrow, out, "int4")

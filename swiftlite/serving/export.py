@@ -133,7 +133,7 @@ def _chosen(options: ExportOptions, source: ModelSource, config: PretrainedConfi
         source.base,
         config,
         dtype=torch.float32,
-        attention="sdpa",
+        attention="eager",  # which every architecture has: nothing is computed
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
         classifier=source.is_classifier(),
