@@ -18,7 +18,7 @@ from swiftlite.checkpoint.tensor_writer import FilePlan
 from swiftlite.cli.app import main
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import RunError, UserError
-from swiftlite.models.compressed import FORMATS, nearest, pack, round_inputs, unpack
+from swiftlite.models.compressed import FORMATS, nearest, pack, round_inputs
 from swiftlite.models.load import build_model
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.serving.compress import choose
@@ -118,16 +118,14 @@ def test_every_number_becomes_its_nearest_code(name, dtype):
     form, group = FORMATS[name], 64 if FORMATS[name].grouped else None
     matrix = torch.randn(48, 256) * torch.logspace(-1, 1, 48)[:, None]
     tensors = pack(matrix, form, group, dtype)
-    found = unpack(tensors, form)
+    found = values_in_numpy({f"a.{key}": tensor for key, tensor in tensors.items()}, "a")
+    found = torch.from_numpy(found.astype(np.float32))
     scales = tensors["weight_scale"].float().repeat_interleave(256 // tensors["weight_scale"].shape[1], 1)
     step = scales if form.kind == "int" else torch.maximum(matrix.abs(), scales * 2**-6) * 2**-3
     error = (found - matrix).abs() / step
     inside = (matrix / scales > form.lowest) & (matrix / scales < form.largest)
     assert inside.float().mean() > 0.97 and error[inside].max() <= 0.5 + 1e-4
     assert error.max() <= 0.5 + form.steps * torch.finfo(dtype).eps / 2 + 1e-4  # where the scale was rounded down
-    assert np.array_equal(
-        values_in_numpy({f"a.{key}": tensor for key, tensor in tensors.items()}, "a").astype(np.float32), found.numpy()
-    )
 
 
 def test_inputs_are_rounded_token_by_token():
@@ -321,14 +319,25 @@ def test_what_cannot_be_stored_so_is_refused_by_name(tmp_path, tiny_model):
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
-def test_other_commands_say_what_such_a_folder_is(tmp_path, tiny_model, monkeypatch, capsys):
-    export(tiny_model("llama"), tmp_path / "out", "int4")
-    with pytest.raises(UserError, match=r"weights are quantized \(compressed-tensors\)"):
-        export(tmp_path / "out", tmp_path / "again", "fp8")
-    monkeypatch.setattr(imports.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs the package compressed_tensors") as error:
-        run_infer(InferOptions(model=str(tmp_path / "out"), prompts=["hi"]))
-    assert "swiftlite[compressed-tensors]" in error.value.fix
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_commands_read_such_a_folder(name, tmp_path, tiny_model, write_rows, chat_rows, capsys):
+    """As the numbers that its codes stand for."""
+    export(tiny_model("llama"), tmp_path / "coded", name)
+    again = export(tmp_path / "coded", tmp_path / "plain", "none")
+    assert again.total == 0.0 and "quantization_config" not in config_of(tmp_path / "plain")
+    tensors, plain = read(tmp_path / "coded"), read(tmp_path / "plain")
+    for layer in LAYERS:
+        assert np.array_equal(plain[f"{layer}.weight"].numpy(), values_in_numpy(tensors, layer).astype(np.float32))
+    losses = []
+    for folder in ("coded", "plain"):
+        capsys.readouterr()
+        run_infer(InferOptions(model=str(tmp_path / folder), prompts=["hi"], max_new_tokens=8, precision="fp32"))
+        rows = write_rows("rows.jsonl", chat_rows[:8])
+        values = settings(tmp_path, tmp_path / folder, rows, tuner="lora", max_steps=1, max_length=128)
+        said = capsys.readouterr().out
+        train_alone(resolve_config("sft", **values | {"output_dir": str(tmp_path / f"out-{folder}")}))
+        losses.append((said, (tmp_path / f"out-{folder}" / "metrics.jsonl").read_text().split(",")[2]))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("flag", ["--quant_bits 4", "--quant_method awq", "--export_quantization_bit 4"])

@@ -26,13 +26,13 @@ SHOWN_NAMES = 3
 class TensorFolder:
     """Reads parts of tensors, by name, out of the safetensors files of a folder (or out of one file)."""
 
-    def __init__(self, path: Path) -> None:
-        """entries: what can be read, as numbers also where the files hold codes of them. Raises UserError where files
-        are missing, foreign or damaged. Reads headers only, and shapes that stand beside packed codes."""
+    def __init__(self, path: Path, *, as_stored: bool = False) -> None:
+        """entries: what can be read; numbers also where the files hold codes of them, unless as_stored. Raises
+        UserError where files are missing, foreign or damaged. Reads headers, and what describes codes."""
         self.path = path if path.is_dir() else path.parent
         self._stored: dict[str, TensorEntry] = inspect_model_folder(path) if path.is_dir() else inspect_file(path)
         self._open: dict[str, safe_open] = {}
-        self._codes = find_codes(self._stored, self._raw)
+        self._codes = {} if as_stored else find_codes(self._stored, self._raw)
         self.entries = without_codes(self._stored, self._codes)
 
     @property

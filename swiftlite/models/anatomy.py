@@ -228,12 +228,8 @@ def check_trainable_architecture(config: PretrainedConfig) -> None:
         )
 
 
-READABLE = {
-    "fp8",
-    "mxfp4",
-    "compressed-tensors",
-    "bitsandbytes",
-}  # codes that are read as numbers, see `swiftlite.checkpoint.codes`
+# Codes that are read as numbers, see `swiftlite.checkpoint.codes`.
+READABLE = {"fp8", "mxfp4", "compressed-tensors", "bitsandbytes"}
 
 
 def quantized_by(config: PretrainedConfig) -> str | None:
@@ -248,12 +244,6 @@ def check_plain_weights(config: PretrainedConfig, where: str, fix: str) -> None:
     method = quantized_by(config)
     if method is not None and method not in READABLE:
         raise UserError(f"the model's weights are quantized ({method})", where=where, fix=fix)
-
-
-def quantization_method(config: PretrainedConfig) -> str | None:
-    """In what way weights are codes, as config.json calls it; None where they are plain numbers."""
-    values = config.to_dict().get("quantization_config")
-    return (values.get("quant_method") or "in a way that config.json does not name") if values else None
 
 
 def strange_layers(config: PretrainedConfig) -> list[str]:

@@ -9,7 +9,6 @@ schemes are FP8_DYNAMIC, W8A8 and W4A16 of https://docs.vllm.ai/projects/llm-com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +72,6 @@ def pack(matrix: torch.Tensor, form: Format, group: int | None, dtype: torch.dty
     return {PACKED: _pack_words(codes), SCALE: scales, SHAPE: torch.tensor([outputs, inputs])}
 
 
-def unpack(tensors: Mapping[str, torch.Tensor], form: Format) -> torch.Tensor:
-    """fp32 `[outputs, inputs]`: what `pack` has stored."""
-    codes, scales = (_unpack_words(tensors[PACKED]) if form.grouped else tensors[WEIGHT]), tensors[SCALE].float()
-    return (codes.float().view(*scales.shape, -1) * scales.unsqueeze(-1)).view(codes.shape)
-
-
 def stored(shape: tuple[int, int], form: Format, group: int | None, dtype: torch.dtype) -> dict[str, Any]:
     """Shape and type of what `pack` makes of a matrix `[outputs, inputs]`, by their names."""
     outputs, inputs = shape
@@ -116,9 +109,3 @@ def _pack_words(codes: torch.Tensor) -> torch.Tensor:
     for place in range(1, CODES_OF_WORD):
         words |= digits[..., place] << 4 * place
     return words
-
-
-def _unpack_words(words: torch.Tensor) -> torch.Tensor:
-    """int8 `[outputs, inputs]`."""
-    digits = torch.stack([(words >> 4 * place) & 15 for place in range(CODES_OF_WORD)], dim=-1)
-    return (digits - 8).to(torch.int8).view(len(words), -1)

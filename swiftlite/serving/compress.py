@@ -22,7 +22,7 @@ from swiftlite.checkpoint.weights import TensorFolder, shown_names
 from swiftlite.config.types import plain_word
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import dissect, expert_count
-from swiftlite.models.compressed import FORMATS, GROUPS, Format, config_section, pack, round_inputs, stored, unpack
+from swiftlite.models.compressed import FORMATS, GROUPS, Format, config_section, pack, round_inputs, stored
 from swiftlite.models.experts import holds_experts
 from swiftlite.models.matrices import is_matrix
 
@@ -85,9 +85,7 @@ class Chosen:
         """Give a model in fp32 the values that the files in `folder` stand for."""
         parameters, files = dict(model.named_parameters()), TensorFolder(folder)
         for layer, entry in self.entries.items():
-            names = stored(entry.shape, self.form, self.group, torch.float32)
-            matrix = unpack({name: files.read(f"{layer}.{name}") for name in names}, self.form)
-            _on_disk(parameters[entry.owner], entry).copy_(matrix)
+            _on_disk(parameters[entry.owner], entry).copy_(files.read(f"{layer}.weight"))
 
     @contextmanager
     def rounded_inputs(self, model: nn.Module) -> Iterator[None]:

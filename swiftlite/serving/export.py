@@ -265,7 +265,7 @@ def _write(
 
 def _read_back(folder: Path, files: ModelFiles, tensors: dict[str, torch.Tensor]) -> None:
     """Raise RunError where a file does not hold the model's own bits."""
-    stored = TensorFolder(folder)
+    stored = TensorFolder(folder, as_stored=True)
     for slot in files.plan.slots:
         entry, tensor = slot.entry, tensors[slot.entry.owner]
         wanted = tensor[entry.box.slices_of(whole(tensor.shape))].to(slot.dtype)

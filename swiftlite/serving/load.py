@@ -51,8 +51,6 @@ def load_for_answers(
     """
     check_base_folder(source, revision)
     config = load_config(source.base, revision=revision, trust_remote_code=trust_remote_code)
-    if quantization_method(config) == COMPRESSED_TENSORS:
-        import_package(COMPRESSED_PACKAGE, f"the model {source.base}", COMPRESSED_TENSORS)
     plain = chat_template is not None and chat_template.lower() == NO_TEMPLATE
     tokenizer = load_tokenizer(
         source.base,
