@@ -169,3 +169,10 @@ def test_names_of_data_sets(tmp_path):
     assert names(["data/a.jsonl*2", "org/b:en@train#50", "c.jsonl.gz"]) == ("a", "b:en@train", "c")
     assert names(["x/rows.jsonl", "y/rows.jsonl#7", "z.csv"]) == ("x/rows.jsonl", "y/rows.jsonl#7", "z")
     assert names(["org/v1.5", "org/v2.0"]) == ("v1.5", "v2.0")
+
+
+def test_names_that_others_have_or_a_terminal_would_obey(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert names_of_sets([".", "b.jsonl"]) == (".", "b")
+    assert names_of_sets(["a.jsonl", "x/a.jsonl", "y/a.jsonl.jsonl"]) == ("a.jsonl", "x/a.jsonl", "y/a.jsonl.jsonl")
+    assert names_of_sets(["a\n\x1b[2J.jsonl", "ä \\n.jsonl"]) == ("a\\n\\x1b[2J", "ä \\n")

@@ -18,7 +18,7 @@ from worlds import run_swiftlite
 from swiftlite.checkpoint.folder import list_checkpoints
 from swiftlite.cli import console
 from swiftlite.cli.app import main
-from swiftlite.cli.eval import _of_the_weights, _tell, choose_rows
+from swiftlite.cli.eval import _of_the_weights, _table, _tell, choose_rows
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
@@ -461,3 +461,10 @@ def test_a_run_is_evaluated_before_its_first_step(tmp_path, tiny_model, write_ro
         assert [row[key] for key in same if not key.endswith(TIMES)] == [
             same[key] for key in same if not key.endswith(TIMES)
         ]
+
+
+def test_names_of_data_sets_are_no_markup(capsys):
+    row = {"data": "both", "rows": 2, "loss": 0.5, "loss/[red] a": 0.25, "loss/x[/y": 0.75, "loss/[/b]": None}
+    Console(width=100).print(_table([row]))
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in row)

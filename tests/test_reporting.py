@@ -51,7 +51,10 @@ def test_resume_drops_the_rows_that_are_trained_again(tmp_path):
     resumed.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
-    MetricsFile(tmp_path, 0).close()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "epoch": 0.0, "eval_loss": 6.5}) + "\n")
+    MetricsFile(tmp_path, 5).close()
+    assert steps(tmp_path) == [0]
+    MetricsFile(tmp_path, 0).close()  # which evaluates again before its first step
     assert steps(tmp_path) == []
 
 
@@ -203,6 +206,25 @@ def test_what_a_step_lacks_is_not_called_wrong_and_evaluations_stay():
     assert "not finite" not in "\n".join(lines) and len(text.splitlines()) == len(lines)
     assert re.search(r"eval margin +0\.250", text) and re.search(r"eval logp chosen +-9\.000", text)
     assert "0.6935 │" in text and "0.6931 │" in text  # not 0.69 at both ends
+
+
+def test_an_evaluation_before_the_first_step_is_no_step_and_told_once():
+    now = iter([0.0, *[600.0] * 2, *[601.0] * 9])
+    board = Board(11, FACTS, clock=lambda: next(now))
+    board.add({"step": 0, "epoch": 0.0, "eval_reward": 0.25, "eval_answers/cut": 0.5})
+    assert re.search(r"eval reward +0\.2500", drawn(board))
+    board.add(row(1, reward=0.75))
+    text = drawn(board)
+    assert "10s left" in text  # not ten times the ten minutes
+    assert text.count("eval reward") == 1 and re.search(r"eval reward +0\.2500", text)
+
+
+def test_long_names_are_told_apart():
+    board = Board(5, FACTS)
+    names = [f"loss/conversations-of-{year}" for year in (2023, 2024)]
+    board.add(row(1) | dict(zip(names, (1.25, 1.5), strict=True)))
+    text = drawn(board)
+    assert re.search(r"loss/conver…-of-2023 +1\.250", text) and re.search(r"loss/conver…-of-2024 +1\.500", text)
 
 
 def test_rows_may_come_while_the_panel_is_drawn():

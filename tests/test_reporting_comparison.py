@@ -7,7 +7,8 @@ from metric_rows import row
 from test_reporting_page import command
 
 from swiftlite.errors import UserError
-from swiftlite.reporting.comparison import MOST_RUNS, read_runs, unequal_settings
+from swiftlite.reporting.comparison import read_runs, unequal_settings
+from swiftlite.reporting.page import COLOURS
 
 
 @pytest.fixture
@@ -93,4 +94,4 @@ def test_no_other_file_is_written_over(run, tmp_path):
     assert "--output" in command(first, second, "-o", tmp_path / "no" / "page.html").exception.fix
     assert "report.html" in command(first, "-o", page).exception.fix
     assert command(first, tmp_path / "absent").exception.what == "there is no such folder"
-    assert "at most" in command(*[first] * (MOST_RUNS + 1)).exception.fix
+    assert "at most" in command(*[first] * (COLOURS + 1)).exception.fix

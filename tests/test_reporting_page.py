@@ -138,6 +138,11 @@ def test_losses_of_data_sets_have_a_chart_of_their_own(run):
     assert "Loss of each data set" in text and "Eval loss of each data set" in text
 
 
+def test_names_of_data_sets_are_no_formulas(run):
+    output = run(**{r"loss/a$\frac$": 2.5, "loss/b": 2.0})
+    assert r"a$\frac$" in write_report_page(output).read_text() and write_loss_plot(output).is_file()
+
+
 def test_a_page_of_nothing_is_still_a_page(tmp_path):
     page = write_report_page(tmp_path).read_text()
     assert "No step is logged yet" in " ".join(Tags(page).text)

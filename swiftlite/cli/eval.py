@@ -213,7 +213,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         widest = max(len(words) for name, words in row.items() if name != "data")
         table.add_column(justify="right", overflow="fold", min_width=widest)
     for name in rows[0]:
-        table.add_row(plain(name), *(Text(row[name]) for row in shown))
+        table.add_row(Text(plain(name)), *(Text(row[name]) for row in shown))
     return table
 
 

@@ -21,7 +21,8 @@ from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, short, s
 WIDEST = 120  # columns of the panel
 TALLEST_CHART, SMALLEST_CHART = 7, 3  # lines
 NARROWEST_CHART, SHORTEST_BAR = 24, 8  # columns
-NUMBER, GAP, LONGEST_LABEL = 10, 3, 20  # columns
+NUMBER, GAP = 10, 3  # columns
+LABEL_START, LABEL_END = 11, 8  # what is kept of a long name: data sets may differ in their ends alone
 WAITING = "…"
 ESSENTIAL = ("model", "data", "output")  # facts that stay on a low terminal
 
@@ -61,6 +62,8 @@ class Board:
         """A row of metrics.jsonl."""
         with self._lock:
             self.row, self.step = row, row["step"]
+            if self._marks[-1][1] == self.step:
+                self._marks.pop()  # an evaluation before the first step tells nothing of the pace of steps
             self._marks.append((self._clock(), self.step))
             self._take(row)
 
@@ -209,7 +212,7 @@ class Board:
         preference = {key: value for key, value in row.items() if "/" in key and key not in self.evaluated}
         for key, value in (preference | self.evaluated).items():
             name = key.replace("eval_", "eval ").replace("rewards/", "").replace("logps/", "logp ")
-            name = name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…"  # data sets and functions
+            name = name if len(name) <= LABEL_START + 1 + LABEL_END else f"{name[:LABEL_START]}…{name[-LABEL_END:]}"
             cells.append((name, short(value, 3) if value is not None else "–"))  # a step may have no rejected answer
         return cells
 

@@ -15,12 +15,11 @@ from swiftlite.reporting.charts import Line, chart
 from swiftlite.reporting.curves import EVALUATIONS, added_groups, curve_of, series, smoothed
 from swiftlite.reporting.files import read_run_state
 from swiftlite.reporting.metrics import read_metrics
-from swiftlite.reporting.page import SINGLE_CHARTS, as_html, figures, mark, state_in_words, write_page
+from swiftlite.reporting.page import COLOURS, SINGLE_CHARTS, as_html, figures, mark, state_in_words, write_page
 from swiftlite.reporting.words import plain
 from swiftlite.untrusted import printable, without_secrets
 
 TITLE = "Runs side by side"
-MOST_RUNS = 8  # as many colours are told apart
 UNTOLD = ("output_dir", "run_name")  # they name a run, and change nothing in it
 
 
@@ -37,9 +36,9 @@ class Run:
 
 def read_runs(folders: Sequence[Path], alive: Sequence[bool]) -> list[Run]:
     """alive: whether a process may still write into the folder. Raises UserError for more runs than colours."""
-    if len(folders) > MOST_RUNS:
+    if len(folders) > COLOURS:
         raise UserError(
-            f"{len(folders)} runs are too many for one chart", where="swiftlite report", fix=f"name {MOST_RUNS} at most"
+            f"{len(folders)} runs are too many for one chart", where="swiftlite report", fix=f"name {COLOURS} at most"
         )
     return [_read(*given) for given in zip(folders, _names(folders), alive, strict=True)]
 

@@ -80,7 +80,7 @@ def curve_of(rows: list[dict[str, Any]]) -> tuple[str, str]:
     """(the key that tells how a run goes, what it is in words): of a model that learns from its own answers their
     reward, since the loss of such answers is about 0 however good they are; else the loss, as a mean over trained
     tokens, or over pairs or single answers."""
-    if any("reward" in row for row in rows):
+    if any("reward" in row or ("eval_reward" in row and "eval_loss" not in row) for row in rows):  # before step 1
         return "reward", "reward per answer"
     compared = any(key.startswith("rewards/") for row in rows for key in row)  # a teacher's KL has a slash too
     return "loss", "loss per pair or answer" if compared else "loss per trained token"

@@ -24,7 +24,8 @@ class MetricsFile:
         self._path = output / name
         rows = _read(output, name)
         self.damage = _in_words(rows)
-        self._kept = [row for row in rows if row is not None and row["step"] <= start_step]
+        known = rows if start_step else []  # a run from the start is evaluated again before its first step
+        self._kept = [row for row in known if row is not None and row["step"] <= start_step]
         text = "".join(map(_line, self._kept))
         write_whole(self._path, lambda path: path.write_text(text, encoding="utf-8"))
         self._file = self._path.open("a", encoding="utf-8")

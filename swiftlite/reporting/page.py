@@ -28,6 +28,7 @@ SINGLE_CHARTS = {
     "peak_memory_gib": "Peak memory, GiB",
     "mfu": "Model FLOPs utilisation",
 }
+COLOURS = 8  # that the style sheet tells apart
 OF_SETS = ("loss", "reward", "eval_loss", "eval_reward")  # what is drawn of each of several data sets
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -146,7 +147,7 @@ def _charts(rows: Rows) -> list[str]:
     ]
     charts.append(chart("Seconds per step", seconds))
     for title, keys in added_groups(rows).items():
-        lines = [Line(key, f"c{number % 4}", series(rows, key)) for number, key in enumerate(keys)]
+        lines = [Line(key, f"c{number % COLOURS}", series(rows, key)) for number, key in enumerate(keys)]
         words = title.replace("_", " ").capitalize()
         charts.append(chart(f"{words} of each data set" if title in OF_SETS else words, lines))
     return charts

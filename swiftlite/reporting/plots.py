@@ -47,10 +47,11 @@ def write_loss_plot(output: Path) -> Path | None:
         for key in keys:
             _line(axes, *series(rows, key), linewidth=1.3, label=key)
         axes.set_title(title, fontsize=10, loc="left")
-        axes.legend(frameon=False, fontsize=8)
+        for text in axes.legend(frameon=False, fontsize=8).get_texts():
+            text.set_parse_math(False)  # a data set may have dollars in its name
         _plain(axes)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of the folder's name, in any script
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of names in any script
         return write_whole(output / "loss.png", lambda path: figure.savefig(path, dpi=130, format="png"))
 
 

@@ -154,12 +154,15 @@ def _suffix_value(field: str, value: str, spec: DatasetSpec) -> str | int | floa
 
 def names_of_sets(texts: Sequence[str]) -> tuple[str, ...]:
     """What each of several data sets is called where numbers are told of it: the last part of its name, without a
-    file's ending, and its subset and split; all that was given where that is another's too. Nothing for a single one.
+    file's ending, and its subset and split; all that was given where that is another's too, or nothing. Escaped where a
+    terminal would obey it. Nothing for a single one.
     """
     if len(texts) == 1:
         return ()
     short = [_short_name(parse_spec(text)) for text in texts]
-    return tuple(name if short.count(name) == 1 else text for name, text in zip(short, texts, strict=True))
+    names = [name if name and short.count(name) == 1 else text for name, text in zip(short, texts, strict=True)]
+    names = names if len(set(names)) == len(names) else list(texts)  # one's own name may be all that another was given
+    return tuple(name if name.isprintable() else repr(name)[1:-1] for name in names)
 
 
 def _short_name(spec: DatasetSpec) -> str:
