@@ -7,14 +7,15 @@ import pytest
 import torch
 from test_parity import metrics, settings, train_alone
 from test_verify import ZERO_BUBBLE, in_real_processes
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, xLSTMConfig
+from transformers.models.llama import modeling_llama
 
 from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.models.initial import InitialValues
 from swiftlite.models.load import build_model, load_config
-from swiftlite.models.toys import toy_architectures, toy_config
+from swiftlite.models.toys import toy_architectures, toy_config, write_toy
 from swiftlite.verification.cases import FULL, Subject
 from swiftlite.verification.compare import weights_difference
 
@@ -40,11 +41,19 @@ def shape(tmp_path, tiny_model):
     return make
 
 
-@pytest.mark.parametrize("family", toy_architectures())
-def test_values_are_those_of_the_model_s_own_class(family, tiny_model):
-    found = initial(tiny_model(family))
+OTHERS = {  # rules of a model inside the model, which look modules up in it by what they are
+    "xlstm": lambda: xLSTMConfig(
+        vocab_size=512, hidden_size=64, num_heads=4, num_hidden_layers=2, weight_mode="single"
+    ),
+}
+
+
+@pytest.mark.parametrize("family", [*toy_architectures(), *OTHERS])
+def test_values_are_those_of_the_model_s_own_class(family, tmp_path, tiny_model):
+    config = OTHERS[family]() if family in OTHERS else toy_config(family)
+    found = initial(write_toy(tmp_path, config) if family in OTHERS else tiny_model(family))
     torch.manual_seed(0)
-    expected = dict(stored_tensors(AutoModelForCausalLM.from_config(toy_config(family)).float()))
+    expected = dict(stored_tensors(AutoModelForCausalLM.from_config(config).float()))
     assert found.keys() == expected.keys()
     for name, value in found.items():
         wanted, count = expected[name], max(2, value.numel())
@@ -176,3 +185,26 @@ def test_shapes_that_are_none(tiny_model, family, said, what):
     assert error.value.where.startswith(f"--config-overrides {said[0].partition('=')[0]}")
     with pytest.raises(UserError, match="changes the shape of a model whose weights"):
         resolve_config("pretrain", model=str(tiny_model(family)), dataset=["c/d"], config_overrides=said)
+
+
+def test_what_no_rule_reaches_is_found_in_a_part_and_in_whole_numbers(tiny_model, monkeypatch):
+    usual = modeling_llama.LlamaPreTrainedModel._init_weights
+
+    def half(self, module):
+        if isinstance(module, torch.nn.Linear):
+            module.weight[:, : module.in_features // 2].normal_()
+        else:
+            usual(self, module)
+
+    class Masked(modeling_llama.LlamaMLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+
+    with monkeypatch.context() as changed:
+        changed.setattr(modeling_llama.LlamaPreTrainedModel, "_init_weights", half)
+        with pytest.raises(UserError, match="nothing says what lm_head.weight starts with"):
+            initial(tiny_model())
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Masked)
+    with pytest.raises(UserError, match=r"nothing says what \S+mlp\.mask starts with"):
+        initial(tiny_model())

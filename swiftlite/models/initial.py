@@ -7,16 +7,16 @@ decoder layer is made at a time, or a module that lies outside of the layers, so
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import dissect
 from swiftlite.seeds import derive_seed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class InitialValues:
@@ -35,8 +35,8 @@ class InitialValues:
         block = next((layer for layer in self._layers if name.startswith(f"{layer}.")), name.rpartition(".")[0])
         if self._known[0] != block:
             self._known = block, self._made(block)
-        value = self._known[1][name]
-        if _first_of_rows(value).isnan().any():
+        value = self._known[1].get(name)
+        if value is None or value.sum().isnan():  # the sum: to look at each number takes half as long as to draw it
             raise UserError(
                 f"nothing says what {name} starts with: {type(self._model).__name__} has no rule for it",
                 where="--from-scratch",
@@ -46,17 +46,32 @@ class InitialValues:
 
     @torch.no_grad()
     def _made(self, block: str) -> dict[str, torch.Tensor]:
+        """The tensors of a module, without the whole numbers that no rule reaches; of others such numbers are NaN."""
         module = copy.deepcopy(self._model.get_submodule(block)).float().to_empty(device="cpu")
-        tensors = dict([*module.named_parameters(prefix=block), *module.named_buffers(prefix=block)])
-        for tensor in tensors.values():
+        before = {}
+        for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point():
-                _first_of_rows(tensor).fill_(torch.nan)  # what no rule reaches shows
-        with torch.random.fork_rng(devices=[]):
+                tensor.fill_(torch.nan)
+            else:
+                before[id(tensor)] = tensor._version
+        with torch.random.fork_rng(devices=[]), self._in_its_place(block, module) as owner:
             torch.manual_seed(derive_seed(self._seed, "initial", block))
-            module.apply(self._model._init_weights)
-        return tensors
+            module.apply(owner._init_weights)
+        tensors = [*module.named_parameters(prefix=block), *module.named_buffers(prefix=block)]
+        return {name: tensor for name, tensor in tensors if before.get(id(tensor)) != tensor._version}
 
-
-def _first_of_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A number of each row, as a view: to look at all of them takes as long as to draw them."""
-    return tensor.view(tensor.shape[0] if tensor.dim() else 1, -1)[:, :1]
+    @contextmanager
+    def _in_its_place(self, block: str, module: nn.Module) -> Iterator[PreTrainedModel]:
+        """The innermost model that has it, whose rules are its own; they may look it up there by what it is."""
+        if not block:
+            yield module
+            return
+        path, _, last = block.rpartition(".")
+        holder, usual = self._model.get_submodule(path), self._model.get_submodule(block)
+        setattr(holder, last, module)
+        try:
+            around = (m for name, m in self._model.named_modules() if not name or f"{block}.".startswith(f"{name}."))
+            *_, owner = (found for found in around if isinstance(found, PreTrainedModel))
+            yield owner
+        finally:
+            setattr(holder, last, usual)
