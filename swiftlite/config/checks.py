@@ -253,6 +253,7 @@ def _memory_rules(config: RunConfig) -> list[Rule]:
         ),
         *_compile_rules(config),
         *_fp8_rules(config),
+        *_qat_rules(config),
         (
             config.activation_checkpointing == "selective" and config.pipeline_schedule == "zero-bubble",
             "zero-bubble runs through a layer's backward pass twice, and --activation-checkpointing selective keeps "
@@ -282,6 +283,36 @@ def _compile_rules(config: RunConfig) -> list[Rule]:
             "compiled layers save their weights beside their inputs, and --activation-checkpointing offload moves both",
             ("activation_checkpointing", "compile"),
             "use --activation-checkpointing full, or leave --compile out",
+        ),
+    ]
+
+
+def _qat_rules(config: RunConfig) -> list[Rule]:
+    on, name = config.qat != "none", f"--qat {config.qat}"
+    return [
+        (
+            on and config.tuner == "lora",
+            f"{name} rounds weights that are trained, and LoRA's are the base's and its own together",
+            ("qat", "tuner"),
+            "use --tuner full, or leave --qat out",
+        ),
+        (
+            on and config.tensor_parallel_size > 1,
+            f"{name} takes whole rows of matrices, which tensor parallelism divides",
+            ("qat", "tensor_parallel_size"),
+            "use --parallel fsdp, or leave --qat out",
+        ),
+        (
+            on and (config.compile or config.fp8 != "none"),
+            f"{name} makes the products of layers itself, and --compile and --fp8 do",
+            ("qat", "compile", "fp8"),
+            "leave one of them out",
+        ),
+        (
+            on and config.pipeline_schedule == "zero-bubble",
+            "zero-bubble takes the backward pass of a product apart, and --qat makes it in one",
+            ("qat", "pipeline_schedule"),
+            "use --pipeline-schedule interleaved-1f1b, or leave --qat out",
         ),
     ]
 

@@ -61,6 +61,12 @@ def round_inputs(x: torch.Tensor, form: Format) -> torch.Tensor:
     return (codes.float() * scales).to(x.dtype)
 
 
+def round_matrix(matrix: torch.Tensor, form: Format, group: int | None) -> torch.Tensor:
+    """fp32 `[outputs, inputs]`: what the codes of a matrix stand for, with scales in fp32. group: as of `pack`."""
+    codes, scales = nearest(matrix.float().reshape(len(matrix), -1, group or matrix.shape[1]), form, torch.float32)
+    return codes.float().mul_(scales).view(matrix.shape)
+
+
 def pack(matrix: torch.Tensor, form: Format, group: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The tensors of a layer, by their names in it. matrix: fp32 `[outputs, inputs]`; group: how many numbers of a row
     share a scale, None for all of them; dtype: of scales `[outputs, inputs / group]`."""

@@ -20,6 +20,7 @@ from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.losses import weighs_by_probability
 from swiftlite.config.methods import PAIRED, PREFERENCE, SAMPLING, pack_capacity
 from swiftlite.dtensors import is_fsdp_module
+from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.compiled import compile_layers
@@ -33,6 +34,7 @@ from swiftlite.models.kernels.norms import fuse_norms, widen_layer_norms
 from swiftlite.models.kernels.products import onednn_serves, rounded, use_fast_products
 from swiftlite.models.kernels.rotation import fuse_rotations
 from swiftlite.models.quantize import quantize
+from swiftlite.models.rounding import Rounding, use_rounding
 from swiftlite.models.tuners import count_parameters
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
@@ -41,6 +43,7 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, cut_model
 from swiftlite.parallel.stages import choose_schedule, plan_stages
 from swiftlite.planning.memory import activation_bytes_per_token
+from swiftlite.serving.compress import choose
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.lanes import cut_step
 from swiftlite.training.share import CPU_FORWARD_TOKENS, Rounded, Sharing
@@ -206,8 +209,22 @@ def _row_length(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision:
 
 
 def _quantize(base: PreTrainedModel, config: RunConfig) -> None:
+    """Pack what is frozen, or round what is trained. Raises UserError where nothing can be."""
     if config.quantization != "none":
         quantize(dissect(base).layers, config.quantization)
+    if config.qat != "none":
+        _round(base, f"--qat {config.qat}", config.qat)
+
+
+def _round(base: PreTrainedModel, where: str, form: str) -> None:
+    try:
+        chosen = choose(base, form)
+    except UserError as error:
+        raise UserError(error.what, where=where, fix="leave --qat out") from error
+    if chosen.has_experts:
+        what = f"{type(base).__name__} has experts, whose products are made inside of one module"
+        raise UserError(what, where=where, fix="leave --qat out")
+    use_rounding(base, chosen.linear, Rounding(chosen.form, chosen.group))
 
 
 def _divide_part(

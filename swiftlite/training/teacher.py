@@ -56,6 +56,7 @@ OTHERWISE = {  # of the settings of a run, what is not the teacher's
     "lora_plus_ratio": 1.0,
     "quantization": "none",
     "fp8": "none",
+    "qat": "none",
     "neftune_noise_alpha": 0.0,
     "router_aux_loss_coef": 0.0,
     "teacher": None,

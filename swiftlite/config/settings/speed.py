@@ -40,6 +40,12 @@ class SpeedSettings(BaseModel):
         bare="nf4",
         phrases={"adapter": {"qlora": "nf4"}, "load_in_8bit": {ON_ALONE: "int8"}},
     )
+    qat: Annotated[Literal["none", "fp8", "int8", "int4"], Spelling()] = flag(
+        "none",
+        MEMORY,
+        "Quantization-aware training: multiply weights (fp8, int8: and what they meet) as they will be rounded by "
+        "`export --quantization`.",
+    )
     pure_bf16: bool = flag(
         False,
         MEMORY,
