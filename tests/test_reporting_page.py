@@ -341,3 +341,13 @@ def test_the_picture_of_the_terminal_is_drawn_from_a_run(run, tmp_path):
     text = picture.read_text()
     assert text.startswith("<svg") and "step&#160;30/50" in text and "url(" not in text.replace("url(#", "")
     assert "<script" not in text and "saved" in text
+
+
+def test_names_of_many_data_sets_do_not_cover_the_picture(run, monkeypatch):
+    extra = {f"loss/{number:02}-{'of a kind ' * 20}": 2.0 + number for number in range(30)}
+    figure = figure_of(run(**extra), monkeypatch)
+    axes = figure.axes[-1]
+    figure.draw_without_rendering()
+    legend = axes.get_legend().get_window_extent()
+    assert len(axes.lines) == 31 and axes.get_legend().get_texts()[-1].get_text() == "23 more"
+    assert legend.height < axes.get_window_extent().height and legend.width < axes.get_window_extent().width

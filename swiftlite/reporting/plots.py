@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BLUE, PALE, ORANGE, GREEN, GREY = "#1f5fbf", "#a9c6ee", "#d9730d", "#2e8b57", "#5f6b7a"
 
 LONGEST_TITLE = 90  # letters
+MOST_NAMED = 7  # lines of one chart: a legend of more would lie over the others
 
 # Inches beside, above, below and between the curves. Matplotlib's own search for them takes half of the time of a
 # picture, and so a good part of the time of a short run.
@@ -38,18 +39,11 @@ def write_loss_plot(output: Path) -> Path | None:
     figure = figures.Figure(figsize=(10, 5.6 + 2.6 * len(groups)))
     grid = _grid(figure, [3.2, 1.4, *[1.8] * len(groups)])
     name = output.resolve().name
-    shown = name if len(name) <= LONGEST_TITLE else name[: LONGEST_TITLE - 1] + "…"  # the curves would make room for it
-    _main(figure.add_subplot(grid[0, :]), rows, shown)
+    _main(figure.add_subplot(grid[0, :]), rows, _shortened(name))
     _small(figure.add_subplot(grid[1, 0]), rows, "learning_rate", "learning rate", GREEN)
     _small(figure.add_subplot(grid[1, 1]), rows, "grad_norm", "gradient norm", GREY)
     for number, (title, keys) in enumerate(groups.items()):
-        axes = figure.add_subplot(grid[2 + number, :])
-        for key in keys:
-            _line(axes, *series(rows, key), linewidth=1.3, label=key)
-        axes.set_title(title, fontsize=10, loc="left")
-        for text in axes.legend(frameon=False, fontsize=8).get_texts():
-            text.set_parse_math(False)  # a data set may have dollars in its name
-        _plain(axes)
+        _group(figure.add_subplot(grid[2 + number, :]), rows, title, keys)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of names in any script
         return write_whole(output / "loss.png", lambda path: figure.savefig(path, dpi=130, format="png"))
@@ -78,6 +72,24 @@ def _main(axes: Axes, rows: list[dict[str, Any]], title: str) -> None:
     axes.set_ylabel(words)
     axes.legend(frameon=False)
     _plain(axes)
+
+
+def _group(axes: Axes, rows: list[dict[str, Any]], title: str, keys: list[str]) -> None:
+    for key in keys[MOST_NAMED:]:
+        _line(axes, *series(rows, key), linewidth=1, color=PALE)
+    for key in keys[:MOST_NAMED]:
+        _line(axes, *series(rows, key), linewidth=1.3, label=_shortened(key))
+    if len(keys) > MOST_NAMED:
+        axes.plot([], [], color=PALE, label=f"{len(keys) - MOST_NAMED} more")
+    axes.set_title(title, fontsize=10, loc="left")
+    for text in axes.legend(frameon=False, fontsize=8).get_texts():
+        text.set_parse_math(False)  # a data set may have dollars in its name
+    _plain(axes)
+
+
+def _shortened(name: str) -> str:
+    """The curves would make room for it."""
+    return name if len(name) <= LONGEST_TITLE else name[: LONGEST_TITLE - 1] + "…"
 
 
 def _line(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
