@@ -58,6 +58,10 @@ def test_what_fits_nowhere_and_what_is_wrong_is_told(capsys, shape):
     code, out, err = plan(capsys, "--model", shape, "--tuner", "full", "--device", "l4", "--nproc-per-node", 2)
     assert code == 2 and "too large" in out
     assert "nothing fits: the nearest needs" in err and "--tuner lora" in err and "Traceback" not in err
+    code, _, err = plan(
+        capsys, "--model", shape, "--tuner", "full", "--device", "l4", "--nproc-per-node", 2, "--from-scratch"
+    )
+    assert code == 2 and "nothing fits" in err and "lora" not in err
     code, _, err = plan(capsys, "--model", shape, "--device", "h1000")
     assert code == 2 and "nothing is known of a device 'h1000'" in err and "h200-nvl" in err
     code, _, err = plan(capsys, "--model", shape, "--device-memory", "much", "--device", "h100")

@@ -221,10 +221,11 @@ def test_an_evaluation_before_the_first_step_is_no_step_and_told_once():
 
 def test_long_names_are_told_apart():
     board = Board(5, FACTS)
-    names = [f"loss/conversations-of-{year}" for year in (2023, 2024)]
-    board.add(row(1) | dict(zip(names, (1.25, 1.5), strict=True)))
+    names = [*(f"loss/conversations-of-{year}" for year in (2023, 2024)), *(f"loss/data/{x}/rows.jsonl" for x in "xy")]
+    board.add(row(1) | dict(zip(names, (1.25, 1.5, 1.75, 2.0), strict=True)))
     text = drawn(board)
     assert re.search(r"loss/conver…-of-2023 +1\.250", text) and re.search(r"loss/conver…-of-2024 +1\.500", text)
+    assert re.search(r"loss/data/x/rows\.js… +1\.750", text) and re.search(r"loss/data/y/rows\.js… +2\.000", text)
 
 
 def test_rows_may_come_while_the_panel_is_drawn():

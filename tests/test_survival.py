@@ -352,7 +352,11 @@ def test_rows_that_do_not_fit_memory_are_named_before_the_first_step(
     with pytest.raises(OutOfMemory, match="in the check of the longest rows") as error:
         train(one_long_row)
     assert "long.jsonl:12" in error.value.where and "--activation-checkpointing full" in error.value.fix
+    assert "--tuner lora" in error.value.fix
     assert not metrics(tmp_path / "out") and not list_checkpoints(tmp_path / "out")
+    with pytest.raises(OutOfMemory) as error:
+        train(one_long_row, from_scratch=True, output_dir=str(tmp_path / "scratch"))
+    assert "--offload cpu" in error.value.fix and "lora" not in error.value.fix
 
 
 def test_memory_that_runs_out_leaves_a_checkpoint_of_the_step_before(one_long_row, tmp_path, monkeypatch):

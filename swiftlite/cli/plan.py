@@ -254,7 +254,7 @@ def _flag(name: str, value: Any) -> list[str]:
 def _nothing_fits(resolved: Resolved, shown: list[Proposal]) -> UserError:
     nearest, config = min(shown, key=lambda proposal: proposal.footprint.total), resolved.config
     lighter = [
-        ("--tuner lora", config.tuner != "lora"),
+        ("--tuner lora", config.tuner != "lora" and not config.from_scratch),
         ("--quantization nf4", config.tuner == "lora" and config.quantization == "none"),
         ("--offload cpu", config.offload == "none"),
         ("--optimizer paged_adamw", config.tuner == "full" and config.optimizer == "adamw"),

@@ -22,7 +22,7 @@ WIDEST = 120  # columns of the panel
 TALLEST_CHART, SMALLEST_CHART = 7, 3  # lines
 NARROWEST_CHART, SHORTEST_BAR = 24, 8  # columns
 NUMBER, GAP = 10, 3  # columns
-LABEL_START, LABEL_END = 11, 8  # what is kept of a long name: data sets may differ in their ends alone
+LONGEST_LABEL, LABEL_END = 20, 8  # columns; of the end, where names differ in it alone
 WAITING = "…"
 ESSENTIAL = ("model", "data", "output")  # facts that stay on a low terminal
 
@@ -210,11 +210,21 @@ class Board:
             ("MFU", f"{row['mfu']:.1%}" if row.get("mfu") is not None else "–"),
         ]
         preference = {key: value for key, value in row.items() if "/" in key and key not in self.evaluated}
-        for key, value in (preference | self.evaluated).items():
-            name = key.replace("eval_", "eval ").replace("rewards/", "").replace("logps/", "logp ")
-            name = name if len(name) <= LABEL_START + 1 + LABEL_END else f"{name[:LABEL_START]}…{name[-LABEL_END:]}"
+        added = preference | self.evaluated
+        words = [key.replace("eval_", "eval ").replace("rewards/", "").replace("logps/", "logp ") for key in added]
+        for name, value in zip(_cut(words), added.values(), strict=True):
             cells.append((name, short(value, 3) if value is not None else "–"))  # a step may have no rejected answer
         return cells
+
+
+def _cut(names: list[str]) -> list[str]:
+    """Names of data sets and functions, as long as there is room for, and unequal if that can be."""
+    starts = [name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…" for name in names]
+    kept = LONGEST_LABEL - LABEL_END - 1
+    return [
+        start if starts.count(start) == 1 else f"{name[:kept]}…{name[-LABEL_END:]}"
+        for name, start in zip(names, starts, strict=True)
+    ]
 
 
 class _Drawn:

@@ -90,7 +90,7 @@ def _less_memory(config: RunConfig, learns: bool) -> str:
         advice.append("--micro-batch-size 1")
     if learns and config.activation_checkpointing not in ("full", "offload"):
         advice.append("--activation-checkpointing full")
-    if learns and config.tuner == "full":
+    if learns and config.tuner == "full" and not config.from_scratch:
         advice.append("--tuner lora")
     if config.offload == "none":
         advice.append("--offload cpu")
