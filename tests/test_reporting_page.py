@@ -134,8 +134,8 @@ def test_the_loss_of_tokens_is_named_so(run):
 
 
 def test_losses_of_data_sets_have_a_chart_of_their_own(run):
-    text = write_report_page(run(**{"loss/a": 2.5, "loss/b": 2.0, "eval_loss/c": 3.0})).read_text()
-    assert "Loss of each data set" in text and "Eval loss of each data set" in text
+    text = write_report_page(run(**{"loss/a": 2.5, "loss/accuracy": 2.0, "eval_loss/c": 3.0})).read_text()
+    assert "Loss of each data set" in text and "Eval loss of each data set" in text and "Accuracy" not in text
 
 
 def test_names_of_data_sets_are_no_formulas(run):

@@ -70,8 +70,9 @@ def added_groups(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for key in sorted({key for row in rows for key in row if "/" in key}):
         kind, _, name = key.partition("/")
-        of_answers = kind.removeprefix("eval_") == "answers"
-        scale = f"answers/{name}" if of_answers else "accuracy" if name == "accuracy" else kind
+        of = kind.removeprefix("eval_")
+        is_share = (of, name) == ("rewards", "accuracy")
+        scale = f"answers/{name}" if of == "answers" else "accuracy" if is_share else kind
         groups.setdefault(scale, []).append(key)
     return groups
 
