@@ -87,8 +87,20 @@ def of_microscales(weight):
     return pairs, (exponents + 127).to(torch.uint8), numbers.reshape(turned.shape).transpose(1, 2)
 
 
-def folder_of(path, tensors):
+SECTIONS = {  # of config.json
+    "fp8": {"quant_method": "fp8", "weight_block_size": [32, 32]},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+    },
+}
+
+
+def folder_of(path, tensors, section=None):
     path.mkdir()
+    (path / "config.json").write_text(json.dumps({"quantization_config": section} if section else {}))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
     return TensorFolder(path)
 
@@ -120,7 +132,8 @@ def test_codes_are_read_as_the_numbers_that_they_stand_for(tmp_path, kind):
         name, weight = "a.up", torch.randn(3, 64, 20)
         pairs, exponents, numbers = of_microscales(weight)
         tensors = {"a.up_blocks": pairs, "a.up_scales": exponents}
-    found = folder_of(tmp_path / "model", tensors | {"b.weight": torch.ones(2)})
+    section = {"quant_method": "fp8", "weight_block_size": [16, 16 if kind in ("blocks", "exponents") else 32]}
+    found = folder_of(tmp_path / "model", tensors | {"b.weight": torch.ones(2)}, section)
     assert set(found.entries) == {name, "b.weight"} and found.entries[name].shape == tuple(numbers.shape)
     assert (numbers - weight).abs().mean() < 0.15  # what is compared is near what was written
     read = found.read(name)
@@ -135,7 +148,7 @@ def test_codes_are_read_as_the_numbers_that_they_stand_for(tmp_path, kind):
 def test_blocks_that_do_not_divide_a_matrix(tmp_path):
     torch.manual_seed(0)
     codes, scales, numbers = of_blocks(torch.randn(576, 130), 128, 128)  # as DeepSeek V3's latent projection has it
-    found = folder_of(tmp_path / "model", {"a.weight": codes, "a.weight_scale_inv": scales})
+    found = folder_of(tmp_path / "model", {"a.weight": codes, "a.weight_scale_inv": scales}, {"quant_method": "fp8"})
     assert scales.shape == (5, 2) and torch.equal(found.read("a.weight"), numbers)
 
 
@@ -160,7 +173,7 @@ def in_codes(source, target, method):
         save_file({k: v.contiguous() for k, v in of_folder.items()}, folder / "model.safetensors", {"format": "pt"})
         folders.append(folder)
     path = folders[0] / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": SECTIONS[method]}))
     return folders
 
 
@@ -216,5 +229,5 @@ def test_codes_without_scales_are_refused(tmp_path, coded, write_rows, chat_rows
     }
     save_file(tensors, file, {"format": "pt"})
     values = settings(tmp_path, coded[0], write_rows("rows.jsonl", chat_rows), max_length=96)
-    with pytest.raises(UserError, match="are codes whose scales are not there|are missing"):
+    with pytest.raises(UserError, match="are codes whose scales are not there|are missing|has no scales"):
         train_alone(resolve_config("sft", **values))

@@ -4,11 +4,11 @@ Many models are published so: in 8-bit floats with a scale for each block of 128
 transformers' `fp8`), in 4-bit floats with a power of two for each 32 (gpt-oss; `mxfp4`, OCP Microscaling Formats 1.0),
 in whole numbers or 8-bit floats with a scale for each row or group (`compressed-tensors`), or as bitsandbytes has them:
 NF4 or FP4 (arXiv 2305.14314) and whole numbers. What of a tensor is asked for is read and multiplied, nothing else.
+What these tensors are is told by `swiftlite.checkpoint.described`, which also checks that they fit each other.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,17 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from swiftlite.checkpoint.safetensors_files import TensorEntry
-
-CODED = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2", "I8", "U8"}  # types that are no numbers alone
-SCALES = ("weight_scale_inv", "weight_scale", "SCB")  # to multiply by, all of them; the last by a 127th of it
-QUANT_STATE = ".quant_state.bitsandbytes__"
-BESIDE = (
-    "weight_zero_point", "weight_g_idx", "weight_shape", "weight_format", "input_scale", "activation_scale",
-)  # fmt: skip
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes; the highest of four bits is the sign
 BLOCK = 32  # of mxfp4
 EXPONENT_BIAS = 127
+WORD = 32  # bits
 
 Read = Callable[[str, "tuple[slice, ...] | None"], torch.Tensor]  # a tensor of the files by its name, or a part of it
 Part = tuple[slice, ...] | None
@@ -44,81 +37,92 @@ class Codes(Protocol):
         """fp32, of the whole or a part."""
 
 
-def find_codes(entries: Mapping[str, TensorEntry], raw: Read) -> dict[str, Codes]:
-    """The tensors that are written as codes, by the names that they have elsewhere. entries: of the files."""
-    found: dict[str, Codes] = {}
-    for name, entry in entries.items():
-        place, _, kind = name.rpartition(".")
-        scales = next((f"{place}.{scale}" for scale in SCALES if f"{place}.{scale}" in entries), None)
-        if kind == "weight" and entry.dtype in CODED and scales is not None:
-            zeros = f"{place}.weight_zero_point"
-            found[name] = Scaled(entry.shape, name, scales, zeros if zeros in entries else None)
-        elif kind == "weight_packed" and scales is not None and f"{place}.weight_shape" in entries:
-            rows, columns = raw(f"{place}.weight_shape", None).tolist()
-            found[f"{place}.weight"] = Packed((rows, columns), name, scales, 32 * entry.shape[1] // columns)
-        elif QUANT_STATE in name:
-            whole = name.partition(QUANT_STATE)[0]
-            state = json.loads(bytes(raw(name, None).tolist()))
-            found[whole] = Tabled(tuple(state["shape"]), whole, name, state)
-        elif name.endswith("_blocks") and (whole := name.removesuffix("_blocks")) + "_scales" in entries:
-            experts, rows, groups, _ = entry.shape
-            found[whole] = Microscaled((experts, groups * BLOCK, rows), name, f"{whole}_scales")
-    return found
+@dataclass(frozen=True)
+class Grid:
+    """A number for each block of a tensor. name: in the files; shape: there; blocks: how many numbers of the tensor
+    share one, for each of its dimensions; groups: the place of each column's block, None where these are in order."""
 
+    name: str
+    shape: tuple[int, ...]
+    blocks: tuple[int, ...]
+    groups: torch.Tensor | None = None
 
-def without_codes(entries: Mapping[str, TensorEntry], found: Mapping[str, Codes]) -> dict[str, TensorEntry]:
-    """The entries as if the files held the numbers themselves."""
-    parts = {name for codes in found.values() for name in codes.names}
-    beside = {f"{name.removesuffix('.weight')}.{more}" for name in found for more in BESIDE}
-    plain = {name: entry for name, entry in entries.items() if name not in parts | beside}
-    return plain | {
-        name: TensorEntry(entries[codes.names[0]].file, "F32", codes.shape) for name, codes in found.items()
-    }
+    def read(self, raw: Read, wanted: list[range], *, exponents: bool = False) -> torch.Tensor:
+        """fp32, one for each number of a part of the tensor, or one that stands for many. exponents: bytes are."""
+        places = [_blocks_of(numbers, block) for numbers, block in zip(wanted, self.blocks, strict=True)]
+        if self.groups is not None:
+            places[-1] = slice(None)
+        values = raw(self.name, tuple(places[: len(self.shape)]) or None)
+        values = torch.exp2(values.float() - EXPONENT_BIAS) if exponents else values.float()
+        values = values.reshape([*values.shape, *[1] * (len(wanted) - values.dim())])
+        for dim, (numbers, block) in enumerate(zip(wanted, self.blocks, strict=True)):
+            if dim == len(wanted) - 1 and self.groups is not None:
+                values = values.index_select(dim, self.groups[numbers.start : numbers.stop])
+            elif values.shape[dim] > 1 and block > 1:
+                values = values.repeat_interleave(block, dim)
+                values = values.narrow(dim, numbers.start % block, len(numbers))
+        return values
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """`(codes - zeros) * scales`, a scale for each block. codes, scales, zeros: names; no zeros where None."""
+    """`(codes - zeros) * scales / divisor`. codes: a name; zeros: None for none; exponents: scales are bytes that are
+    exponents of 2."""
 
     shape: tuple[int, ...]
     codes: str
-    scales: str
-    zeros: str | None = None
+    scales: Grid
+    zeros: Grid | None = None
+    exponents: bool = False
+    divisor: int = 1
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.codes, self.scales, *([self.zeros] if self.zeros else []))
+        return (self.codes, self.scales.name, *([self.zeros.name] if self.zeros else []))
 
     def read(self, raw: Read, part: Part) -> torch.Tensor:
         codes, wanted = raw(self.codes, part).float(), _ranges(self.shape, part)
         if self.zeros is not None:
-            codes -= _spread(raw(self.zeros, None), self.shape, wanted)
-        scales = raw(self.scales, None)
-        return codes.mul_(_spread(scales / 127 if self.scales.endswith("SCB") else scales, self.shape, wanted))
+            codes -= self.zeros.read(raw, wanted)
+        return codes.mul_(self.scales.read(raw, wanted, exponents=self.exponents) / self.divisor)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The same of codes of a few bits, several in 32 bits, the first in the lowest; half their range is zero."""
+    """The same of codes of 2, 4 or 8 bits, several in 32 bits, the first in the lowest; half their range is zero.
+    zeros: packed in the same way down the columns where `zeros_packed`."""
 
     shape: tuple[int, ...]
     codes: str
-    scales: str
+    scales: Grid
     bits: int
+    zeros: Grid | None = None
+    zeros_packed: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.codes, self.scales
+        return (self.codes, self.scales.name, *([self.zeros.name] if self.zeros else []))
 
     def read(self, raw: Read, part: Part) -> torch.Tensor:
         rows, columns = wanted = _ranges(self.shape, part)
-        each = 32 // self.bits
-        first = columns.start // each
-        packed = raw(self.codes, (slice(rows.start, rows.stop), slice(first, -(-columns.stop // each))))
-        shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
-        codes = (packed[..., None] >> shifts & (1 << self.bits) - 1).flatten(1) - (1 << self.bits - 1)
-        codes = codes[:, columns.start - first * each : columns.stop - first * each].float()
-        return codes.mul_(_spread(raw(self.scales, None), self.shape, wanted))
+        words = _blocks_of(columns, WORD // self.bits)
+        codes = _unpacked(raw(self.codes, (slice(rows.start, rows.stop), words)), self.bits)
+        codes = codes.narrow(1, columns.start % (WORD // self.bits), len(columns)).float()
+        if self.zeros is not None:
+            codes -= self.zeros.read(self._unpacked_zeros(raw), wanted)
+        return codes.mul_(self.scales.read(raw, wanted))
+
+    def _unpacked_zeros(self, raw: Read) -> Read:
+        """Reads zeros as if the files held them by themselves."""
+        if not self.zeros_packed:
+            return raw
+
+        def read(name: str, part: Part) -> torch.Tensor:
+            rows, groups = _ranges(self.zeros.shape, part)
+            words = raw(name, (_blocks_of(rows, WORD // self.bits), slice(groups.start, groups.stop)))
+            return _unpacked(words.T, self.bits).T.narrow(0, rows.start % (WORD // self.bits), len(rows))
+
+        return read
 
 
 @dataclass(frozen=True)
@@ -136,27 +140,25 @@ class Microscaled:
 
     def read(self, raw: Read, part: Part) -> torch.Tensor:
         experts, inputs, outputs = _ranges(self.shape, part)
-        first = inputs.start // BLOCK
-        place = (
-            slice(experts.start, experts.stop),
-            slice(outputs.start, outputs.stop),
-            slice(first, -(-inputs.stop // BLOCK)),
-        )
-        pairs = raw(self.blocks, (*place, slice(None)))
-        numbers = _fp4_pairs()[pairs.int()].flatten(3)
-        numbers = torch.ldexp(numbers, raw(self.scales, place).int()[..., None] - EXPONENT_BIAS).flatten(2)
-        return numbers[..., inputs.start - first * BLOCK : inputs.stop - first * BLOCK].transpose(1, 2)
+        groups = _blocks_of(inputs, BLOCK)
+        place = (slice(experts.start, experts.stop), slice(outputs.start, outputs.stop), groups)
+        numbers = _fp4_pairs()[raw(self.blocks, (*place, slice(None))).int()].flatten(3)
+        exponents = raw(self.scales, place).int() - EXPONENT_BIAS
+        numbers = torch.ldexp(numbers, exponents[..., None]).flatten(2)
+        return numbers.narrow(2, inputs.start % BLOCK, len(inputs)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Tabled:
     """bitsandbytes' four bits, two codes a byte, the first in the upper half: places of a table, with a scale for each
-    so many numbers of the flat tensor; the scales may be codes themselves. state: as its file says it."""
+    so many numbers of the flat tensor; the scales may be codes themselves. state: as its file says it; width: bytes of
+    what the codes are stored as."""
 
     shape: tuple[int, ...]
     codes: str
     described: str
     state: Mapping[str, Any]
+    width: int = 1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -165,20 +167,24 @@ class Tabled:
 
     def read(self, raw: Read, part: Part) -> torch.Tensor:
         rows, *others = _ranges(self.shape, part)
-        width = math.prod(self.shape[1:])
-        first, last = rows.start * width, rows.stop * width
-        pairs = raw(self.codes, (slice(first // 2, -(-last // 2)), slice(None))).flatten().int()
-        places = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten()[first % 2 :][: last - first]
-        flat = torch.arange(first, last) // self.state["blocksize"]
-        numbers = raw(f"{self.codes}.quant_map", None).float()[places] * self._scales(raw)[flat]
-        return numbers.view(len(rows), *self.shape[1:])[:, *(slice(r.start, r.stop) for r in others)]
+        row = math.prod(self.shape[1:])
+        numbers = range(rows.start * row, rows.stop * row)
+        stored = raw(self.codes, (_blocks_of(numbers, 2 * self.width), slice(None)))
+        pairs = stored.contiguous().view(torch.uint8).flatten().int()
+        codes = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten()
+        codes = codes.narrow(0, numbers.start % (2 * self.width), len(numbers))
+        block = self.state["blocksize"]
+        scales = self._scales(raw, _blocks_of(numbers, block)).repeat_interleave(block)
+        values = raw(f"{self.codes}.quant_map", None).float()[codes]
+        values *= scales.narrow(0, numbers.start % block, len(numbers))
+        return values.view(len(rows), *self.shape[1:])[:, *(slice(r.start, r.stop) for r in others)]
 
-    def _scales(self, raw: Read) -> torch.Tensor:
-        scales = raw(f"{self.codes}.absmax", None)
+    def _scales(self, raw: Read, part: slice) -> torch.Tensor:
+        scales = raw(f"{self.codes}.absmax", (part,))
         if "nested_offset" not in self.state:
             return scales.float()
         table, largest = (raw(f"{self.codes}.nested_{more}", None).float() for more in ("quant_map", "absmax"))
-        blocks = torch.arange(len(scales)) // self.state["nested_blocksize"]
+        blocks = torch.arange(part.start, part.stop) // self.state["nested_blocksize"]
         return table[scales.int()] * largest[blocks] + self.state["nested_offset"]
 
 
@@ -188,21 +194,16 @@ def _fp4_pairs() -> torch.Tensor:
     return torch.stack([values[codes & 15], values[codes >> 4]], dim=-1)
 
 
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """`[rows, codes]` int32, less half their range, of `[rows, words]`."""
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    return (words[..., None] >> shifts).bitwise_and_((1 << bits) - 1).sub_(1 << bits - 1).flatten(1)
+
+
 def _ranges(shape: tuple[int, ...], part: Part) -> list[range]:
     return [range(size)[wanted] for size, wanted in zip(shape, part or (slice(None),) * len(shape), strict=True)]
 
 
-def _spread(scales: torch.Tensor, shape: tuple[int, ...], wanted: list[range]) -> torch.Tensor:
-    """A scale for each number of a part. scales: one for each block of `shape`, or for each row, or for all."""
-    values = torch.exp2(scales.float() - EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
-    values = values.reshape([*values.shape, *[1] * (len(shape) - values.dim())])
-    for dim, (size, places) in enumerate(zip(shape, wanted, strict=True)):
-        block = _block(size, values.shape[dim])
-        values = values.index_select(dim, torch.arange(places.start, places.stop) // block)
-    return values
-
-
-def _block(size: int, count: int) -> int:
-    """How many numbers share a scale: a power of two, the last block may have fewer; else equal parts."""
-    block = 1 << max(0, -(-size // count) - 1).bit_length()
-    return block if -(-size // block) == count else size // count
+def _blocks_of(numbers: range, block: int) -> slice:
+    """The blocks that hold some of a row of numbers."""
+    return slice(numbers.start // block, max(numbers.start // block, -(-numbers.stop // block)))

@@ -12,7 +12,7 @@ from torch import nn
 
 from swiftlite.checkpoint.boxes import Box, Holding, holdings
 from swiftlite.checkpoint.catalog import Catalog, Entry
-from swiftlite.checkpoint.codes import CODED, find_codes, without_codes
+from swiftlite.checkpoint.described import CODED, Unreadable, find_codes, without_codes
 from swiftlite.checkpoint.safetensors_files import TensorEntry, damaged, inspect_file, inspect_model_folder
 from swiftlite.dtensors import is_dtensor
 from swiftlite.errors import UserError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from safetensors import safe_open
 
 SHOWN_NAMES = 3
+OTHER_FORM = "name the model that it was made from, in bf16 or fp32"
 
 
 class TensorFolder:
@@ -32,7 +33,10 @@ class TensorFolder:
         self.path = path if path.is_dir() else path.parent
         self._stored: dict[str, TensorEntry] = inspect_model_folder(path) if path.is_dir() else inspect_file(path)
         self._open: dict[str, safe_open] = {}
-        self._codes = {} if as_stored else find_codes(self._stored, self._raw)
+        try:
+            self._codes = {} if as_stored else find_codes(self._stored, self._raw, self.path)
+        except Unreadable as error:
+            raise UserError(str(error), where=str(self.path), fix=f"copy the files again, or {OTHER_FORM}") from error
         self.entries = without_codes(self._stored, self._codes)
 
     @property

@@ -27,6 +27,7 @@ NAMES = (*SOURCES, *DATASETS, "cache_dir", "output_dir", "resume")
 ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
 GENERATION_CONFIG = "generation_config.json"
 COMPRESSED_TENSORS = "compressed-tensors"  # `quant_method` of a config.json whose weights are codes, and our extra
+CODES_SECTIONS = ("quantization_config", "compression_config")
 COMPRESSED_PACKAGE = "compressed_tensors"  # by which transformers reads them
 LONGEST_SYSTEM = 24 * 1024  # bytes of a system message, which is saved with the settings
 LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
@@ -40,6 +41,23 @@ def most_positions(settings: Mapping[str, Any]) -> int | None:
     """The longest sequence that a model takes, by its config.json (of the text model); None where that does not say."""
     found = settings.get("max_position_embeddings") or settings.get("n_positions")  # GPT-2's name
     return found if isinstance(found, int) and found > 1 else None
+
+
+def codes_section(settings: object) -> dict[str, Any]:
+    """What a config.json says of weights that are codes: at the top, or among what it says of the text model; an older
+    compressed-tensors had another name for it. Empty where they are numbers; of no method where it is no mapping."""
+    settings = settings if isinstance(settings, dict) else {}
+    for part in (settings, settings.get("text_config")):
+        for key in CODES_SECTIONS if isinstance(part, dict) else ():
+            if section := part.get(key):
+                return section if isinstance(section, dict) else {"quant_method": None}
+    return {}
+
+
+def schemes_of(section: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What such a section of compressed-tensors says of each group of layers."""
+    groups = section.get("config_groups")
+    return [scheme for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
 
 
 def gives_scores(architectures: object) -> bool:

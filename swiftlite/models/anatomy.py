@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from swiftlite.config.names import COMPRESSED_TENSORS, codes_section, schemes_of
 from swiftlite.errors import UserError
 from swiftlite.models.logits import LogitTransform, find_transform
 
@@ -228,21 +229,36 @@ def check_trainable_architecture(config: PretrainedConfig) -> None:
         )
 
 
-# Codes that are read as numbers, see `swiftlite.checkpoint.codes`.
-READABLE = {"fp8", "mxfp4", "compressed-tensors", "bitsandbytes"}
+# Methods, and formats of compressed-tensors, whose codes are read as numbers, see `swiftlite.checkpoint.codes`.
+READABLE = {"fp8", "mxfp4", COMPRESSED_TENSORS, "bitsandbytes"}
+READABLE_FORMATS = {
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp8-quantized", "naive-quantized",
+    "pack-quantized",
+}  # fmt: skip
 
 
-def quantized_by(config: PretrainedConfig) -> str | None:
-    """The method by which the files' numbers are codes, None where they are numbers."""
-    values = config.to_dict().get("quantization_config")
-    return (values.get("quant_method") or "in a way that config.json does not name") if values else None
+def unread_codes(config: PretrainedConfig) -> str | None:
+    """The method by which the files' numbers are codes, where nothing here reads these; None where it does, or where
+    they are numbers."""
+    section = codes_section(config.to_dict())
+    method = section.get("quant_method")
+    if not section:
+        return None
+    if not isinstance(method, str) or method not in READABLE:
+        return str(method or "in a way that config.json does not name")[:100]
+    if method != COMPRESSED_TENSORS:
+        return None
+    formats = {str(part["format"]) for part in (section, *schemes_of(section)) if part.get("format")}
+    if strange := sorted(formats - READABLE_FORMATS):
+        return f"{method}, {strange[0][:100]}"
+    rotated = isinstance(rotations := section.get("transform_config"), dict) and rotations.get("config_groups")
+    return f"{method}, whose layers rotate what enters them" if rotated else None
 
 
 def check_plain_weights(config: PretrainedConfig, where: str, fix: str) -> None:
-    """Refuse weights that are codes of a kind that nothing here reads (GPTQ, AWQ, bitsandbytes, ...): as they are, they
-    are another model. Raises UserError. where, fix: of it."""
-    method = quantized_by(config)
-    if method is not None and method not in READABLE:
+    """Refuse weights that are codes of a kind that nothing here reads (GPTQ, AWQ, NVFP4, ...): as they are, they are
+    another model. Raises UserError. where, fix: of it."""
+    if (method := unread_codes(config)) is not None:
         raise UserError(f"the model's weights are quantized ({method})", where=where, fix=fix)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swiftlite.config.names import codes_section
 from swiftlite.config.types import DTYPE, plain_word
 from swiftlite.errors import UserError
 from swiftlite.models.processor import instructions
@@ -30,7 +31,7 @@ def source_dtype(config: PretrainedConfig) -> torch.dtype:
     """That of a model's files; where they hold codes and nothing says of what, bf16, which engines make of them."""
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
-    return torch.bfloat16 if getattr(config, "quantization_config", None) else torch.float32
+    return torch.bfloat16 if codes_section(config.to_dict()) else torch.float32
 
 
 def added_in(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.flags import nearest
-from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name
+from swiftlite.config.names import ADAPTER_CONFIG, CODES_SECTIONS, HUB_ID, check_name
 from swiftlite.config.types import said_value
 from swiftlite.errors import SwiftliteError, UserError, is_out_of_memory
 from swiftlite.hub import stay_offline_without_network
@@ -228,8 +228,9 @@ def build_model(
                 "documents cannot be kept apart",
                 fix="use a model whose attention goes through transformers' attention interface",
             ) from error
-    if getattr(model.config, "quantization_config", None) is not None:
-        del model.config.quantization_config  # codes in its files are read as numbers
+    for part in (model.config, model.config.get_text_config()):
+        for key in CODES_SECTIONS:  # codes in its files are read as numbers
+            part.__dict__.pop(key, None)
     if not model.can_generate():
         return model
     with contextlib.suppress(OSError):  # many models have none

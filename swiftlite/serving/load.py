@@ -11,9 +11,10 @@ import torch
 from swiftlite.checkpoint.catalog import catalog_model, check_adapter, stored_tensors
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
+from swiftlite.config.names import codes_section
 from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
-from swiftlite.models.anatomy import READABLE, SCORE_HEAD, quantized_by
+from swiftlite.models.anatomy import SCORE_HEAD, unread_codes
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
 from swiftlite.models.load import (
     ADDS_TO_MASK,
@@ -66,7 +67,7 @@ def load_for_answers(
     classifier = source.is_classifier()
     if classifier and source.adapter is not None:
         config.num_labels = 1  # a reward model's
-    load = _load_codes if quantized_by(config) in READABLE else _load_whole
+    load = _load_codes if _is_in_codes(source.base, config, revision) else _load_whole
     model = load(
         source.base, config, dtype, revision, trust_remote_code,
         classifier=classifier, from_adapter=SCORE_HEAD if source.adapter else None,
@@ -75,6 +76,14 @@ def load_for_answers(
         grow_vocabulary(model, len(tokenizer))  # the adapter may have brought new tokens
         model = _add_adapter(model, source.adapter)
     return model.to(device).eval(), tokenizer
+
+
+def _is_in_codes(source: str, config: PretrainedConfig, revision: str | None) -> bool:
+    """Whether the files hold codes that are read here, whatever config.json says: transformers would take 8-bit floats
+    for numbers where it says nothing."""
+    if unread_codes(config) is not None:
+        return False
+    return bool(codes_section(config.to_dict())) or TensorFolder(model_folder(source, revision=revision)).coded
 
 
 def _load_whole(
