@@ -7,6 +7,7 @@ import torch
 from test_codes import FP8, SECTIONS, folder_of, in_codes, of_bits, of_bitsandbytes, of_blocks, of_microscales, of_rows
 from transformers import AutoConfig
 
+from swiftlite.checkpoint.weights import TensorFolder
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import check_plain_weights
 from swiftlite.serving.load import load_for_answers
@@ -171,7 +172,35 @@ def test_what_is_not_sure_is_refused(tmp_path, case):
         folder_of(tmp_path / "model", REFUSED[case], PACKED)
 
 
-@pytest.mark.parametrize("make", [packed_tensors, scaled_tensors, tabled_tensors, experts_tensors])
+MAKERS = [packed_tensors, scaled_tensors, tabled_tensors, experts_tensors]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_codes_are_made_numbers_a_piece_at_a_time(tmp_path, make, monkeypatch):
+    torch.manual_seed(0)
+    tensors = make() | {
+        name: torch.randint(0, 100, tensor.shape, dtype=tensor.dtype)
+        for name, tensor in make().items()
+        if name.endswith(("_packed", "weight", "_blocks"))
+    }
+    folder = folder_of(tmp_path / "model", tensors, PACKED)
+    (name,) = folder.entries
+    whole, sizes = folder.read(name), []
+    raw = TensorFolder._raw
+    monkeypatch.setattr(
+        TensorFolder,
+        "_raw",
+        lambda self, name, part: sizes.append(raw(self, name, part).numel()) or raw(self, name, part),
+    )
+    monkeypatch.setattr("swiftlite.checkpoint.weights.PIECE", 20)
+    part = (slice(1, whole.shape[0]), *[slice(3, size - 1) for size in whole.shape[1:]])
+    target = torch.zeros(whole[part].shape, dtype=torch.float64)
+    folder.read_into(target, name, part)
+    assert torch.equal(target.float(), whole[part]) and whole.unique().numel() > 9
+    assert max(sizes) <= 64
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_the_same_without_the_fault_is_read(tmp_path, make):
     folder = folder_of(tmp_path / "model", make(), PACKED)
     (name,) = folder.entries

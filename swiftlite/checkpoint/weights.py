@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from safetensors import safe_open
 
 SHOWN_NAMES = 3
+PIECE = 1 << 20  # numbers that are made of codes at a time: a few MiB
 OTHER_FORM = "name the model that it was made from, in bf16 or fp32"
 
 
@@ -48,6 +51,17 @@ class TensorFolder:
         """A tensor or a part of one, on the CPU, in the type it is stored in; in fp32 where that is one of codes."""
         codes = self._codes.get(name)
         return self._raw(name, part) if codes is None else codes.read(self._raw, part)
+
+    def read_into(self, target: torch.Tensor, name: str, part: tuple[slice, ...]) -> None:
+        """The same into memory of the part's shape, in its type; codes a piece at a time."""
+        codes = self._codes.get(name)
+        if codes is None:
+            target.copy_(self._raw(name, part))
+            return
+        for piece in pieces(target.shape):
+            place = zip(part, piece, strict=True)
+            inside = tuple(slice(whole.start + of.start, whole.start + of.stop) for whole, of in place)
+            target[piece].copy_(codes.read(self._raw, inside))
 
     def _raw(self, name: str, part: tuple[slice, ...] | None) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
@@ -108,12 +122,23 @@ def read_overlap(folder: TensorFolder, entry: Entry, holding: Holding) -> int:
         return 0
     part = entry.on_disk(common.slices_of(entry.box))
     left_out = [dim for dim in range(len(entry.box.shape)) if dim not in entry.dims]
-    data = folder.read(entry.name, part)
-    data = data.reshape([*data.shape, *[1] * len(left_out)])
-    order = [*entry.dims, *left_out]
     target = holding.tensor[common.slices_of(holding.box)]
-    target.copy_(data.permute([order.index(dim) for dim in range(len(order))]))
+    in_order = target.permute((*entry.dims, *left_out)).squeeze(tuple(range(len(entry.dims), target.ndim)))
+    folder.read_into(in_order, entry.name, part)
     return target.numel()
+
+
+def pieces(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Parts of a tensor of about `PIECE` numbers, along its first and, where that is not enough, its last dimension."""
+    rest, steps = math.prod(shape[1:]), list(shape)
+    if shape:
+        steps[0] = max(1, PIECE // max(1, rest))
+    if rest > PIECE:
+        steps[-1] = max(1, PIECE * shape[-1] // rest)
+    ranges = [range(0, size, max(1, step)) for size, step in zip(shape, steps, strict=True)]
+    for starts in itertools.product(*ranges):
+        places = zip(starts, steps, shape, strict=True)
+        yield tuple(slice(first, min(first + step, size)) for first, step, size in places)
 
 
 class StartValues(Protocol):

@@ -85,7 +85,8 @@ class Chosen:
         """Give a model in fp32 the values that the files in `folder` stand for."""
         parameters, files = dict(model.named_parameters()), TensorFolder(folder)
         for layer, entry in self.entries.items():
-            _on_disk(parameters[entry.owner], entry).copy_(files.read(f"{layer}.weight"))
+            matrix = _on_disk(parameters[entry.owner], entry)
+            files.read_into(matrix, f"{layer}.weight", tuple(slice(0, size) for size in matrix.shape))
 
     @contextmanager
     def rounded_inputs(self, model: nn.Module) -> Iterator[None]:
