@@ -1,5 +1,6 @@
 """`--from-scratch`: what random weights are, that they are the same in every layout, and runs from them."""
 
+import json
 import math
 import shutil
 
@@ -168,9 +169,43 @@ def test_a_shape_of_one_s_own(tmp_path, tiny_model, shape, write_rows, chat_rows
     assert len(fewer.layer_types) == 1 and type(fewer.initializer_range) is float
 
 
+def with_settings(folder, source, **changes):
+    """A copy of a model's config.json that says other things, None for nothing of one."""
+    path = shutil.copytree(source, folder) / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    return folder
+
+
+def test_heads_keep_what_the_other_sizes_make_of_them(tiny_model):
+    """Of Qwen3 a head has 128 numbers unless config.json says otherwise."""
+    sizes = ["hidden_size=96", "num_attention_heads=2"]
+    assert overridden(tiny_model("qwen3"), *sizes).head_dim == 48
+    assert overridden(tiny_model("qwen3"), *sizes, "head_dim=32").head_dim == 32
+    assert overridden(tiny_model("mamba2"), "num_hidden_layers=1").num_hidden_layers == 1  # it has no such heads
+
+
+def test_an_override_wins_over_another_name(tmp_path, tiny_model):
+    """As Llama 3's files on the hub have it."""
+    older = {"rope_type": "linear", "factor": 8.0}
+    folder = with_settings(
+        tmp_path / "older", tiny_model("llama"), rope_parameters=None, rope_theta=5e5, rope_scaling=older
+    )
+    assert overridden(folder, "hidden_size=32").rope_parameters == older | {"rope_theta": 5e5}
+    wanted = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    assert overridden(folder, f"rope_parameters={json.dumps(wanted)}").rope_parameters == wanted
+    layers = with_settings(tmp_path / "two", tiny_model("gpt2"), num_hidden_layers=5)
+    assert overridden(layers, "n_layer=3").num_hidden_layers == 3
+
+
 @pytest.mark.parametrize(
     ("family", "said", "what"),
     [
+        ("llama", ["num_hidden_layers=0"], "num_hidden_layers cannot be 0"),
+        ("llama", ["intermediate_size=-1"], "intermediate_size cannot be -1"),
+        ("gpt2", ["n_embd=0"], "n_embd cannot be 0"),
+        ("qwen2", ["sliding_window=8"], "the class of qwen2 makes None of sliding_window"),  # use_sliding_window is off
+        ("gpt2", ["n_layer=3", "num_hidden_layers=2"], "calls two of these the same: n_layer"),
         ("llama", ["hidden_sise=96"], "llama has no setting hidden_sise"),
         ("llama", ["model_type=gpt2"], "llama has no setting model_type"),
         ("llama", ["hidden_size=wide"], "'wide' is no int, which hidden_size is"),

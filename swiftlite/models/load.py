@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ FIXES = {  # by words of transformers
     "does not recognize this architecture": "a newer transformers may know it: pip install --upgrade transformers",
 }
 FIXED = {"model_type", "architectures", "auto_map", "transformers_version", "dtype"}  # no part of a model's shape
+SIZE = re.compile(r"(_size|_dim|_embd|_layers?|_heads?)$")  # what configs call numbers that cannot be 0
 NOT_OURS = ["*/*", "consolidated*"]  # the same weights once more, in their maker's own format
 ADDS_TO_MASK = {"doge"}  # transformers 5.17 hands it no mask with sdpa, and its tokens see later ones
 
@@ -116,24 +118,37 @@ def _overridden(
     them is made anew. Raises UserError."""
     settings, _ = config.get_config_dict(model, revision=revision)
     text, known = settings.get("text_config") or settings, config.get_text_config()
-    wanted = {
-        known.attribute_map.get(key, key): _checked_override(known, key, said_value(said), text)
-        for key, said in overrides.items()
-    }
-    if (count := wanted.get("num_hidden_layers")) is not None:
-        _fit_layers(text, known.num_hidden_layers, count, wanted)
-    derived = known.hidden_size // known.num_attention_heads
-    if wanted.keys() & {"hidden_size", "num_attention_heads"} and text.get("head_dim") == derived:
-        del text["head_dim"]  # which the class makes of the others
+    where, wanted = "--config-overrides " + " ".join(f"{key}={said}" for key, said in overrides.items()), {}
+    for key, said in overrides.items():
+        name = known.attribute_map.get(key, key)
+        if name in wanted:
+            raise UserError(f"{known.model_type} calls two of these the same: {name}", where=where, fix="give one")
+        wanted[name] = _checked_override(known, key, said_value(said), text)
+    _fit_layers(text, known, wanted)
+    _fit_heads(text, known, wanted)
+    for other, name in (known.attribute_map | {"rope_scaling": "rope_parameters"}).items():
+        if name in wanted:
+            text.pop(other, None)  # another name for it, which would win
     text |= wanted
     try:
         made = type(config).from_dict(settings)
     except Exception as error:  # classes raise whatever they like
-        said = " ".join(f"{key}={text}" for key, text in overrides.items())
         what = f"no {known.model_type} can be like that: {' '.join(str(error).split())[:300]}"
-        raise UserError(what, where=f"--config-overrides {said}", fix="change these numbers") from error
+        raise UserError(what, where=where, fix="change these numbers") from error
+    has = made.get_text_config()
+    if lost := [name for name, value in wanted.items() if value is not None and not _holds(getattr(has, name), value)]:
+        what = f"the class of {known.model_type} makes {getattr(has, lost[0])!r:.200} of {lost[0]}"
+        raise UserError(what, where=where, fix=f"leave {lost[0]} out, or see what else config.json says of it")
     made._name_or_path = config.name_or_path
     return made
+
+
+def _holds(found: Any, wanted: Any) -> bool:
+    """Whether a setting is as wanted, to which classes may add."""
+    if not isinstance(wanted, dict):
+        return found == wanted
+    found = {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    return all(key in found and found[key] == value for key, value in wanted.items())
 
 
 def _checked_override(known: PretrainedConfig, key: str, value: Any, written: Mapping[str, Any]) -> Any:
@@ -149,11 +164,29 @@ def _checked_override(known: PretrainedConfig, key: str, value: Any, written: Ma
     if None not in (says[name], value) and type(value) is not kind:
         what = f"{value!r} is no {kind.__name__}, which {key} is"
         raise UserError(what, where=where, fix="write it as config.json does")
+    least = 1 if SIZE.search(key) else 0
+    if kind is int and value is not None and value < least <= says[name]:
+        raise UserError(f"{key} cannot be {value}", where=where, fix=f"give {least} or more")
     return value
 
 
-def _fit_layers(settings: dict[str, Any], depth: int, count: int, wanted: Mapping[str, Any]) -> None:
+def _fit_heads(text: dict[str, Any], known: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
+    """Keep the size of a head what the other sizes make of it, where it is. Some classes have a number of their own."""
+    names = [known.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads")]
+    width, count = (getattr(known, name, None) for name in names)
+    if not (width and count and wanted.keys() & set(names)) or text.get("head_dim") != width // count:
+        return
+    width, count = (wanted.get(name, old) for name, old in zip(names, (width, count), strict=True))
+    if width and count and width % count == 0:
+        text["head_dim"] = width // count
+
+
+def _fit_layers(settings: dict[str, Any], known: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
     """Cut what a file says layer by layer to fewer layers. Raises UserError where it does not say it of as many."""
+    count = wanted.get(known.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    if count is None:
+        return
+    depth = known.num_hidden_layers
     for key, value in settings.items():
         if isinstance(value, list) and len(value) == depth and key not in wanted:
             if count > depth:
