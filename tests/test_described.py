@@ -128,6 +128,9 @@ REFUSED = {
     "two scales": scaled_tensors(weight_scale_inv=torch.ones(8, 1), weight=F8),
     "scales of too many rows": scaled_tensors(weight_scale=torch.ones(16, 1)),
     "scales of no rows": scaled_tensors(weight_scale=torch.ones(0, 1)),
+    "scales of rows that are not there": scaled_tensors(
+        weight=torch.ones(0, 96).to(FP8), weight_scale_inv=torch.ones(8, 1), weight_scale=None
+    ),
     "blocks of no known size": scaled_tensors(weight_scale=torch.ones(3, 1)),
     "a scale for each third": scaled_tensors(weight_scale=torch.ones(4)),
     "too many dimensions": scaled_tensors(weight_scale=torch.ones(8, 1, 1)),

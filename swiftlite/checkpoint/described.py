@@ -83,8 +83,8 @@ def find_codes(entries: Mapping[str, TensorEntry], raw: Read, folder: Path) -> d
 def without_codes(entries: Mapping[str, TensorEntry], found: Mapping[str, Codes]) -> dict[str, TensorEntry]:
     """The entries as if the files held the numbers themselves."""
     parts = {name for codes in found.values() for name in codes.names}
-    beside = {f"{name.removesuffix('.weight')}.{more}" for name in found for more in BESIDE}
-    plain = {name: entry for name, entry in entries.items() if name not in parts | beside}
+    parts |= {f"{name.removesuffix('.weight')}.{more}" for name in found for more in BESIDE}
+    plain = {name: entry for name, entry in entries.items() if name not in parts}
     return plain | {
         name: TensorEntry(entries[codes.names[0]].file, "F32", codes.shape) for name, codes in found.items()
     }
@@ -224,7 +224,7 @@ def _block(size: int, count: int, known: Iterable[int]) -> int | None:
     fits = [block for block in known if -(-size // block) == count]
     if len(fits) == 1:
         return fits[0]
-    return size // count if not known and count and size % count == 0 else None
+    return size // count if not known and 0 < count < size and size % count == 0 else None
 
 
 def _groups(name: str, shape: tuple[int, ...], counts: tuple[int, ...], files: Files) -> Any:
