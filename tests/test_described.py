@@ -243,3 +243,14 @@ def test_codes_that_config_json_does_not_tell_of_answer_as_the_numbers(tmp_path,
     one, other = (dict(model.named_parameters()) for model in models)
     assert all(torch.equal(one[name], other[name]) for name in other)
     assert "compression_config" not in models[0].config.to_dict()
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_codes_that_transformers_would_take_for_numbers_give_no_answer(tmp_path, tiny_model, key):
+    folder = in_codes(tiny_model("qwen3-moe"), tmp_path, "fp8")[0]
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    del values["quantization_config"]
+    path.write_text(json.dumps(values | {key: {"quant_method": "modelopt"}}))
+    with pytest.raises(UserError, match=r"weights are quantized \(modelopt\)"):
+        load_for_answers(find_source(str(folder), None), precision="fp32")

@@ -14,7 +14,7 @@ from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.names import codes_section
 from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
-from swiftlite.models.anatomy import SCORE_HEAD, unread_codes
+from swiftlite.models.anatomy import SCORE_HEAD, check_plain_weights, unread_codes
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
 from swiftlite.models.load import (
     ADDS_TO_MASK,
@@ -80,8 +80,14 @@ def load_for_answers(
 
 def _is_in_codes(source: str, config: PretrainedConfig, revision: str | None) -> bool:
     """Whether the files hold codes that are read here, whatever config.json says: transformers would take 8-bit floats
-    for numbers where it says nothing."""
+    for numbers where it says nothing. Raises UserError for codes of a method that transformers passes over as well."""
     if unread_codes(config) is not None:
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+        said = config.to_dict().get("quantization_config")
+        method = said.get("quant_method") if isinstance(said, dict) else None
+        if not isinstance(method, str) or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            check_plain_weights(config, source, "name the model that it was made from, in bf16 or fp32")
         return False
     return bool(codes_section(config.to_dict())) or TensorFolder(model_folder(source, revision=revision)).coded
 
