@@ -146,6 +146,15 @@ def test_what_cannot_start_at_random_is_refused(tmp_path, shape, write_rows, cha
         train_alone(resolve_config("sft", **values, from_scratch=True))
 
 
+def test_a_folder_of_codes_that_nobody_reads_has_a_shape(tmp_path, shape, write_rows, chat_rows):
+    folder = shape("llama")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    values = settings(tmp_path, folder, write_rows("rows.jsonl", chat_rows), max_steps=1)
+    train_alone(resolve_config("sft", **values, from_scratch=True))
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+
+
 def overridden(model, *said):
     config = resolve_config(
         "pretrain", model=str(model), dataset=["c/d"], from_scratch=True, config_overrides=list(said)

@@ -26,7 +26,8 @@ def check_config(config: RunConfig, model_config: PretrainedConfig, plain_weight
     """What no layout or device changes. plain_weights: what to do where they are quantized. Raises UserError."""
     check_trainable_architecture(model_config)
     _check_words(config, model_config)
-    check_plain_weights(model_config, f"--model {config.model}", plain_weights)
+    if not config.from_scratch:  # which reads none
+        check_plain_weights(model_config, f"--model {config.model}", plain_weights)
     _check_length(config, model_config)
 
 
