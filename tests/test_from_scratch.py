@@ -174,6 +174,8 @@ def test_a_shape_of_one_s_own(tmp_path, tiny_model, shape, write_rows, chat_rows
     assert saved.head_dim == 96 // 4  # made anew
     again = overridden(tiny_model("gpt2"), "hidden_size=48", "n_layer=1", "scale_attn_weights=False")
     assert (again.n_embd, again.n_layer, again.scale_attn_weights, again.n_head) == (48, 1, False, 4)
+    joined = overridden(tiny_model("gpt2"), "n_embd=48 n_layer=1", "n_head=2,scale_attn_weights=False")
+    assert (joined.n_embd, joined.n_layer, joined.n_head, joined.scale_attn_weights) == (48, 1, 2, False)
     fewer = overridden(tiny_model("gemma3"), "num_hidden_layers=1", "initializer_range=1")
     assert len(fewer.layer_types) == 1 and type(fewer.initializer_range) is float
 

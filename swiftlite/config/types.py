@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from swiftlite.untrusted import existing, parse_json
 
 MOST_COMMAS = 8  # that are looked for in one path
+NEXT_KEY = re.compile(r"[\s,]+(?=\w+=)")  # what stands between two settings in one text
 NULL_WORDS = ("none", "null", "~", "")
 PART_OF_AN_EPOCH = re.compile(r"epoch(?:/([1-9]\d*))?")
 NEVER = "never"
@@ -195,6 +196,9 @@ def _to_columns(value: Any) -> Any:
 
 def _to_overrides(value: Any) -> Any:
     """Each value as the text that a command line has."""
+    items = [value] if isinstance(value, str) and not value.lstrip().startswith("{") else value
+    if isinstance(items, list):
+        value = [pair for item in items for pair in NEXT_KEY.split(str(item))]
     found = _to_columns(value)
     if not isinstance(found, Mapping):
         return found
