@@ -201,7 +201,7 @@ def test_a_run_is_that_from_the_numbers(tmp_path, coded, write_rows, chat_rows, 
 
 
 def test_codes_of_no_type_are_saved_in_bf16(tmp_path, coded, write_rows, chat_rows):
-    """gpt-oss is published so."""
+    """Where config.json names none."""
     path = coded[0] / "config.json"
     settings_of_it = json.loads(path.read_text())
     del settings_of_it["dtype"]
