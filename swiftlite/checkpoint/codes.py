@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 
-_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the highest of four bits is the sign
-_FP4_PAIRS = torch.cartesian_prod(*[torch.cat([_FP4, -_FP4])] * 2).flip(1)  # the first in the lower half of a byte
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the highest of four bits is the sign
 BLOCK = 32  # of mxfp4
 EXPONENT_BIAS = 127
 WORD = 32  # bits
@@ -143,7 +143,7 @@ class Microscaled:
         experts, inputs, outputs = _ranges(self.shape, part)
         groups = _blocks_of(inputs, BLOCK)
         place = (slice(experts.start, experts.stop), slice(outputs.start, outputs.stop), groups)
-        numbers = _looked_up(raw(self.blocks, (*place, slice(None))), _FP4_PAIRS)
+        numbers = _looked_up(raw(self.blocks, (*place, slice(None))), _fp4_pairs())
         exponents = raw(self.scales, place).float() - EXPONENT_BIAS
         numbers = numbers.mul_(torch.exp2(exponents)[..., None]).flatten(2)
         return numbers.narrow(2, inputs.start % BLOCK, len(inputs)).transpose(1, 2)
@@ -186,6 +186,13 @@ class Tabled:
         table, largest = (raw(f"{self.codes}.nested_{more}", None).float() for more in ("quant_map", "absmax"))
         blocks = torch.arange(part.start, part.stop) // self.state["nested_blocksize"]
         return table[scales.int()] * largest[blocks] + self.state["nested_offset"]
+
+
+@cache
+def _fp4_pairs() -> torch.Tensor:
+    """The two numbers of each byte, `[256, 2]`, the first in its lower half."""
+    values = torch.tensor([*FP4, *(-value for value in FP4)])
+    return torch.cartesian_prod(values, values).flip(1)
 
 
 def _looked_up(codes: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from swiftlite.checkpoint.boxes import Box, Holding, holdings
 from swiftlite.checkpoint.catalog import Catalog, Entry
 from swiftlite.checkpoint.described import CODED, Unreadable, find_codes, without_codes
 from swiftlite.checkpoint.safetensors_files import TensorEntry, damaged, inspect_file, inspect_model_folder
+from swiftlite.config.names import PLAIN_MODEL
 from swiftlite.dtensors import is_dtensor
 from swiftlite.errors import UserError
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 SHOWN_NAMES = 3
 PIECE = 1 << 20  # numbers that are made of codes at a time: a few MiB
-OTHER_FORM = "name the model that it was made from, in bf16 or fp32"
 
 
 class TensorFolder:
@@ -39,7 +39,7 @@ class TensorFolder:
         try:
             self._codes = {} if as_stored else find_codes(self._stored, self._raw, self.path)
         except Unreadable as error:
-            raise UserError(str(error), where=str(self.path), fix=f"copy the files again, or {OTHER_FORM}") from error
+            raise UserError(str(error), where=str(self.path), fix=f"copy the files again, or {PLAIN_MODEL}") from error
         self.entries = without_codes(self._stored, self._codes)
 
     @property

@@ -104,14 +104,9 @@ def _check_own(link: float, network: float, rows: int, json: str | None) -> None
 
 
 def _config_of_model(config: RunConfig) -> PretrainedConfig:
-    from swiftlite.models.load import load_config
+    from swiftlite.models.load import load_config_of
 
-    return load_config(
-        config.model,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        overrides=config.config_overrides,
-    )
+    return load_config_of(config)
 
 
 def _checked_size(text: str) -> str:

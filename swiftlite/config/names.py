@@ -28,6 +28,7 @@ ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
 GENERATION_CONFIG = "generation_config.json"
 COMPRESSED_TENSORS = "compressed-tensors"  # `quant_method` of a config.json whose weights are codes, and our extra
 CODES_SECTIONS = ("quantization_config", "compression_config")
+PLAIN_MODEL = "name the model that it was made from, in bf16 or fp32"  # what to do where codes are not read
 COMPRESSED_PACKAGE = "compressed_tensors"  # by which transformers reads them
 LONGEST_SYSTEM = 24 * 1024  # bytes of a system message, which is saved with the settings
 LONGEST_NAME = 255  # bytes between two slashes, of every file system in use

@@ -98,7 +98,8 @@ class MicroBatch:
     taught: what a teacher says of the trained tokens; None without one, or before it has been asked. reference,
     sampled: fp32 `[trained tokens]`, or those of one rank's slice: their log p under the reference, where a loss wants
     each, and when they were drawn, where that is not now.
-    data_set: int64 `[trained tokens]`, the number of the data set of each; None where there is one.
+    data_set: int64 `[trained tokens]`, the number of the data set of each; None where there is one, and of answers that
+    are compared.
     """
 
     input_ids: torch.Tensor
@@ -209,12 +210,12 @@ def collate(packs: Sequence[Pack]) -> MicroBatch:
         keys = np.asarray([document.noise for document in documents], dtype=np.int64)
         noise = np.stack([np.repeat(keys, lengths), positions, np.repeat(lengths, lengths)])
         batch = replace(batch, noise=torch.from_numpy(noise))
-    if documents[0].data_set is not None:
+    if documents[0].preference is not None:
+        batch = replace(batch, **_answers(documents, [segment for segment in segments if segment.answer], trained))
+    elif documents[0].data_set is not None:  # of answers `Completions` knows it
         tokens = [len(document.input_ids) for document in documents]
         numbers = np.repeat(np.asarray([document.data_set for document in documents], dtype=np.int64), tokens)
         batch = replace(batch, data_set=torch.from_numpy(numbers[trained]))
-    if documents[0].preference is not None:
-        batch = replace(batch, **_answers(documents, [segment for segment in segments if segment.answer], trained))
     return batch
 
 

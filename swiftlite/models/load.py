@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from swiftlite.config.schema import RunConfig
+
 FILES = ["*.safetensors", "*.json"]
 CHECK_FILES = "check the files of the folder"
 CHECK_NAME = "check the name and the network, log in with `hf auth login` for a gated model, or give a local folder"
@@ -109,6 +111,16 @@ def load_config(
     with hub_errors(model, "config"):
         config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
         return _overridden(config, model, revision, overrides) if overrides else config
+
+
+def load_config_of(config: RunConfig) -> PretrainedConfig:
+    """The config of the model that a run begins with. Raises UserError where it cannot be had."""
+    return load_config(
+        config.model,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        overrides=config.config_overrides,
+    )
 
 
 def _overridden(

@@ -11,7 +11,7 @@ import torch
 from swiftlite.checkpoint.catalog import catalog_model, check_adapter, stored_tensors
 from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
-from swiftlite.config.names import codes_section
+from swiftlite.config.names import PLAIN_MODEL, codes_section
 from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
 from swiftlite.models.anatomy import SCORE_HEAD, check_plain_weights, unread_codes
@@ -67,38 +67,43 @@ def load_for_answers(
     classifier = source.is_classifier()
     if classifier and source.adapter is not None:
         config.num_labels = 1  # a reward model's
-    load = _load_codes if _is_in_codes(source.base, config, revision) else _load_whole
-    model = load(
-        source.base, config, dtype, revision, trust_remote_code,
-        classifier=classifier, from_adapter=SCORE_HEAD if source.adapter else None,
-    )  # fmt: skip
+    weights = _codes_of(source.base, config, revision)
+    known = {"revision": revision, "trust_remote_code": trust_remote_code, "classifier": classifier}
+    beside = SCORE_HEAD if source.adapter else None
+    if weights is None:
+        model = _load_whole(source.base, config, dtype, from_adapter=beside, **known)
+    else:
+        model = build_model(source.base, config, dtype=dtype, attention="eager", **known)
+        _read_codes(model, weights, from_adapter=beside)
     if source.adapter is not None:
         grow_vocabulary(model, len(tokenizer))  # the adapter may have brought new tokens
         model = _add_adapter(model, source.adapter)
     return model.to(device).eval(), tokenizer
 
 
-def _is_in_codes(source: str, config: PretrainedConfig, revision: str | None) -> bool:
-    """Whether the files hold codes that are read here, whatever config.json says: transformers would take 8-bit floats
-    for numbers where it says nothing. Raises UserError for codes of a method that transformers passes over as well."""
+def _codes_of(source: str, config: PretrainedConfig, revision: str | None) -> TensorFolder | None:
+    """The files where they hold codes that are read here, whatever config.json says: transformers would take 8-bit
+    floats for numbers where it says nothing. None where they hold numbers, or codes that transformers reads. Raises
+    UserError for codes of a method that it passes over."""
     if unread_codes(config) is not None:
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
         said = config.to_dict().get("quantization_config")
         method = said.get("quant_method") if isinstance(said, dict) else None
         if not isinstance(method, str) or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-            check_plain_weights(config, source, "name the model that it was made from, in bf16 or fp32")
-        return False
-    return bool(codes_section(config.to_dict())) or TensorFolder(model_folder(source, revision=revision)).coded
+            check_plain_weights(config, source, PLAIN_MODEL)
+        return None
+    weights = TensorFolder(model_folder(source, revision=revision))
+    return weights if weights.coded or codes_section(config.to_dict()) else None
 
 
 def _load_whole(
     source: str,
     config: PretrainedConfig,
     dtype: torch.dtype,
+    *,
     revision: str | None,
     trust_remote_code: bool,
-    *,
     classifier: bool,
     from_adapter: str | None,
 ) -> PreTrainedModel:
@@ -124,31 +129,21 @@ def _load_whole(
     return model
 
 
-def _load_codes(
-    source: str,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    revision: str | None,
-    trust_remote_code: bool,
-    *,
-    classifier: bool,
-    from_adapter: str | None,
-) -> PreTrainedModel:
-    """The same of files that hold codes, as in training: transformers has kernels for some of them, on some GPUs."""
-    known = {"revision": revision, "trust_remote_code": trust_remote_code, "classifier": classifier}
-    model = build_model(source, config, dtype=dtype, attention="eager", **known)
+def _read_codes(model: PreTrainedModel, weights: TensorFolder, *, from_adapter: str | None) -> None:
+    """Give a model on `meta` memory, and the numbers that codes stand for, as in training: transformers has kernels for
+    some of them, on some GPUs."""
+
+    def brought(name: str) -> bool:
+        return name.split(".")[0] == from_adapter
+
     model.set_attn_implementation(own_attention(model))
-    weights = TensorFolder(model_folder(source, revision=revision))
-    wanted = [entry for entry in catalog_model(model) if entry.name.split(".")[0] != from_adapter]
-    catalog = weights.match(wanted, model.base_model_prefix)
-    brought = {name: tensor for name, tensor in stored_tensors(model) if name.split(".")[0] == from_adapter}
+    catalog = weights.match([e for e in catalog_model(model) if not brought(e.name)], model.base_model_prefix)
     materialize(model, torch.device("cpu"))
     fill(
         stored_tensors(model),
         [(weights, catalog)],
-        lambda name, _, box: torch.zeros(box.shape) if name in brought else None,
+        lambda name, _, box: torch.zeros(box.shape) if brought(name) else None,
     )
-    return model
 
 
 def _check_report(source: str, report: dict, from_adapter: str | None) -> None:

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swiftlite.config.names import COMPRESSED_PACKAGE, COMPRESSED_TENSORS
+from swiftlite.config.names import COMPRESSED_PACKAGE, COMPRESSED_TENSORS, codes_section
 from swiftlite.config.types import DTYPE, plain_word
 from swiftlite.errors import UserError
 from swiftlite.imports import is_installed
@@ -79,8 +79,8 @@ def _check_codes(engine: Engine, source: ModelSource) -> None:
     """Raises UserError where weights are codes that the engine reads by a package that is not there."""
     if engine.name != "transformers" or source.base_folder is None or is_installed(COMPRESSED_PACKAGE):
         return
-    values = read_settings(source.base_folder / MODEL_CONFIG).get("quantization_config")
-    if isinstance(values, dict) and values.get("quant_method") == COMPRESSED_TENSORS:
+    section = codes_section(read_settings(source.base_folder / MODEL_CONFIG))
+    if section.get("quant_method") == COMPRESSED_TENSORS:
         what = f"{engine.title} reads these weights by the package {COMPRESSED_PACKAGE}, which is not installed"
         raise UserError(what, where=source.base, fix=f"pip install 'swiftlite[{COMPRESSED_TENSORS}]', or take vLLM")
 

@@ -34,7 +34,6 @@ from swiftlite.models.kernels.norms import fuse_norms, widen_layer_norms
 from swiftlite.models.kernels.products import onednn_serves, rounded, use_fast_products
 from swiftlite.models.kernels.rotation import fuse_rotations
 from swiftlite.models.quantize import quantize
-from swiftlite.models.rounding import Rounding, use_rounding
 from swiftlite.models.tuners import count_parameters
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
@@ -43,7 +42,6 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.pipeline import Pipeline, cut_model
 from swiftlite.parallel.stages import choose_schedule, plan_stages
 from swiftlite.planning.memory import activation_bytes_per_token
-from swiftlite.serving.compress import choose
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.lanes import cut_step
 from swiftlite.training.share import CPU_FORWARD_TOKENS, Rounded, Sharing
@@ -217,6 +215,9 @@ def _quantize(base: PreTrainedModel, config: RunConfig) -> None:
 
 
 def _round(base: PreTrainedModel, where: str, form: str) -> None:
+    from swiftlite.models.rounding import Rounding, use_rounding
+    from swiftlite.serving.compress import choose
+
     try:
         chosen = choose(base, form)
     except UserError as error:

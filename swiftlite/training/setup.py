@@ -33,11 +33,10 @@ from swiftlite.models.anatomy import (
 from swiftlite.models.attention import documents as attention
 from swiftlite.models.compiled import left_out_of
 from swiftlite.models.dtypes import DTYPES, source_dtype
-from swiftlite.models.initial import InitialValues
 from swiftlite.models.kernels import fp8
 from swiftlite.models.kernels.liger import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.kernels.lora import is_lora_b
-from swiftlite.models.load import build_model, import_architecture, load_config, model_folder, own_attention
+from swiftlite.models.load import build_model, import_architecture, load_config_of, model_folder, own_attention
 from swiftlite.models.matrices import hidden_matrices
 from swiftlite.models.quantize import NF4, packing
 from swiftlite.models.rotary import scale_by_document
@@ -162,12 +161,7 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
         import_package(PACKAGE, "--kernels liger", "liger")
     if config.fp8 != "none":
         import_package(fp8.PACKAGE, "--fp8", "fp8")
-    model_config = load_config(
-        config.model,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        overrides=config.config_overrides,
-    )
+    model_config = load_config_of(config)
     check_config(config, model_config)
     described = with_router_loss(model_config, config.router_aux_loss_coef)
     if config.fp8 != "none":
@@ -217,7 +211,7 @@ def build_trainee(
     else:
         scale_by_document(base)
     weights, on_disk, new_head, notes = _find_values(base, source, config, resume, world, load_tokenizer)
-    initial = InitialValues(base, config.seed) if weights is None else None
+    initial = _drawn(base, config.seed) if weights is None else None
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     notes += [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
     model = apply_tuner(base, config, adapter, notes.append)
@@ -266,6 +260,13 @@ def _find_values(
         notes.append(f"the model's files hold codes, which are read as the numbers that they stand for{packed}")
     _grow(base, config, load_tokenizer)
     return weights, on_disk, new_head, notes
+
+
+def _drawn(base: PreTrainedModel, seed: int) -> Callable[[str], torch.Tensor]:
+    """The values of a model that starts at random, by their names."""
+    from swiftlite.models.initial import InitialValues
+
+    return InitialValues(base, seed)
 
 
 def _give_values(

@@ -18,7 +18,7 @@ import torch
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.checkpoint.weights import TensorFolder
-from swiftlite.config.names import ADAPTER_CONFIG
+from swiftlite.config.names import ADAPTER_CONFIG, PLAIN_MODEL
 from swiftlite.data.batches import MicroBatch, Taught
 from swiftlite.errors import UserError
 from swiftlite.models.load import import_architecture, load_config, model_folder
@@ -61,7 +61,6 @@ OTHERWISE = {  # of the settings of a run, what is not the teacher's
     "router_aux_loss_coef": 0.0,
     "teacher": None,
 }
-PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32"
 
 
 class Teacher:
@@ -100,7 +99,7 @@ def check_teacher(
         if any((place / ADAPTER_CONFIG).is_file() for place in (folder, folder / "model")):
             raise UserError("it is an adapter", fix="merge it by `swiftlite export`, and name the result as --teacher")
         its_config = load_config(settings.model, trust_remote_code=config.trust_remote_code)
-        check_config(settings, its_config, PLAIN_WEIGHTS)
+        check_config(settings, its_config, PLAIN_MODEL)
         import_architecture(its_config)
         if folder.is_dir():
             inspect_model_folder(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swiftlite.config.methods import PAIRED, SAMPLING
-from swiftlite.config.names import gives_scores, most_positions
+from swiftlite.config.names import PLAIN_MODEL, gives_scores, most_positions
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import check_plain_weights, check_trainable_architecture, why_alone
 from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
 
-PLAIN_WEIGHTS = "name the model that it was made from, in bf16 or fp32; --quantization nf4 trains it in 4 bits"
+PLAIN_WEIGHTS = f"{PLAIN_MODEL}; --quantization nf4 trains it in 4 bits"
 
 
 def check_config(config: RunConfig, model_config: PretrainedConfig, plain_weights: str = PLAIN_WEIGHTS) -> None:
