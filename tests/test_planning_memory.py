@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,6 @@ from swiftlite.models.checkpointing import kept_operations
 from swiftlite.models.kernels import norms
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.scorer import decoder_inputs
-from swiftlite.planning import memory
 from swiftlite.planning.choose import USABLE, Choice
 from swiftlite.planning.footprint import Footprint
 from swiftlite.planning.memory import Written, activation_bytes_per_token, layer_keeps
@@ -139,12 +136,3 @@ def test_what_a_layer_keeps(monkeypatch, family, sizes, weights, written):
     assert (kept(3) - kept(1)) / (TOKENS + 1) == pytest.approx(
         expected, rel=0.03 if sizes is MIXTURE else 0.015
     )  # a router keeps more than is counted
-
-
-def test_a_container_has_no_more_than_its_limit(tmp_path):
-    assert memory._free_of_limit(tmp_path) == sys.maxsize  # no control group
-    for name, text in (("max", "max"), ("current", "700"), ("stat", "anon 400\ninactive_file 200\nfile 300\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert memory._free_of_limit(tmp_path) == sys.maxsize
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert memory._free_of_limit(tmp_path) == 500

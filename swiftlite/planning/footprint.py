@@ -133,9 +133,14 @@ class Footprint:
         return sum(astuple(self))
 
     @property
+    def states(self) -> float:
+        """Of the model and its optimizer, as they are kept."""
+        return self.weights + self.gradients + self.moments
+
+    @property
     def resident(self) -> float:
-        """Of the model and its optimizer, whatever the tokens."""
-        return self.weights + self.gradients + self.moments + self.gathered
+        """The same with what is whole in a step, whatever the tokens."""
+        return self.states + self.gathered
 
     def parts(self) -> Iterable[tuple[str, float]]:
         """(name, bytes) of each part."""

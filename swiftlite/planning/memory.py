@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import re
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from swiftlite.host_memory import free_host_bytes
 from swiftlite.models.anatomy import attention_heads, experts_of_token, head_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+UNKNOWN_HOST = 8 << 30  # bytes that a machine is taken to have free where its system does not say
 
 
 @dataclass(frozen=True)
@@ -125,22 +124,5 @@ def free_bytes(device: torch.device) -> int:
     """Of one process: the processes of a machine share its memory where they compute on its CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return _free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _free_host_bytes() -> int:
-    info = Path("/proc/meminfo")
-    if not info.is_file():
-        return 8 << 30
-    line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
-    return min(int(line.split()[1]) * 1024, _free_of_limit(Path("/sys/fs/cgroup")))
-
-
-def _free_of_limit(group: Path) -> int:
-    """Of a container that may take less than the machine has. group: the folder of its control group (version 2)."""
-    try:
-        limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
-        cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # no such group, or no limit, which is written as `max`
-        return sys.maxsize
-    return max(0, limit - used + int(cached[1] if cached else 0))
+    free = free_host_bytes()
+    return UNKNOWN_HOST if free is None else free

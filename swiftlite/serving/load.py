@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from swiftlite.checkpoint.catalog import catalog_model, check_adapter, stored_tensors
-from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file
+from swiftlite.checkpoint.described import FLOATS
+from swiftlite.checkpoint.safetensors_files import ADAPTER, TensorEntry, inspect_file
+from swiftlite.checkpoint.tensor_writer import NAMES
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.names import PLAIN_MODEL, codes_section
 from swiftlite.errors import UserError, first_line
+from swiftlite.host_memory import check_host_memory
 from swiftlite.imports import import_package
 from swiftlite.models.anatomy import SCORE_HEAD, check_plain_weights, unread_codes
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
@@ -50,7 +54,7 @@ def load_for_answers(
 
     chat_template: a built-in name, a Jinja file, or `none` for plain completion. Raises UserError.
     """
-    check_base_folder(source, revision)
+    tensors = check_base_folder(source, revision)
     config = load_config(source.base, revision=revision, trust_remote_code=trust_remote_code)
     plain = chat_template is not None and chat_template.lower() == NO_TEMPLATE
     tokenizer = load_tokenizer(
@@ -64,6 +68,7 @@ def load_for_answers(
         tokenizer.chat_template = None
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = answer_dtype(precision, device, config)
+    _check_memory(tensors, dtype, source)
     classifier = source.is_classifier()
     if classifier and source.adapter is not None:
         config.num_labels = 1  # a reward model's
@@ -79,6 +84,18 @@ def load_for_answers(
         grow_vocabulary(model, len(tokenizer))  # the adapter may have brought new tokens
         model = _add_adapter(model, source.adapter)
     return model.to(device).eval(), tokenizer
+
+
+def _check_memory(tensors: dict[str, TensorEntry], dtype: torch.dtype, source: ModelSource) -> None:
+    """Raises UserError where numbers in another type than that of the files are more than this machine has memory for:
+    those of the same type may stay where they are, on the disk."""
+    other = sum(prod(entry.shape) for entry in tensors.values() if entry.dtype in FLOATS - {NAMES[dtype]})
+    check_host_memory(
+        other * dtype.itemsize,
+        f"the model's weights in {str(dtype).removeprefix('torch.')}",
+        where=f"--model {source.base}",
+        fix="use a smaller model, or a machine with more memory",
+    )
 
 
 def _codes_of(source: str, config: PretrainedConfig, revision: str | None) -> TensorFolder | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftlite.checkpoint.folder import MANIFEST, check_folder
-from swiftlite.checkpoint.safetensors_files import ADAPTER, inspect_file, inspect_model_folder
+from swiftlite.checkpoint.safetensors_files import ADAPTER, TensorEntry, inspect_file, inspect_model_folder
 from swiftlite.config.names import ADAPTER_CONFIG, HUB_ID, check_name, gives_scores, model_name
 from swiftlite.errors import UserError
 from swiftlite.models.load import check_model_path, read_settings
@@ -144,13 +144,14 @@ def _base_of(folder: Path, flag: str) -> str:
     return str(place) if place.is_dir() else base
 
 
-def check_base_folder(source: ModelSource, revision: str | None) -> None:
-    """Raises UserError where the base is a folder whose weights cannot be read, or of which a revision is wanted."""
+def check_base_folder(source: ModelSource, revision: str | None) -> dict[str, TensorEntry]:
+    """The tensors of a base that is a folder, by their names. Raises UserError where they cannot be read, or where a
+    revision of it is wanted."""
     if source.base_folder is None:
-        return
+        return {}
     if revision is not None:
         raise UserError("a local folder has no revisions", where=f"--revision {revision}", fix="leave --revision out")
-    inspect_model_folder(source.base_folder)
+    return inspect_model_folder(source.base_folder)
 
 
 def _checked(source: ModelSource) -> ModelSource:

@@ -179,6 +179,16 @@ class Outline:
             held = replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)
         return replace(held, activations=held.activations + self._told(config, layout, work))
 
+    def on_host(self, config: RunConfig, choice: Choice) -> float:
+        """Bytes of a process's weights, gradients and optimizer state that lie in its machine's memory."""
+        on_cpu = self.device.type == "cpu"
+        if on_cpu or not choice.offload:
+            return choice.held.states if on_cpu else 0
+        settled = {"activation_checkpointing": choice.checkpointing, "offload": "none"}
+        stages = self.stages(config, choice.layout)
+        held = self.holds(config.model_copy(update=settled), choice.layout, stages)
+        return held.weights + held.moments
+
     def _told(self, config: RunConfig, layout: Layout, work: Work) -> float:
         """Bytes of what a teacher tells of a whole step, if there is one: of its text, or of a rank's slices of it;
         next to nothing of answers, of which it tells one number a token."""

@@ -50,7 +50,7 @@ from swiftlite.planning.memory import free_bytes
 from swiftlite.sizes import in_words
 from swiftlite.training.divide import Divided, divide
 from swiftlite.training.guards.agreement import check_same_weights
-from swiftlite.training.guards.fits import check_alone, check_config, check_division
+from swiftlite.training.guards.fits import check_alone, check_config, check_division, check_host
 from swiftlite.training.needs import Beside, Outline, choose, weights_dtype
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.sources import (
@@ -226,7 +226,9 @@ def build_trainee(
     to_master_precision(model, precision.masters)
     outline = Outline.of(config, base, model_config, precision, world.device, kernels, beside, evaluates=evaluates)
     free = world.least("free memory", free_bytes(world.device))  # or ranks would decide differently
-    choice = choice or choose(config, outline, free, layout)
+    if choice is None:
+        choice = choose(config, outline, free, layout)
+        check_host(config, outline, choice)
     mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
     is_new = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
     known = {"has_new_head": is_new, "free": free, "notes": notes}

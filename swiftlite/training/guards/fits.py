@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.methods import PAIRED, SAMPLING
 from swiftlite.config.names import PLAIN_MODEL, gives_scores, most_positions
 from swiftlite.errors import UserError
+from swiftlite.host_memory import check_host_memory
 from swiftlite.models.anatomy import check_plain_weights, check_trainable_architecture, why_alone
 from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
 from swiftlite.parallel.experts import check_expert_parallel
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
+    from swiftlite.planning.choose import Choice
+    from swiftlite.training.needs import Outline
 
 PLAIN_WEIGHTS = f"{PLAIN_MODEL}; --quantization nf4 trains it in 4 bits"
 
@@ -74,6 +77,29 @@ def check_alone(config: RunConfig, layout: Layout, base: PreTrainedModel, why: s
         where=config.model,
         fix=fix,
     )
+
+
+def check_host(config: RunConfig, outline: Outline, choice: Choice) -> None:
+    """Raises UserError where a process's states are more than its machine's memory."""
+    learns = not outline.evaluates
+    check_host_memory(
+        outline.on_host(config, choice),
+        "the model and its optimizer" if learns else "the model's weights",
+        where=f"--model {config.model}",
+        fix=f"use {', '.join([*_smaller(config, learns), 'a smaller model'])} or more machines; `swiftlite plan` tells "
+        "what takes how much",
+    )
+
+
+def _smaller(config: RunConfig, learns: bool) -> list[str]:
+    """What of the flags that make a model's states smaller is not in use yet."""
+    full = learns and config.tuner != "lora"
+    return [
+        *(["--tuner lora"] if full and not config.from_scratch else []),
+        *(["--pure-bf16"] if full and not config.pure_bf16 else []),
+        *(["--precision bf16"] if not full and config.precision == "fp32" else []),
+        *(["--quantization nf4"] if learns and not full and config.quantization == "none" else []),
+    ]
 
 
 def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
