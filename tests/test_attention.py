@@ -22,7 +22,8 @@ from swiftlite.models.attention.varlen import serves_varlen
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.kernels.last_layer import spare_last_mlp
 from swiftlite.models.toys import toy_config
-from swiftlite.objectives.scorer import TokenScorer, decoder_inputs
+from swiftlite.objectives.inputs import decoder_inputs
+from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.objectives.supervised import supervised_loss
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "qwen3-moe", "gpt2"]

@@ -379,7 +379,7 @@ def test_numbers_stand_in_one_line_in_a_narrow_terminal(monkeypatch):
     monkeypatch.setattr(
         console, "wide_console", lambda **_: Console(file=shown, width=40, soft_wrap=True, highlight=False)
     )
-    sets = [Evaluated(f"{name}.jsonl", {"rows": 1234567}, 12.5, {}) for name in "abc"]
+    sets = [Evaluated(f"{name}.jsonl", {"rows": 1234567}, 12.5, {"token_accuracy": 0.25}) for name in "abc"]
     _tell(None, sets[:1])
     assert shown.getvalue().count("perplexity") == 1
     _tell(None, sets)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swiftlite.objectives import logprobs
-from swiftlite.objectives.head import FusedHead, chunk_tokens
+from swiftlite.objectives.head import FusedHead, SoftHead, chunk_tokens
 from swiftlite.objectives.logprobs import token_logprobs
 from swiftlite.objectives.scorer import _tolerance
 from swiftlite.objectives.supervised import dynamic_loss, supervised_loss
@@ -32,7 +32,7 @@ def kinds(request, monkeypatch):
     """Tokens are filled up to what oneDNN likes; a GPU's head, in the operations that it fuses."""
     monkeypatch.setattr(logprobs, "onednn_serves", lambda *_: request.param == "filled")
     if request.param == "fused":
-        monkeypatch.setattr(logprobs, "kind_of_head", lambda *_: FusedHead)
+        monkeypatch.setattr(logprobs, "kind_of_head", lambda _, soft=None: FusedHead if soft is None else SoftHead)
 
 
 @pytest.mark.usefixtures("kinds")
@@ -85,6 +85,38 @@ def test_a_token_weighs_as_much_as_it_is_probable():
     got = torch.autograd.grad(loss, (hidden, weight, bias))
     for left, right in zip(got, torch.autograd.grad(-expected.exp().sum() / 7, (hidden, weight, bias)), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.usefixtures("kinds")
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 2.0}])
+def test_the_likeliest_tokens_are_known_beside_what_counts(options, several, summed):
+    """Half of the targets are; log p and gradients are those without."""
+    hidden, weight, bias, targets = inputs()
+    targets = torch.where(torch.arange(37) % 2 == 0, (hidden @ weight.T + bias).argmax(-1), targets)
+    right = targets == (hidden @ weight.T + bias).argmax(-1)
+    if several:
+        options = options | {"shares": torch.tensor([0.5, 0.3, 0.2]).expand(37, 3)}
+        targets = torch.stack([targets, (targets + 1) % 101, (targets + 7) % 101], dim=-1)
+    options = options | {"chunk": 5, "summed": summed}
+    told = token_logprobs(hidden, weight, bias, targets, judged=True, **options)
+    plainly = token_logprobs(hidden, weight, bias, targets, **options)
+    assert told[:, -1].tolist() == right.float().tolist() and 0 < right.sum() < 37
+    torch.testing.assert_close(told[:, :-1], plainly if several else plainly[:, None], rtol=0, atol=0)
+    counted = told[:, 0].sum() * -0.02, (plainly[:, 0] if several else plainly).sum() * -0.02
+    got, expected = (torch.autograd.grad(loss, (hidden, weight, bias)) for loss in counted)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_a_token_as_likely_as_another_is_one_of_the_likeliest():
+    hidden, weight, _, _ = inputs()
+    twice = weight[:50].detach().repeat_interleave(2, dim=0)  # tokens 0 and 1 have the same logits, and so on
+    likeliest = (hidden @ twice.T).argmax(-1)
+    for target in (likeliest, likeliest ^ 1):
+        assert token_logprobs(hidden, twice, None, target, judged=True)[:, -1].all()
+    assert not token_logprobs(hidden, twice, None, (likeliest + 2) % 100, judged=True)[:, -1].any()
 
 
 def test_frozen_head_gets_no_gradient():

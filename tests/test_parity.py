@@ -151,6 +151,38 @@ def test_dynamic_fine_tuning_equals_plain_pytorch(tmp_path, tiny_model, write_ro
     check(metrics(tmp_path / "out"), plain_training(model, steps, summed=weighted_cross_entropies), steps)
 
 
+@pytest.mark.parametrize("more", [{}, {"loss": ["dft"]}, {"packing": False, "micro_batch_size": 2}])
+def test_token_accuracy_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows, more):
+    """Of a model that has learnt: in training before the update, in an evaluation after it, in `swiftlite eval`."""
+    rows = write_rows("rows.jsonl", chat_rows[:6])
+    values = settings(tmp_path, tiny_model("llama"), rows, max_steps=20, global_batch_size=6, learning_rate=1e-2)
+    train_alone(resolve_config("sft", **values))
+    learnt = str(tmp_path / "out" / "model")
+    again = {"model": learnt, "output_dir": str(tmp_path / "again"), "max_steps": 1, "eval_steps": 1}
+    train_alone(resolve_config("sft", **values | again | more, eval_dataset=[str(rows)]))
+    (row,) = metrics(tmp_path / "again")
+    for key, folder in (("token_accuracy", learnt), ("eval_token_accuracy", tmp_path / "again" / "model")):
+        right, tokens = plain_accuracy(folder, chat_rows[:6])
+        assert row[key] == pytest.approx(right / tokens, abs=1e-7) and 0.1 < row[key] < 1
+
+
+def plain_accuracy(folder, rows):
+    """(trained tokens that are the likeliest, trained tokens)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    right, tokens = 0, 0
+    for row in rows:
+        ids, trained = render_chat(tokenizer, row["messages"])
+        with torch.no_grad():
+            found = model(torch.tensor([ids])).logits[0, :-1].argmax(-1)
+        learnt = torch.tensor(trained[1:])
+        right += (found == torch.tensor(ids[1:]))[learnt].sum().item()
+        tokens += sum(trained[1:])
+    return right, tokens
+
+
 def test_dynamic_fine_tuning_is_evaluated_by_cross_entropy(tmp_path, tiny_model, write_rows, chat_rows):
     values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), eval_fraction=0.25)
     values |= {"max_steps": 1, "learning_rate": 1e-12}

@@ -15,7 +15,7 @@ from swiftlite.models.attention import documents as attention
 from swiftlite.models.checkpointing import kept_operations
 from swiftlite.models.kernels import norms
 from swiftlite.models.toys import toy_config
-from swiftlite.objectives.scorer import decoder_inputs
+from swiftlite.objectives.inputs import decoder_inputs
 from swiftlite.planning.choose import USABLE, Choice
 from swiftlite.planning.footprint import Footprint
 from swiftlite.planning.memory import Written, activation_bytes_per_token, layer_keeps

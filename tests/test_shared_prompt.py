@@ -18,7 +18,7 @@ from swiftlite.models.anatomy import dissect
 from swiftlite.models.attention import documents as attention
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
-from swiftlite.objectives.scorer import decoder_inputs
+from swiftlite.objectives.inputs import decoder_inputs
 from swiftlite.parallel.context import check_shared_prompts, slice_for_context
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"]

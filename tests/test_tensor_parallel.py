@@ -274,13 +274,15 @@ def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
 def compare_vocabulary() -> float:
     """The largest distance of log-probabilities and gradients over a divided head to those over a whole one."""
     mesh, worst = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), 0.0
-    options = [{}, {"scale": 0.25, "softcap": 3.0}, {"softcap": 5.0, "chunk": 5}]
+    options = [{}, {"scale": 0.25, "softcap": 3.0}, {"softcap": 5.0, "chunk": 5}, {"judged": True}]
     for n, vocabulary, trained in ((37, 101, True), (37, 10, True), (37, 101, False), (0, 101, True)):
         for option in options:
             torch.manual_seed(0)
             hidden = torch.randn(n, 16, dtype=torch.float64)
             head, bias = 3 * torch.randn(vocabulary, 16, dtype=torch.float64), torch.randn(vocabulary).double()
             targets, upstream = torch.randint(0, vocabulary, (n,)), torch.randn(n)
+            likeliest = (hidden @ head.T + bias).argmax(-1)
+            targets = torch.where(upstream > 0, likeliest, targets)  # some of each rank's
             outcomes = []
             for divide in (False, True):
                 weights = [head, bias]
@@ -289,7 +291,9 @@ def compare_vocabulary() -> float:
                 weights = [w.detach().requires_grad_(trained) for w in weights]
                 entered = hidden.clone().requires_grad_()
                 scores = token_logprobs(entered, *weights, targets, **option)
-                (scores * upstream).sum().backward()
+                if option.get("judged"):
+                    assert torch.equal(scores[:, 1] == 1, targets == likeliest)
+                (scores * upstream.view(-1, *[1] * (scores.dim() - 1))).sum().backward()
                 gradients = [whole(w.grad) for w in weights if w.grad is not None]
                 assert len(gradients) == (2 if trained else 0)
                 outcomes.append([scores.detach(), entered.grad, *gradients])

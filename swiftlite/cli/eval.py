@@ -15,7 +15,7 @@ from swiftlite.cli.errors import show_error
 from swiftlite.cli.json_output import TO_STDOUT, check_output, write_line, write_output
 from swiftlite.cli.options import RunCommand, json_flag, own_flag
 from swiftlite.config.flags import Flag
-from swiftlite.config.methods import EXAMINED_BY, SAMPLING
+from swiftlite.config.methods import EXAMINED_BY, SAMPLING, TOKEN_ACCURACY
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE
 from swiftlite.ending import ENDED, seen_signal
 from swiftlite.errors import UserError
@@ -190,7 +190,7 @@ def _row(one: Evaluated) -> dict[str, Any]:
     """The numbers of one data set by their names in metrics.jsonl, None for a mean of no rows; perplexity is of methods
     that learn tokens."""
     row = {"data": one.data, **one.counts} | ({} if one.loss is None else {"loss": one.loss})
-    if not one.metrics:
+    if TOKEN_ACCURACY in one.metrics:
         row["perplexity"] = math.exp(one.loss) if one.loss < LARGEST_LOSS else math.inf
     return row | one.metrics
 

@@ -11,6 +11,7 @@ Method = Literal["sft", "pretrain", "dpo", "kto", "rm", "grpo"]
 
 PAIRED = ("dpo", "rm")  # compare two answers to one prompt
 PREFERENCE = (*PAIRED, "kto")
+TOKEN_ACCURACY = "token_accuracy"  # a metric of methods that learn given tokens
 COMPARED = ("chosen", "rejected", "accuracy", "margin")  # what their metrics have as rewards/NAME
 SAMPLING = ("grpo",)  # learn from answers that the model itself gives to each step's prompts
 EXAMINED = ("sft", "dpo", "kto", *SAMPLING)  # whose model may answer held-out prompts, and its answers be rewarded

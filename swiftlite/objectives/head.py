@@ -37,7 +37,11 @@ class Soft:
 class Options:
     """chunk: tokens of one; dtype: of the products; tokens: without those that they are filled up with; leaf: the
     weight itself, where its gradient is added to its `.grad`: what autograd saves may come back as another tensor;
-    soft: None where each token has one target; the rest as in `swiftlite.objectives.logprobs.token_logprobs`."""
+    soft: None where each token has one target; the rest as in `swiftlite.objectives.logprobs.token_logprobs`.
+
+    Results have columns where there are several of a position: what counts, the target's own where that is another, and
+    if they are judged the largest of the vocabulary, which `judge` compares with it.
+    """
 
     scale: float
     softcap: float | None
@@ -48,19 +52,39 @@ class Options:
     upstream: torch.Tensor | None
     cast: torch.Tensor | None
     soft: Soft | None = None
+    judged: bool = False
+
+    @property
+    def columns(self) -> int:
+        return 1 + (self.soft is not None) + self.judged
 
     def without_filling(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Of the tokens alone. No view, which FSDP does not like a module to return."""
         return logprobs if len(logprobs) == self.tokens else logprobs[: self.tokens].clone()
 
     def results(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Where results go, one or two of each position."""
-        shape = (len(hidden),) if self.soft is None else (len(hidden), 2)
+        """Where results go."""
+        shape = (len(hidden),) if self.columns == 1 else (len(hidden), self.columns)
         return hidden.new_empty(shape, dtype=torch.float32)
+
+    def beside(self, picked: torch.Tensor, largest: torch.Tensor | None) -> torch.Tensor:
+        """Results of a chunk. picked: `[chunk]` or `[chunk, 2]`; largest: `[chunk]`, None where they are not judged."""
+        if largest is None:
+            return picked
+        return torch.cat([picked.view(len(largest), -1), largest[:, None]], dim=1)
+
+    def picked(self, results: torch.Tensor) -> torch.Tensor:
+        """The columns of results that are of targets, a view `[n, 1 or 2]`."""
+        return results[:, None] if results.dim() == 1 else results[:, : self.columns - self.judged]
+
+    def judge(self, results: torch.Tensor) -> None:
+        """In place, of a column of the largest one of whether a target is as large."""
+        if self.judged:
+            results[:, -1] = results[:, -2] >= results[:, -1]
 
     def of_means(self, upstream: torch.Tensor) -> torch.Tensor:
         """Gradients `[n]` of the results that have one."""
-        return upstream if self.soft is None else upstream[:, 0]
+        return upstream if self.columns == 1 else upstream[:, 0]
 
     def parts(self, tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk) for start in range(0, tokens, self.chunk)]
@@ -97,16 +121,19 @@ class Head:
         return torch.float32.itemsize
 
     def read(self, part: slice, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits of the targets, normalizers): fp32 `[chunk]` each. rows: the targets' rows of the weight."""
+        """(results of logits, normalizers), fp32, the latter `[chunk]`. rows: the targets' rows of the weight."""
         logits = self._logits(part)
-        return self._picked(part, logits, rows), logits.logsumexp(-1)
+        largest = logits.amax(-1) if self.options.judged else None
+        return self.options.beside(self._picked(part, logits, rows), largest), logits.logsumexp(-1)
 
     def learn(self, part: slice, rows: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of a chunk whose results all count, if any are wanted. Returns log p, fp32 `[chunk]`."""
+        """Add the gradients of a chunk whose results all count, if any are wanted. Returns the results, fp32."""
         logits = self._logits(part)
         slope = self._slope(logits)
-        logits = _log_softmax(logits)
-        logprobs = self._picked(part, logits, rows)
+        largest = logits.new_empty(len(logits)) if self.options.judged else None
+        logits = _log_softmax(logits, largest)
+        logprobs = self.options.beside(self._picked(part, logits, rows), largest)
+        self.options.judge(logprobs)
         if self._learns:
             self._take_gradients(part, logits, slope, rows, upstream, upstream)
         return logprobs
@@ -196,14 +223,22 @@ class FusedHead(Head):
         return dtype.itemsize
 
     def read(self, part: slice, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return read_logits(self._raw_logits(part), rows, self.options.scale, self.options.softcap)
+        picked, normalizers, largest = self._read(self._raw_logits(part), rows)
+        return self.options.beside(picked, largest), normalizers
 
     def learn(self, part: slice, rows: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
         logits = self._raw_logits(part)
-        picked, normalizers = read_logits(logits, rows, self.options.scale, self.options.softcap)
+        picked, normalizers, largest = self._read(logits, rows)
         if self._learns:
             self._take_over(part, logits, rows, upstream, upstream, normalizers)
-        return picked - normalizers
+        found = self.options.beside(picked, largest)
+        self.options.judge(found)
+        self.options.picked(found).sub_(normalizers[:, None])
+        return found
+
+    def _read(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        options = self.options
+        return read_logits(logits, rows, options.scale, options.softcap, options.judged)
 
     def learn_again(
         self, part: slice, rows: torch.Tensor, upstream: torch.Tensor, found: torch.Tensor, normalizers: torch.Tensor
@@ -237,11 +272,13 @@ def kind_of_head(hidden: torch.Tensor, soft: Soft | None = None) -> type[Head]:
 
 @fused()  # the vocabulary is one number: a division by any number is slow
 def read_logits(
-    raw: torch.Tensor, rows: torch.Tensor, scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits of the targets, normalizers), fp32 `[chunk]` each, of raw logits `[chunk, vocabulary]`."""
+    raw: torch.Tensor, rows: torch.Tensor, scale: float, softcap: float | None, judged: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(logits of the targets, normalizers, if they are judged the largest), fp32 `[chunk]` each, of raw logits
+    `[chunk, vocabulary]`."""
     logits = _transformed(raw, scale, softcap)
-    return logits.gather(-1, rows[:, None])[:, 0], logits.logsumexp(-1)
+    largest = logits.amax(-1) if judged else None
+    return logits.gather(-1, rows[:, None])[:, 0], logits.logsumexp(-1), largest
 
 
 @fused()
@@ -268,10 +305,16 @@ def _transformed(raw: torch.Tensor, scale: float, softcap: float | None) -> torc
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """On a CPU in place, with a copy of a few rows at a time."""
+def _log_softmax(logits: torch.Tensor, largest: torch.Tensor | None) -> torch.Tensor:
+    """On a CPU in place, with a copy of a few rows at a time. largest: becomes that of each row, `[chunk]`."""
     if logits.device.type != "cpu":
-        return logits.log_softmax(-1)
-    for rows in logits.split(SOFTMAX_ROWS):
-        rows.copy_(rows.log_softmax(-1))
+        logprobs = logits.log_softmax(-1)
+        if largest is not None:
+            torch.amax(logprobs, -1, out=largest)
+        return logprobs
+    for place, rows in enumerate(logits.split(SOFTMAX_ROWS)):
+        found = rows.log_softmax(-1)
+        if largest is not None:
+            torch.amax(found, -1, out=largest[place * SOFTMAX_ROWS : (place + 1) * SOFTMAX_ROWS])
+        rows.copy_(found)
     return logits

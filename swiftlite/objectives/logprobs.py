@@ -55,6 +55,7 @@ def token_logprobs(
     upstream: torch.Tensor | None = None,
     cast: torch.Tensor | None = None,
     shares: torch.Tensor | None = None,
+    judged: bool = False,
 ) -> torch.Tensor:
     """log p(target) at each position, in fp32.
 
@@ -69,8 +70,10 @@ def token_logprobs(
     there is such a copy.
     shares: fp32 `[n, c]`, each row 1 in sum: each position has several targets then, int64 `[n, c]`, and what is said
     above of a result is of their mean.
-    Returns `[n]`; with shares `[n, 2]`: of a position the mean of log p over its targets, by their shares, and log p of
-    the first one, which is to be read alone and passes no gradient on.
+    judged: whether each target is the likeliest token is told too.
+    Returns `[n]`, or `[n, columns]`: with shares the mean of log p over a position's targets, by their shares, and that
+    of the first one; judged, a last column of 1 where no token is likelier than the (first) target, else 0. All but the
+    first column are to be read alone, and pass no gradient on.
     """
     dtype, share, tokens, soft = _product_type(hidden), None, len(targets), None
     if is_dtensor(weight):
@@ -83,7 +86,7 @@ def token_logprobs(
     chunk = chunk or chunk_tokens(weight.shape[0], hidden.device, kind_of_head(hidden, soft).logit_bytes(dtype))
     at_once = summed and share is None and torch.is_grad_enabled()
     direct = direct and share is None and takes_gradient(weight) and not (at_once and upstream is None)
-    options = Options(scale, softcap, chunk, dtype, tokens, weight if direct else None, upstream, cast, soft)
+    options = Options(scale, softcap, chunk, dtype, tokens, weight if direct else None, upstream, cast, soft, judged)
     if at_once:
         return _SummedLogProbs.apply(hidden, weight, bias, targets, options)
     return _ChunkedLogProbs.apply(hidden, weight, bias, targets, options, share)
@@ -180,8 +183,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for part in options.parts(hidden.shape[0]):
             logprobs[part], normalizers[part] = head.read(part, rows[part])
         if share is not None:
-            _complete(logprobs, normalizers, here, share.group)
-        logprobs -= normalizers if options.soft is None else normalizers[:, None]
+            _complete(logprobs, normalizers, here, share.group, options)
+        options.judge(logprobs)
+        options.picked(logprobs).sub_(normalizers[:, None])
         ctx.save_for_backward(hidden, weight, bias, rows, here, normalizers)
         ctx.options, ctx.share = options, share
         return options.without_filling(logprobs)
@@ -233,16 +237,22 @@ class _SummedLogProbs(torch.autograd.Function):
 
 
 def _complete(
-    logits: torch.Tensor, normalizers: torch.Tensor, here: torch.Tensor | None, group: dist.ProcessGroup
+    logits: torch.Tensor,
+    normalizers: torch.Tensor,
+    here: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    options: Options,
 ) -> None:
-    """Make one rank's logits of the targets, `[n]` or `[n, 2]`, and normalizers, `[n]`, those of the whole vocabulary,
-    in place. here: of which targets; None where the logits of others are zero already."""
-    largest = normalizers.clone()
+    """Make a rank's results, `[n]` or `[n, columns]`, and normalizers, `[n]`, those of the whole vocabulary, in place.
+    here: of which targets; None where the logits of others are zero already."""
+    largest = torch.stack([normalizers, logits[:, -1]] if options.judged else [normalizers])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    picked = options.picked(logits)
     if here is not None:
-        logits.masked_fill_(~here, 0)
-    columns = logits[:, None] if logits.dim() == 1 else logits
-    sums = torch.cat([(normalizers - largest).exp_()[:, None], columns], dim=1)
+        picked.masked_fill_(~here[:, None], 0)
+    sums = torch.cat([(normalizers - largest[0]).exp_()[:, None], picked], dim=1)
     dist.all_reduce(sums, group=group)
-    normalizers.copy_(sums[:, 0].log().add_(largest))
-    columns.copy_(sums[:, 1:])
+    normalizers.copy_(sums[:, 0].log().add_(largest[0]))
+    picked.copy_(sums[:, 1:])
+    if options.judged:
+        logits[:, -1] = largest[1]

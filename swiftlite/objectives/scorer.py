@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,12 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from swiftlite.errors import UserError, kind_and_words
 from swiftlite.models.anatomy import balances_router, dissect
-from swiftlite.models.attention.documents import Windows, lengths_between, noted_windows
+from swiftlite.models.attention.documents import Windows, noted_windows
 from swiftlite.models.kernels.half_products import half_weight
 from swiftlite.models.kernels.last_layer import PLACES
 from swiftlite.models.logits import unknown_transform
 from swiftlite.models.noise import EmbeddingNoise
 from swiftlite.objectives.completions import answer_scores
+from swiftlite.objectives.inputs import Probe, decoder_inputs, documents_of, make_probe, one_document, side_by_side
 from swiftlite.objectives.logprobs import likeliest_tokens, token_logprobs
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class TokenScorer(nn.Module):
         self._anatomy = dissect(base)
         self._noise = EmbeddingNoise(0.0)
         self._tells: dict[str, int] | None = None
+        self._judges = False
         self._temperature = 1.0
         self._routed = balances_router(base.config) and not self._anatomy.gives_scores
         if self._routed and not hasattr(base, "router_aux_loss_coef"):
@@ -96,6 +98,15 @@ class TokenScorer(nn.Module):
         probabilities and their ids, which fp32 holds exactly up to 2^24. within: see `likeliest_tokens`."""
         self._tells = {"count": count, "within": within}
 
+    def judge(self) -> None:
+        """From now on `logprobs` has a last column: whether a trained token is the likeliest, see `token_logprobs`."""
+        self._judges = True
+
+    def shape_of(self, batch: MicroBatch) -> tuple[int, ...]:
+        """That `logprobs` of a micro-batch has."""
+        columns = 1 + (batch.taught is not None) + self._judges
+        return (len(batch.learnt),) if columns == 1 else (len(batch.learnt), columns)
+
     def temper(self, temperature: float) -> None:
         """From now on probabilities are those of logits divided by a temperature."""
         self._temperature = temperature
@@ -107,7 +118,7 @@ class TokenScorer(nn.Module):
         logprobs = self._score(outputs.last_hidden_state, batch, upstream)
         return Scores(logprobs, self._router_loss(outputs, batch) if self._routed else None)
 
-    def _decode(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None) -> ModelOutput | _Decoded:
+    def _decode(self, batch: MicroBatch | Probe, hidden: torch.Tensor | None = None) -> ModelOutput | _Decoded:
         """The decoder's outputs. hidden: `[1, T, hidden]`, what enters its layers instead of the tokens' embeddings."""
         options: dict[str, object] = {"output_router_logits": True} if self._routed else {}
         if self._alone:
@@ -117,13 +128,13 @@ class TokenScorer(nn.Module):
         with self._noise.of(None if batch.noise is None else batch.noise[:, None]):
             return self._anatomy.decoder(**self._inputs(batch, hidden), **options)
 
-    def _decode_side_by_side(self, batch: MicroBatch | _Probe, options: dict[str, object]) -> _Decoded:
+    def _decode_side_by_side(self, batch: MicroBatch | Probe, options: dict[str, object]) -> _Decoded:
         """Each document in a row of its own, answers behind the prompt that they share. Rows are filled up behind their
         last tokens, which see nothing of it."""
         documents = documents_of(batch)
         runs = [document.input_ids[0] for document in documents if document.is_run]
         rows = pad_sequence(runs, batch_first=True)
-        with self._noise.of(None if batch.noise is None else _side_by_side(batch.noise, runs)):
+        with self._noise.of(None if batch.noise is None else side_by_side(batch.noise, runs)):
             decoded = self._anatomy.decoder(input_ids=rows, use_cache=False, **options)
         states = iter(decoded.last_hidden_state)
         unread = decoded.last_hidden_state.new_zeros(1, decoded.last_hidden_state.shape[-1])
@@ -144,11 +155,11 @@ class TokenScorer(nn.Module):
         runs = [document.input_ids.shape[1] for document in documents_of(batch) if document.is_run]
         return len(runs) * max(runs)
 
-    def _inputs(self, batch: MicroBatch | _Probe, hidden: torch.Tensor | None) -> dict[str, object]:
+    def _inputs(self, batch: MicroBatch | Probe, hidden: torch.Tensor | None) -> dict[str, object]:
         return one_document(batch) if self._alone else decoder_inputs(batch, hidden)
 
     def _score(
-        self, hidden: torch.Tensor, batch: MicroBatch | _Probe, upstream: torch.Tensor | None = None
+        self, hidden: torch.Tensor, batch: MicroBatch | Probe, upstream: torch.Tensor | None = None
     ) -> torch.Tensor:
         """log p of the trained tokens from the decoder's last hidden states `[1, T, hidden]`; of a classifier scores of
         answers, of a teacher what it tells."""
@@ -172,6 +183,7 @@ class TokenScorer(nn.Module):
             direct=self._direct,
             upstream=upstream,
             shares=shares,
+            judged=self._judges,
             **options,
         )
 
@@ -216,7 +228,7 @@ class TokenScorer(nn.Module):
             self._check_windows(windows, longest)
 
     def _check_alone(self, device: torch.device) -> None:
-        probe = _probe(self.base.config.get_text_config().vocab_size, device)
+        probe = make_probe(self.base.config.get_text_config().vocab_size, device)
         document = probe.second()
         if self._anatomy.gives_scores:
             hidden = self._decode(document).last_hidden_state
@@ -229,7 +241,7 @@ class TokenScorer(nn.Module):
             raise UserError(f"{type(self.base).__name__} lets a token see later ones", fix="use a decoder-only model")
 
     def _check(self, device: torch.device) -> None:
-        probe, entering = _probe(self.base.config.get_text_config().vocab_size, device), self._probe_hidden(device)
+        probe, entering = make_probe(self.base.config.get_text_config().vocab_size, device), self._probe_hidden(device)
         alone = self._decode(probe.second(), None if entering is None else entering[:, 3:]).last_hidden_state
         if self._has_head and not self._anatomy.gives_scores:
             hidden, own = self._with_own_logits(probe, entering)
@@ -238,7 +250,7 @@ class TokenScorer(nn.Module):
             hidden = self._decode(probe, entering).last_hidden_state
         self._check_documents(hidden, alone)
 
-    def _with_own_logits(self, probe: _Probe, entering: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _with_own_logits(self, probe: Probe, entering: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(the decoder's last hidden states, the model's own logits `[8, vocabulary]`) of one pass."""
         seen: list[torch.Tensor] = []
 
@@ -279,7 +291,7 @@ class TokenScorer(nn.Module):
                 fix=f"use --max-length {lost}, or another model",
             )
 
-    def _check_head(self, hidden: torch.Tensor, own: torch.Tensor, probe: _Probe) -> None:
+    def _check_head(self, hidden: torch.Tensor, own: torch.Tensor, probe: Probe) -> None:
         targets = own.argmax(-1)
         theirs = own.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         ours = self._score(hidden, replace(probe, labels=targets[None]))
@@ -300,93 +312,9 @@ def _tolerance(hidden: torch.Tensor) -> float:
     return min(MOST, ROUNDINGS * torch.finfo(dtype).eps)
 
 
-def decoder_inputs(batch: MicroBatch | _Probe, hidden: torch.Tensor | None = None) -> dict[str, object]:
-    """What decoder and model are called with; attention finds the documents' borders among it."""
-    entering = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
-    return entering | {
-        "position_ids": batch.position_ids,
-        "attention_mask": None,
-        "use_cache": False,
-        "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens if batch.key_index is None else batch.key_cu_seqlens,
-        "key_index": batch.key_index,
-        "max_length_q": batch.max_document,
-        "max_length_k": batch.max_document,
-        "context": batch.context,
-    }
-
-
-def one_document(batch: MicroBatch | _Probe) -> dict[str, object]:
-    """What decoder and model are called with where a row is one document: what every architecture knows."""
-    return {"input_ids": batch.input_ids, "use_cache": False}
-
-
 class _Decoded(NamedTuple):
     """What is read of a decoder's outputs. last_hidden_state: `[1, T, hidden]`; router_logits: of each layer `[tokens,
     experts]`, those of a prompt once for each answer."""
 
     last_hidden_state: torch.Tensor
     router_logits: tuple[torch.Tensor, ...]
-
-
-class _Document(NamedTuple):
-    """input_ids: `[1, n]`, with the prompt before them that an answer goes on from; tokens: its own, the last of these;
-    is_run: not the prompt of answers that follow, which is part of each of them."""
-
-    input_ids: torch.Tensor
-    tokens: int
-    is_run: bool
-
-
-def _side_by_side(noise: torch.Tensor, runs: list[torch.Tensor]) -> torch.Tensor:
-    """`MicroBatch.noise` of rows of their own, `[3, rows, longest]`."""
-    pieces = noise.T.split([len(run) for run in runs])
-    return pad_sequence(list(pieces), batch_first=True, padding_value=1).permute(2, 0, 1)
-
-
-def documents_of(batch: MicroBatch | _Probe) -> list[_Document]:
-    """The documents of a row, one by one."""
-    lengths = lengths_between(batch.cu_seqlens)
-    if batch.key_index is None:
-        pieces = batch.input_ids.split(lengths, dim=1)
-        return [_Document(ids, length, is_run=True) for ids, length in zip(pieces, lengths, strict=True)]
-    spans = lengths_between(batch.key_cu_seqlens)
-    pieces = batch.input_ids[:, batch.key_index].split(spans, dim=1)
-    return [_Document(ids, own, is_run=own < keys) for ids, own, keys in zip(pieces, lengths, spans, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Probe:
-    """The part of a micro-batch that is read here, of two documents of 3 and 5 tokens."""
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    labels: torch.Tensor
-    learnt: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_document: int = 5
-    context: None = None
-    key_index: None = None
-    noise: None = None
-    taught: None = None
-
-    def second(self) -> _Probe:
-        """The second document alone."""
-        return replace(self._tokens(slice(3, None)), learnt=self.learnt[:5], cu_seqlens=self.cu_seqlens[1:] - 3)
-
-    def first(self, tokens: int) -> _Probe:
-        """Of one document the beginning."""
-        return replace(
-            self._tokens(slice(tokens)), learnt=self.learnt[:tokens], cu_seqlens=self.cu_seqlens.clamp(max=tokens)
-        )
-
-    def _tokens(self, place: slice) -> _Probe:
-        parts = {name: getattr(self, name)[:, place] for name in ("input_ids", "position_ids", "labels")}
-        return replace(self, **parts)
-
-
-def _probe(vocabulary: int, device: torch.device) -> _Probe:
-    ids = (torch.arange(8, device=device) * 7 + 3).remainder(vocabulary)[None]
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=device)
-    borders = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
-    return _Probe(ids, positions, ids, torch.arange(8, device=device), borders)

@@ -15,8 +15,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from swiftlite.reporting.curves import Average, Curve, curve_of, evaluated
-from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, short, sparkline, spent
+from swiftlite.reporting.curves import Average, Curve, curve_of, evaluated, is_added
+from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, plain, short, sparkline, spent
 
 WIDEST = 120  # columns of the panel
 TALLEST_CHART, SMALLEST_CHART = 7, 3  # lines
@@ -209,9 +209,9 @@ class Board:
             ("memory", shown("peak_memory_gib", "{:.2f} GiB".format)),
             ("MFU", f"{row['mfu']:.1%}" if row.get("mfu") is not None else "–"),
         ]
-        preference = {key: value for key, value in row.items() if "/" in key and key not in self.evaluated}
-        added = preference | self.evaluated
-        words = [key.replace("eval_", "eval ").replace("rewards/", "").replace("logps/", "logp ") for key in added]
+        of_method = {key: value for key, value in row.items() if is_added(key) and key not in self.evaluated}
+        added = of_method | self.evaluated
+        words = [plain(key).replace("rewards/", "").replace("logps/", "logp ") for key in added]
         for name, value in zip(_cut(words), added.values(), strict=True):
             cells.append((name, short(value, 3) if value is not None else "–"))  # a step may have no rejected answer
         return cells

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from swiftlite.config.methods import TOKEN_ACCURACY
+
 SHORTEST_SPAN, LONGEST_SPAN = 3, 10  # rows that a moving average reaches back
 MOST_POINTS = 2048
 EVALUATIONS = {
@@ -65,14 +67,20 @@ def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]
     return [step for step, _ in points], [value for _, value in points]
 
 
+def is_added(key: str) -> bool:
+    """Whether some methods alone have it."""
+    return "/" in key or key.removeprefix("eval_") == TOKEN_ACCURACY
+
+
 def added_groups(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     """The keys that some methods add, such as `rewards/margin`, by what is drawn on one scale."""
     groups: dict[str, list[str]] = {}
-    for key in sorted({key for row in rows for key in row if "/" in key}):
+    for key in sorted({key for row in rows for key in row if is_added(key)}):
         kind, _, name = key.partition("/")
         of = kind.removeprefix("eval_")
         is_share = (of, name) == ("rewards", "accuracy")
-        scale = f"answers/{name}" if of == "answers" else "accuracy" if is_share else kind
+        shares = f"answers/{name}" if of == "answers" else "accuracy" if is_share else None
+        scale = shares or (of if of == TOKEN_ACCURACY else kind)
         groups.setdefault(scale, []).append(key)
     return groups
 

@@ -15,7 +15,6 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.training.guards.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors
 from swiftlite.training.guards.untouched import without_gradient
 from swiftlite.training.guards.warm_check import tokens_of_longest
-from swiftlite.training.losses import TokenLoss
 from swiftlite.training.methods import MakeLoss, Method, check_start
 from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moments, set_rate
 from swiftlite.training.precision import LossScale, Precision
@@ -89,7 +88,7 @@ class Learner:
         parts = self._parts
         make_moments(parts.optimizer)
         with self.memory_errors("the check of the longest rows", share.micro_batches):
-            parts.runner.train(0, share.micro_batches, TokenLoss(share.trained_tokens), self._scale.value, share.count)
+            parts.runner.train(0, share.micro_batches, parts.method.trial(share), self._scale.value, share.count)
         parts.optimizer.zero_grad(set_to_none=True)
         longest, peak = tokens_of_longest(share), parts.memory_gib()
         self._listener.message(f"the longest micro-batch, {longest:,} tokens, fits: {peak:.2f} GiB of memory")

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from swiftlite.config.methods import TOKEN_ACCURACY
 from swiftlite.data.batches import MicroBatch
 from swiftlite.objectives.completions import completion_sums
 from swiftlite.objectives.policy import Policy
@@ -70,20 +71,24 @@ def means_of_sets(sums: dict[str, float]) -> dict[str, float | None]:
 @dataclass(frozen=True)
 class TokenLoss:
     """SFT and pretraining. tokens: N, the trained tokens of the whole step; dynamic: each is weighted by its own
-    probability; data_sets: what the several ones that rows are of are called."""
+    probability; judged: it is told how many are the likeliest; data_sets: what the several ones that rows are of are
+    called."""
 
     tokens: int
     dynamic: bool = False
+    judged: bool = False
     data_sets: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return names_of(self.data_sets)
+        return (*((TOKEN_ACCURACY,) if self.judged else ()), *names_of(self.data_sets))
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
+        """logprobs: where they are judged `[trained tokens, 2]`, see `token_logprobs`."""
+        logprobs, right = logprobs.unbind(-1) if self.judged else (logprobs, None)
         loss, known = dynamic_loss if self.dynamic else supervised_loss, logprobs.detach()
         sums = sums_of(self.data_sets, batch.data_set, lambda mine: loss(known.where(mine, 0), 1))
-        return loss(logprobs, max(1, self.tokens)), sums
+        return loss(logprobs, max(1, self.tokens)), (*(() if right is None else (right.detach().sum(),)), *sums)
 
 
 @dataclass(frozen=True)
@@ -97,20 +102,20 @@ class TaughtLoss:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("cross_entropy", "kl/teacher", *names_of(self.data_sets))
+        return ("cross_entropy", "kl/teacher", TOKEN_ACCURACY, *names_of(self.data_sets))
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
-        """logprobs: `[trained tokens, 2]`, see `token_logprobs`. The model's mean log p over text and teacher is what
+        """logprobs: `[trained tokens, 3]`, see `token_logprobs`. The model's mean log p over text and teacher is what
         is learnt; the teacher's own entropy makes a KL of it."""
         if batch.taught is None:  # of a micro-batch of which nothing is learnt
             return logprobs.sum(), [logprobs.detach().sum()] * len(self.names)
         weight, entropy = batch.taught.weight, batch.taught.entropy()
-        means, own = logprobs.unbind(-1)
+        means, own, right = logprobs.unbind(-1)
         cross_entropy = -own.detach()
         kl = (-means.detach() - (1 - weight) * cross_entropy) / weight - entropy
         losses = -(means + weight * entropy)
         sums = sums_of_losses(self.data_sets, batch.data_set, losses)
-        return losses.sum() / max(1, self.tokens), (cross_entropy.sum(), kl.sum(), *sums)
+        return losses.sum() / max(1, self.tokens), (cross_entropy.sum(), kl.sum(), right.detach().sum(), *sums)
 
 
 PAIR_SUMS = (

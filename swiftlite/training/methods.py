@@ -37,6 +37,7 @@ from swiftlite.training.reference import LiveReference, Place, Reference
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import Pack, StepBatch
+    from swiftlite.objectives.scorer import TokenScorer
     from swiftlite.parallel.mesh import Mesh
     from swiftlite.training.own_answers.rollouts import Rollouts
     from swiftlite.training.share import Sharing, StepShare
@@ -80,6 +81,10 @@ class Method(ABC):
         """As `Evaluator.results`."""
         return {"loss": found.loss} | self.metrics(found.sums, found.count)
 
+    def trial(self, share: StepShare) -> StepLoss:
+        """A loss that takes as much memory as a step's, of rows that nothing is learnt from or known of."""
+        return TokenLoss(share.trained_tokens)
+
     def count(self, share: StepShare) -> int:
         """What the loss of a step is the mean over: pairs, or single answers."""
         return share.documents
@@ -105,27 +110,32 @@ class Method(ABC):
 class Supervised(Method):
     """SFT and pretraining."""
 
-    def __init__(self, *, dynamic: bool = False) -> None:
-        """dynamic: as in `TokenLoss`."""
+    def __init__(self, scorers: Sequence[TokenScorer], *, dynamic: bool = False) -> None:
+        """scorers: of the trained model, of which more will be asked; dynamic: as in `TokenLoss`."""
         self._dynamic = dynamic
+        for scorer in scorers:
+            scorer.judge()
+
+    def trial(self, share: StepShare) -> StepLoss:
+        return TokenLoss(share.trained_tokens, judged=True)
 
     def count(self, share: StepShare) -> int:
         return share.trained_tokens
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
-        return share, partial(TokenLoss, dynamic=self._dynamic, data_sets=batch.data_sets)
+        return share, partial(TokenLoss, dynamic=self._dynamic, judged=True, data_sets=batch.data_sets)
 
     def prepare_evaluation(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         """The cross-entropy in any case: -p log p is least both where p is 1 and where it is 0, so it tells no better
         model from a worse one."""
-        return share, partial(TokenLoss, data_sets=batch.data_sets)
+        return share, partial(TokenLoss, judged=True, data_sets=batch.data_sets)
 
 
 class Distilled(Supervised):
     """SFT and pretraining with a teacher, which evaluations do without: their loss is the cross-entropy of the text."""
 
-    def __init__(self, teacher: Teacher) -> None:
-        super().__init__()
+    def __init__(self, scorers: Sequence[TokenScorer], teacher: Teacher) -> None:
+        super().__init__(scorers)
         self._teacher = teacher
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:

@@ -88,10 +88,11 @@ def build_method(parts: MethodParts) -> Method:
     config, trainee, loss = parts.config, parts.trainee, parts.loss
     if config.method in SAMPLING and parts.build_asker is not None:
         return _reinforced(parts, parts.build_asker())
+    scorers = [part.scorer for part in trainee.divided.parts]
     if config.teacher is not None and parts.build_teacher is not None:
-        return Distilled(Teacher(_teacher(parts), config, trainee.base))
+        return Distilled(scorers, Teacher(_teacher(parts), config, trainee.base))
     if loss is None:
-        return Supervised(dynamic=weighs_by_probability(config))
+        return Supervised(scorers, dynamic=weighs_by_probability(config))
     if isinstance(loss, RewardModel):
         return Rewarded(loss, starts_at_zero=trainee.has_new_head)
     if isinstance(loss, Preference):

@@ -107,7 +107,7 @@ class DirectStep:
         """(what is reported of a micro-batch, its share of the router loss, its tokens with padding)."""
         mine, router = self._mine(batch), None
         with self._precision.compute(self._mesh.device):
-            upstream = _upstream(step_loss, mine, scale) if scorer.wants_upstream else None
+            upstream = _upstream(scorer, step_loss, mine, scale) if scorer.wants_upstream else None
             with self._forward():
                 scores = scorer(mine, upstream)
             loss, sums = step_loss(scores.logprobs, mine)
@@ -152,13 +152,12 @@ class DirectStep:
         reshard(self._scorer)
 
 
-def _upstream(step_loss: StepLoss, batch: MicroBatch, scale: float) -> torch.Tensor | None:
+def _upstream(scorer: TokenScorer, step_loss: StepLoss, batch: MicroBatch, scale: float) -> torch.Tensor | None:
     """The gradient of a loss that is a multiple of the sum of log-probabilities, with respect to each of them. None
     where there are none."""
     if not len(batch.learnt):
         return None
-    shape = (len(batch.learnt),) if batch.taught is None else (len(batch.learnt), 2)
-    logprobs = torch.zeros(shape, device=batch.learnt.device, requires_grad=True)
+    logprobs = torch.zeros(scorer.shape_of(batch), device=batch.learnt.device, requires_grad=True)
     (gradient,) = torch.autograd.grad(step_loss(logprobs, batch)[0] * scale, logprobs)
     return gradient.flatten()[0]
 

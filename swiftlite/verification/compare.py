@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from swiftlite.checkpoint.folder import hash_file
+from swiftlite.config.methods import TOKEN_ACCURACY
 from swiftlite.reporting.curves import curve_of
 
 LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4  # relative
+UNDECIDED = 1  # tokens of a step that rounding may make as likely as another, or less
 
 
 @dataclass(frozen=True)
 class Difference:
     """Worst relative differences over all steps, and of all final tensors by their 2-norm. loss: of losses, or of the
-    rewards of a model's own answers, also of each data set; same_files: whether every file of the two results has the
-    same bytes; same_rest: every file but those of tensors.
+    rewards of a model's own answers, also of each data set, infinite where other tokens are the likeliest; same_files:
+    whether every file of the two results has the same bytes; same_rest: every file but those of tensors.
     """
 
     loss: float
@@ -41,18 +43,27 @@ def compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]], folder: 
         return Difference(math.inf, math.inf, math.inf)
     mine, theirs = _contents(folder), _contents(reference)
     key, _ = curve_of(expected)  # a loss that is 0 but for rounding has no relative difference
+    losses = [
+        _relative(row.get(name), other[name])
+        for row, other in zip(rows, expected, strict=True)
+        for name in other
+        if name == key or name.startswith(f"{key}/")
+    ]
+    found_right = [
+        _more_right(row, other) for row, other in zip(rows, expected, strict=True) if TOKEN_ACCURACY in other
+    ]
     return Difference(
-        loss=max(
-            _relative(row.get(name), other[name])
-            for row, other in zip(rows, expected, strict=True)
-            for name in other
-            if name == key or name.startswith(f"{key}/")
-        ),
+        loss=max(losses) if all(abs(count) <= UNDECIDED for count in found_right) else math.inf,
         norm=max(_relative(row["grad_norm"], other["grad_norm"]) for row, other in zip(rows, expected, strict=True)),
         weights=weights_difference(folder, reference),
         same_files=mine == theirs,
         same_rest=_without_tensors(mine) == _without_tensors(theirs),
     )
+
+
+def _more_right(row: dict[str, Any], other: dict[str, Any]) -> int:
+    """How many tokens more one run found the likeliest in a step than the other."""
+    return round(row[TOKEN_ACCURACY] * row["trained_tokens"]) - round(other[TOKEN_ACCURACY] * other["trained_tokens"])
 
 
 def _relative(value: float | None, expected: float | None) -> float:
