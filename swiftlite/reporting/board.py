@@ -211,7 +211,7 @@ class Board:
         ]
         of_method = {key: value for key, value in row.items() if is_added(key) and key not in self.evaluated}
         added = of_method | self.evaluated
-        words = [plain(key).replace("rewards/", "").replace("logps/", "logp ") for key in added]
+        words = [plain(key).replace("rewards/", "").replace("token ", "").replace("logps/", "logp ") for key in added]
         for name, value in zip(_cut(words), added.values(), strict=True):
             cells.append((name, short(value, 3) if value is not None else "–"))  # a step may have no rejected answer
         return cells
