@@ -391,9 +391,9 @@ def test_functions_get_what_trl_gives_them(functions):
     answers = [said("4", answer="4"), said("5", answer="4"), said("x", other=1)]
     right, nothing = load_rewards([f"{functions}:right*0.5", f"{functions}:nothing"])
     assert (right.name, right.weight, nothing.weight) == ("right", 0.5, 1.0)
-    found = rewards_of([right, nothing], answers)
+    found = rewards_of([right, nothing], answers, 9)
     assert found[0] == [1.25, 0.25, 0.25] and all(map(math.isnan, found[1]))
-    assert rewards_of([right], []) == [[]]
+    assert rewards_of([right], [], 9) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_a_process_that_a_function_forks_is_no_second_run(tmp_path, end, status)
     (tmp_path / "forks.py").write_text("import os\ndef forks(**others):\n" + "".join(f"    {line}\n" for line in lines))
     code = f"""
 from swiftlite.training.own_answers.rewards import Answered, load_rewards, rewards_of
-print(rewards_of(load_rewards(["{tmp_path / "forks.py"}:forks"]), [Answered("?", "x", [1], {{}}, "rows.jsonl:1")]))
+print(rewards_of(load_rewards(["{tmp_path / "forks.py"}:forks"]), [Answered("?", "x", [1], {{}}, "rows.jsonl:1")], 9))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"[[{float(status)}]]\n" and ("Traceback" in done.stderr) == (status > 0)
@@ -466,7 +466,7 @@ def test_functions_of_a_file_work_in_processes_that_are_spawned(tmp_path):
     (tmp_path / "pooling.py").write_text("\n".join(lines))
     lines = "from swiftlite.training.own_answers.rewards import *", "if __name__ == '__main__':"
     lines += (f"    rewards = load_rewards(['{tmp_path}/pooling.py:pooled'])",)
-    lines += ("    print(rewards_of(rewards, [Answered('?', 'x', [1], {}, 'rows.jsonl:1')]))",)
+    lines += ("    print(rewards_of(rewards, [Answered('?', 'x', [1], {}, 'rows.jsonl:1')], 9))",)
     (tmp_path / "asks.py").write_text("\n".join(lines))
     done = subprocess.run([sys.executable, tmp_path / "asks.py"], capture_output=True, text=True, timeout=30)
     assert done.stdout == "[[0.5]]\n", done.stderr[-500:]
@@ -478,12 +478,12 @@ def test_a_file_may_be_called_as_another_module(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "taken", importlib.import_module("importlib"))
     (tmp_path / f"{name}.py").write_text("def right(**others): return [7.0]\n")
     (found,) = load_rewards([f"{tmp_path / name}.py:right"])
-    assert rewards_of([found], [said("4")]) == [[7.0]]
+    assert rewards_of([found], [said("4")], 9) == [[7.0]]
 
 
 def test_functions_do_not_change_what_others_get(functions):
     answers = [said("4", answer="4"), said("5", answer="4")]
-    found = rewards_of(load_rewards([f"{functions}:changes", f"{functions}:right"]), answers)
+    found = rewards_of(load_rewards([f"{functions}:changes", f"{functions}:right"]), answers, 9)
     assert found[1] == [1.25, 0.25] and [answer.ids for answer in answers] == [[1, 2], [1, 2]]
 
 
@@ -505,7 +505,7 @@ def test_functions_do_not_change_what_others_get(functions):
 )
 def test_a_function_that_fails_is_told(functions, name, wanted):
     with pytest.raises(RunError, match=wanted) as failure:
-        rewards_of(load_rewards([f"{functions}:{name}"]), [said("4", answer="4"), said("5", answer="4")])
+        rewards_of(load_rewards([f"{functions}:{name}"]), [said("4", answer="4"), said("5", answer="4")], 9)
     assert failure.value.where.endswith("for answers to rows.jsonl:1 and others")
     assert "rewards.py" not in failure.value.where
 
@@ -778,8 +778,8 @@ def test_more_updates_take_more_time(tmp_path, tiny_model):
         ("dynamic_sample true", "teach nothing"),
         ("external_plugins plugin.py", "FILE.py:NAME"),
         ("reward_model_path judge", "reward: FOLDER"),
-        ("soft_cache_length 8", "FILE.py:NAME"),
-        ("repetition_n_grams 3", "FILE.py:NAME"),
+        ("soft_cache_length 8", "write `reward: soft_overlong`"),
+        ("repetition_n_grams 3", "write `reward: repetition`"),
         ("use_bias_correction_kl false", None),
         ("steps_per_generation 1", None),
         ("advantage_estimator grpo", None),

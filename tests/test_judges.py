@@ -154,9 +154,9 @@ def test_one_without_a_chat_template_says_so(judge_of):
     judge._has_template = False
     reward = Reward("judge", 1.0, judge, "judge", judge)
     with pytest.raises(UserError, match="the reward model has no chat template") as failure:
-        rewards_of([reward], [Answered([{"role": "user", "content": "?"}], "x", [1], {}, "rows.jsonl:1")])
+        rewards_of([reward], [Answered([{"role": "user", "content": "?"}], "x", [1], {}, "rows.jsonl:1")], 9)
     assert failure.value.where == str(run / "model") and "chat_template.jinja" in failure.value.fix
-    ((score,),) = rewards_of([reward], [Answered("Once upon", " a time", [1], {}, "rows.jsonl:1")])
+    ((score,),) = rewards_of([reward], [Answered("Once upon", " a time", [1], {}, "rows.jsonl:1")], 9)
     assert isinstance(score, float)
 
 

@@ -9,9 +9,11 @@ from test_eval import evaluate
 
 from swiftlite.data.prepare import Asked
 from swiftlite.data.tokens.questions import read_question
-from swiftlite.errors import UserError
+from swiftlite.errors import RunError, UserError
 from swiftlite.training.own_answers.known_rewards import KNOWN
 from swiftlite.training.own_answers.rewards import Answered, check_columns, load_rewards, parse_reward, rewards_of
+
+OF_THE_ANSWER_ALONE = ("think_format", "soft_overlong", "repetition")
 
 
 def said(name, text, expected=None):
@@ -19,7 +21,7 @@ def said(name, text, expected=None):
     (reward,) = load_rewards([name])
     prompts = ([{"role": "user", "content": "?"}], "?")
     answers = [Answered(prompt, text, [1], {"level": 3}, "rows.jsonl:1", expected) for prompt in prompts]
-    ((first, second),) = rewards_of([reward], answers)
+    ((first, second),) = rewards_of([reward], answers, 20)
     assert first == second or first != first
     return first
 
@@ -66,13 +68,48 @@ def test_what_they_reward(name, text, expected, wanted):
 @pytest.mark.parametrize("expected", [None, " ", "<think>so</think>", ["x"]])
 def test_without_an_answer_of_the_row_there_is_nothing_to_say(expected):
     """Nor where a column of that name holds no text."""
-    names = [name for name in KNOWN if name != "think_format"]
+    names = [name for name in KNOWN if name not in OF_THE_ANSWER_ALONE]
     assert all(math.isnan(said(name, "x", expected)) for name in names)
 
 
 def test_a_column_of_numbers_is_compared_as_their_text():
-    names = [name for name in KNOWN if name != "think_format"]
+    names = [name for name in KNOWN if name not in OF_THE_ANSWER_ALONE]
     assert [said(name, "7", 7) for name in names] == [1.0] * 4
+
+
+@pytest.mark.parametrize(("tokens", "wanted"), [(1, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0)])
+def test_long_answers_lose_by_degrees(tokens, wanted):
+    assert of_ids("soft_overlong", list(range(tokens))) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"),
+    [
+        ([1, 2, 3], 0.0),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 0.0),
+        ([1, 2, 3, 4, 5, 1, 2, 3, 4], -1 / 6),
+        ([7] * 8, -4 / 5),
+        ([7] * 3, 0.0),
+    ],
+)
+def test_what_stood_there_before_counts_against_an_answer(ids, wanted):
+    assert of_ids("repetition", ids) == pytest.approx(wanted)
+
+
+def of_ids(name, ids):
+    """What a function says of an answer of these tokens, of 20 that it could have."""
+    ((found,),) = rewards_of(load_rewards([name]), [Answered("?", "x", ids, {}, "rows.jsonl:1")], 20)
+    return found
+
+
+def test_a_limit_is_a_number_and_a_column_of_that_name_the_column(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def limit(completions, max_new_tokens, **others):\n    return [max_new_tokens * 1.0]\n")
+    rewards = load_rewards([f"{file}:limit"])
+    check_columns(rewards, Asked("rows.jsonl", (), answered=False))
+    assert rewards_of(rewards, [Answered("?", "x", [1], {}, "rows.jsonl:1")], 20) == [[20.0]]
+    with pytest.raises(RunError, match="limit failed: TypeError"):
+        rewards_of(rewards, [Answered("?", "x", [1], {"max_new_tokens": None}, "rows.jsonl:1")], 20)
 
 
 def test_what_takes_too_long_is_no_message_in_the_display(caplog):
@@ -110,7 +147,9 @@ def test_they_are_named_as_they_are_called(tmp_path):
     assert parse_reward("last_number*2").name == "last_number" and load_rewards(["contains*0.5"])[0].weight == 0.5
     with pytest.raises(UserError, match="'last_numbr' names no function") as failure:
         parse_reward("last_numbr")
-    assert "exact_match, contains, last_number, math_equal, think_format" in failure.value.fix
+    assert (
+        "exact_match, contains, last_number, math_equal, think_format, soft_overlong, repetition" in failure.value.fix
+    )
     assert "did you mean last_number?" in failure.value.fix
     for word, near in ("accuracy", "math_equal"), ("format", "think_format"):  # of TRL and ms-swift
         with pytest.raises(UserError, match="names no function") as failure:

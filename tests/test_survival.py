@@ -90,7 +90,7 @@ def test_a_function_that_ends_the_program_is_no_signal(tmp_path, ends):
     (tmp_path / "ending.py").write_text(f"def ends(**others):\n    {ends}\n")
     rewards, answer = load_rewards([f"{tmp_path / 'ending.py'}:ends"]), Answered("?", "x", [1], {}, "rows.jsonl:1")
     with stop_requests(None, 0.0), pytest.raises(RunError, match="the reward function ends failed: "):
-        rewards_of(rewards, [answer])
+        rewards_of(rewards, [answer], 9)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

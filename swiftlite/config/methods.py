@@ -16,10 +16,13 @@ COMPARED = ("chosen", "rejected", "accuracy", "margin")  # what their metrics ha
 SAMPLING = ("grpo",)  # learn from answers that the model itself gives to each step's prompts
 EXAMINED = ("sft", "dpo", "kto", *SAMPLING)  # whose model may answer held-out prompts, and its answers be rewarded
 EXAMINED_BY = ("max_new_tokens", "answers_at_once", "eval_samples", "eval_temperature")  # beside reward functions
-KNOWN_REWARDS = ("exact_match", "contains", "last_number", "math_equal", "think_format")  # functions that come along
+KNOWN_REWARDS = (  # functions that come along
+    "exact_match", "contains", "last_number", "math_equal", "think_format", "soft_overlong", "repetition",
+)  # fmt: skip
 PROMPT = ("prompt", "completion")  # of a row, which are no columns to the functions that reward answers, as in TRL
 GIVEN = ("prompts", "completions", "completion_ids")  # what they get beside the columns
 EXPECTED = "expected"  # what a row itself answers, for those that ask for it and find no such column
+LIMIT = "max_new_tokens"  # of an answer, likewise
 
 
 def pack_capacity(config: RunConfig) -> int:

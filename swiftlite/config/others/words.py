@@ -59,7 +59,11 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
         _OUT + "prompts whose answers have the same reward teach nothing, and are counted",
     ),
     "external_plugins": "write the functions of the file: {reward: FILE.py:NAME}",
-    **dict.fromkeys(("soft_cache_length", "soft_max_length", "non_stop_penalty"), _OWN_REWARD),
+    **dict.fromkeys(
+        ("soft_cache_length", "soft_max_length"),
+        "write {reward: soft_overlong}, which begins a fifth before {max_new_tokens}, or a function of your own",
+    ),
+    "non_stop_penalty": _OWN_REWARD,
     **dict.fromkeys(
         ("use_vllm", "use_transformers_paged", "fast_inference", "gpu_memory_utilization",
          "max_lora_rank", "colocate_all_models"),
@@ -213,7 +217,8 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
     ("vllm|use_vllm", _OWN_SAMPLER),
     ("lmbda|seq_kd", _OUT + "sft learns from a teacher on the rows' own answers, grpo on those that the model gives"),
-    ("cosine_m(in|ax)_len|repetition_(n_grams|max_penalty)", _OWN_REWARD),
+    ("cosine_m(in|ax)_len", _OWN_REWARD),
+    ("repetition_(n_grams|max_penalty)", "write {reward: repetition}, of runs of four tokens, with *WEIGHT behind it"),
     ("teacher|kd|gkd", _TEACHER),
     ("vit|aligner", _VISION),
     ("export", "use `swiftlite export` after training, which merges, rounds to 8 or 4 bits and checks the result"),

@@ -15,8 +15,8 @@ class SamplingSettings(BaseModel):
         [],
         REINFORCEMENT,
         "What rewards answers, of grpo those that it learns from, of sft, dpo and kto those to held-out prompts: "
-        "exact_match, contains, last_number, math_equal, think_format, your own functions as FILE.py:NAME or "
-        "PACKAGE.MODULE.NAME, reward models by folder or hub id; each with *WEIGHT if it is not 1.",
+        "exact_match, contains, last_number, math_equal, think_format, soft_overlong, repetition, your own functions "
+        "as FILE.py:NAME or PACKAGE.MODULE.NAME, reward models by folder or hub id; each with *WEIGHT if it is not 1.",
         "reward_funcs",
         shown="needed by grpo",
         metavar="NAME ...",

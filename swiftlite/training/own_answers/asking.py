@@ -137,7 +137,7 @@ class Asker:
         answered = [
             self._read(prompts[place].where, records[place], columns[place], ids) for (place, _), ids in drawn.items()
         ]
-        rewards = rewards_of(self._rewards, answered)
+        rewards = rewards_of(self._rewards, answered, self._config.max_new_tokens)
         for first in range(0, len(places), samples):
             part = slice(first, first + samples)
             yield Answers(places[first], answered[part], [of_function[part] for of_function in rewards])

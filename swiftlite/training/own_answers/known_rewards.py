@@ -19,6 +19,8 @@ MINUS = "\N{MINUS SIGN}"
 NUMBER = re.compile(
     rf"(?:(?<![\w.)])[-{MINUS}])?(?:(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 )
+SPARE = 0.2  # of an answer's tokens: as in the paper, 4,096 of 20,480
+RUN = 4  # tokens
 OPENING, CLOSING = "<think>", "</think>"
 
 Expected = Sequence[Any]  # text or None; a user's own column of that name holds what it does
@@ -57,10 +59,32 @@ def think_format(completions: Sequence[Any], **_others: object) -> Rewards:
     return [float(_is_thought_and_answer(text_of(completion))) for completion in completions]
 
 
-KNOWN = dict(zip(KNOWN_REWARDS, (exact_match, contains, last_number, math_equal, think_format), strict=True))
+def soft_overlong(completion_ids: Sequence[Sequence[int]], max_new_tokens: int, **_others: object) -> Rewards:
+    """0 for an answer that leaves a fifth of its tokens over, and less the nearer it comes to being cut, to -1 (DAPO,
+    arXiv 2503.14476, equation 13)."""
+    spare = max_new_tokens * SPARE
+    return [min(0.0, (max_new_tokens - len(ids)) / spare - 1) for ids in completion_ids]
+
+
+def repetition(completion_ids: Sequence[Sequence[int]], **_others: object) -> Rewards:
+    """Minus the part of an answer's runs of four tokens that were there before.
+
+    After arXiv 2502.03373, appendix C.2.
+    """
+    return [-_repeated(list(zip(*(ids[start:] for start in range(RUN)), strict=False))) for ids in completion_ids]
+
+
+KNOWN = dict(
+    zip(
+        KNOWN_REWARDS,
+        (exact_match, contains, last_number, math_equal, think_format, soft_overlong, repetition),
+        strict=True,
+    )
+)
 ELSEWHERE = {  # what TRL and ms-swift call the like of them
     "accuracy": "math_equal", "accuracy_reward": "math_equal", "format": "think_format",
-    "think_format_reward": "think_format",
+    "think_format_reward": "think_format", "get_soft_overlong_punishment": "soft_overlong",
+    "get_repetition_penalty_reward": "repetition",
 }  # fmt: skip
 PACKAGES = {"math_equal": ("math_verify", "math")}  # that a function needs, and the extra that brings it
 
@@ -97,6 +121,10 @@ def _number(text: str) -> Decimal | None:
         return Decimal(found[-1].replace(",", "").replace(MINUS, "-")) if found else None
     except InvalidOperation:  # its exponent is larger than any
         return None
+
+
+def _repeated(runs: Sequence[tuple[int, ...]]) -> float:
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def _is_thought_and_answer(text: str) -> bool:

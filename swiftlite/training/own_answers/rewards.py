@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.flags import nearest
-from swiftlite.config.methods import COMPARED, EXPECTED, GIVEN, PREFERENCE, PROMPT, SAMPLING
+from swiftlite.config.methods import COMPARED, EXPECTED, GIVEN, LIMIT, PREFERENCE, PROMPT, SAMPLING
 from swiftlite.config.names import HUB_ID
 from swiftlite.data.tokens.questions import ANSWERS
 from swiftlite.ending import STOPPING, is_of_a_signal
@@ -238,7 +238,8 @@ def _misfit(function: Callable[..., Any], asked: Asked) -> tuple[str, str] | Non
     by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
     by_place = next((one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.name in needed), None)
-    missing = next((name for name in needed if name not in given and (name, asked.answered) != (EXPECTED, True)), None)
+    on_request = {LIMIT, *([EXPECTED] if asked.answered else [])}
+    missing = next((name for name in needed if name not in given and name not in on_request), None)
     if by_place is not None:
         return f"takes `{by_place}` by its place alone", "all are given by their names: leave out the /"
     if missing == EXPECTED:
@@ -276,8 +277,9 @@ def _setting_back() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[list[float]]:
-    """What each function says of each answer, NaN where it says nothing, `[functions][answers]`.
+def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered], limit: int) -> list[list[float]]:
+    """What each function says of each answer, NaN where it says nothing, `[functions][answers]`. limit: tokens that an
+    answer can have.
 
     Raises RunError where a function fails or returns something else.
     """
@@ -290,9 +292,9 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered]) -> list[l
         "completions": [answer.completion for answer in answers],
         "completion_ids": [answer.ids for answer in answers],
     }
-    expected = {EXPECTED: [answer.expected for answer in answers]}
-    asks = [EXPECTED not in columns and EXPECTED in (_parameters(reward.function) or ()) for reward in rewards]
-    given = [columns | expected if it_asks else columns for it_asks in asks]
+    on_request = {EXPECTED: [answer.expected for answer in answers], LIMIT: limit}
+    asked = [on_request.keys() & (_parameters(reward.function) or {}).keys() for reward in rewards]
+    given = [{name: on_request[name] for name in names} | columns for names in asked]
     with _setting_back():  # and what it gets each may change
         return [_asked(reward, deepcopy(mine), answers) for reward, mine in zip(rewards, given, strict=True)]
 
