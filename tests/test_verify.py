@@ -288,6 +288,10 @@ def test_numbers_that_are_none_and_other_files_differ(tmp_path):
     assert compare(rows, rows, *folders).agrees
     for name in ("loss", "grad_norm"):
         assert not compare([rows[0], rows[1] | {name: math.nan}], rows, *folders).agrees
+    judged = [row | {"trained_tokens": 50, "token_accuracy": 0.5} for row in rows]
+    for right, agrees in ((25, True), (26, True), (27, False)):  # of one token rounding may decide
+        others = [judged[0], judged[1] | {"token_accuracy": right / 50}]
+        assert compare(others, judged, *folders).agrees is agrees
     save_file({"a": torch.ones(2), "b": torch.tensor([1.0, math.nan])}, folders[0] / "model.safetensors")
     assert compare(rows, rows, *folders).weights == math.inf
     save_file({"a": torch.ones(2), "b": torch.tensor([1.0, 1 + 1e-6])}, folders[0] / "model.safetensors")

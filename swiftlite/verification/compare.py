@@ -20,20 +20,22 @@ UNDECIDED = 1  # tokens of a step that rounding may make as likely as another, o
 @dataclass(frozen=True)
 class Difference:
     """Worst relative differences over all steps, and of all final tensors by their 2-norm. loss: of losses, or of the
-    rewards of a model's own answers, also of each data set, infinite where other tokens are the likeliest; same_files:
-    whether every file of the two results has the same bytes; same_rest: every file but those of tensors.
+    rewards of a model's own answers, also of each data set; right: most tokens of a step that one run finds the
+    likeliest and the other does not; same_files: whether every file of the two results has the same bytes; same_rest:
+    every file but those of tensors.
     """
 
     loss: float
     norm: float
     weights: float
+    right: int = 0
     same_files: bool = False
     same_rest: bool = False
 
     @property
     def agrees(self) -> bool:
         """Within the limits; and where the weights are equal, their files are."""
-        close = self.loss <= LOSS and self.norm <= NORM and self.weights <= WEIGHTS
+        close = self.loss <= LOSS and self.norm <= NORM and self.weights <= WEIGHTS and self.right <= UNDECIDED
         return close and self.same_rest and (self.same_files or self.weights > 0)
 
 
@@ -49,21 +51,20 @@ def compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]], folder: 
         for name in other
         if name == key or name.startswith(f"{key}/")
     ]
-    found_right = [
-        _more_right(row, other) for row, other in zip(rows, expected, strict=True) if TOKEN_ACCURACY in other
-    ]
+    right = max(abs(_right(row) - _right(other)) for row, other in zip(rows, expected, strict=True))
     return Difference(
-        loss=max(losses) if all(abs(count) <= UNDECIDED for count in found_right) else math.inf,
+        loss=max(losses),
         norm=max(_relative(row["grad_norm"], other["grad_norm"]) for row, other in zip(rows, expected, strict=True)),
         weights=weights_difference(folder, reference),
+        right=right,
         same_files=mine == theirs,
         same_rest=_without_tensors(mine) == _without_tensors(theirs),
     )
 
 
-def _more_right(row: dict[str, Any], other: dict[str, Any]) -> int:
-    """How many tokens more one run found the likeliest in a step than the other."""
-    return round(row[TOKEN_ACCURACY] * row["trained_tokens"]) - round(other[TOKEN_ACCURACY] * other["trained_tokens"])
+def _right(row: dict[str, Any]) -> int:
+    """How many tokens of a step are the likeliest, where that is told."""
+    return round((row.get(TOKEN_ACCURACY) or 0) * row.get("trained_tokens", 0))
 
 
 def _relative(value: float | None, expected: float | None) -> float:
