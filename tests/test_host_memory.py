@@ -100,7 +100,8 @@ def test_training_is_refused_before_weights_are_read(machine, tiny_model, write_
 
 def test_states_that_wait_on_the_host_count_there(machine, tmp_path):
     """8 billion weights and both moments, of two GPUs: 48 GiB and more for each."""
-    resolved, outline = outlined(tmp_path, LLAMA, tuner="full", nproc_per_node=2, offload="cpu")
+    answers = {"reward": ["last_number"], "method": "grpo"}  # by copies on the devices
+    resolved, outline = outlined(tmp_path, LLAMA, tuner="full", nproc_per_node=2, offload="cpu", **answers)
     nothing = Footprint(0, 0, 0, 0, 0, 0)
     choice = Choice(resolved.layout, True, "none", nothing)
     needed = outline.on_host(resolved.config, choice)

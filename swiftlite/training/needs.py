@@ -157,7 +157,18 @@ class Outline:
 
     def holds(self, config: RunConfig, layout: Layout, stages: StagePlan | None) -> Footprint:
         """What the fullest device does. config: with every setting of memory settled."""
-        work = Work(
+        work = self._work(config)
+        held = footprint(self.blocks, layout, stages, self.number_bytes(config), work)
+        if not work.offload:
+            held = replace(held, weights=held.weights + self._beside_on_each(layout))
+        if answers(config):
+            held = self._with_answers(held, config, layout)
+        if self.device.type == "cpu":
+            held = replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)
+        return replace(held, activations=held.activations + self._told(config, layout, work))
+
+    def _work(self, config: RunConfig) -> Work:
+        return Work(
             tokens=config.micro_batch_size * pack_capacity(config),
             micro_batches=config.gradient_accumulation_steps,
             kept=self._kept(config),
@@ -169,25 +180,22 @@ class Outline:
             offload=config.offload == "cpu" and self.device.type != "cpu",  # where states lie in the same memory
             models=2 if keeps_second(config) else 1,
         )
-        held = footprint(self.blocks, layout, stages, self.number_bytes(config), work)
-        if self.beside is not None and not work.offload:
-            shards = layout.tp * layout.pp * layout.dp_shard * layout.cp
-            held = replace(held, weights=held.weights + self.beside.weights / shards)
-        if answers(config):
-            held = self._with_answers(held, config, layout)
-        if self.device.type == "cpu":
-            held = replace(held, activations=ON_HOST * held.activations, workspace=ON_HOST * held.workspace)
-        return replace(held, activations=held.activations + self._told(config, layout, work))
+
+    def _beside_on_each(self, layout: Layout) -> float:
+        """Bytes of the teacher on a device, if there is one."""
+        shards = layout.tp * layout.pp * layout.dp_shard * layout.cp
+        return 0 if self.beside is None else self.beside.weights / shards
 
     def on_host(self, config: RunConfig, choice: Choice) -> float:
         """Bytes of a process's weights, gradients and optimizer state that lie in its machine's memory."""
         on_cpu = self.device.type == "cpu"
         if on_cpu or not choice.offload:
             return choice.held.states if on_cpu else 0
-        settled = {"activation_checkpointing": choice.checkpointing, "offload": "none"}
-        stages = self.stages(config, choice.layout)
-        held = self.holds(config.model_copy(update=settled), choice.layout, stages)
-        return held.weights + held.moments
+        layout = choice.layout
+        settled = config.model_copy(update={"activation_checkpointing": choice.checkpointing})
+        work = replace(self._work(settled), offload=False)  # which counts states where they are kept
+        held = footprint(self.blocks, layout, self.stages(config, layout), self.number_bytes(config), work)
+        return held.weights + held.moments + self._beside_on_each(layout)
 
     def _told(self, config: RunConfig, layout: Layout, work: Work) -> float:
         """Bytes of what a teacher tells of a whole step, if there is one: of its text, or of a rank's slices of it;
