@@ -1,7 +1,11 @@
 """The tokenizer of a run: its revision, and tokens that are new to it."""
 
+import json
+
 import pytest
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.normalizers import Lowercase
 
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.toys import toy_tokenizer
@@ -26,3 +30,22 @@ def test_the_models_revision_is_not_asked_of_another_tokenizer(monkeypatch, toke
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name, **options: seen.update(options))
     load_tokenizer("org/model", tokenizer=tokenizer, revision="v2")
     assert seen["revision"] == asked
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_tokenizer_that_is_not_what_its_file_says_is_told(tmp_path, folder, kind):
+    """Of Qwen2's type transformers takes a class of its own, whatever the files say: here that case is nothing."""
+    settings, file = tmp_path / "toy" / "tokenizer_config.json", tmp_path / "toy" / "tokenizer.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    written = Tokenizer.from_file(str(file))
+    written.normalizer = Lowercase()
+    written.save(str(file))
+    (tmp_path / "toy" / "config.json").write_text(json.dumps({"model_type": kind}))
+    said = []
+    loaded = load_tokenizer(folder, tell=said.append)
+    if kind == "qwen3":
+        assert loaded("A")["input_ids"] == loaded("a")["input_ids"] and not said
+    else:
+        assert loaded("A")["input_ids"] != loaded("a")["input_ids"]
+        (told,) = said
+        assert told.startswith("note: transformers makes a Qwen2Tokenizer") and "74 tokens and not 77" in told

@@ -10,7 +10,7 @@ from swiftlite.config.names import check_name
 from swiftlite.errors import UserError
 from swiftlite.models.load import check_model_path, hub_errors
 from swiftlite.quick_imports import quick_imports
-from swiftlite.untrusted import existing
+from swiftlite.untrusted import existing, read_json_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,10 @@ ALPACA = (  # the same behind the opening of Stanford Alpaca's rows, https://git
 )
 LARGEST_TEMPLATE = 1 << 20  # bytes
 BUILT_IN_TEMPLATES = {"chatml": CHATML, "instruction": INSTRUCTION, "alpaca": ALPACA}
+AS_WRITTEN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that take all from tokenizer.json
+PROBE = (  # what tokenizers divide unlike each other
+    " It's 12345 of  them, I'M sure.\n\n  été \tx1=f(3.14); //...\r\n\u4f60\u597d\uff0c\u30c6\u30b9\u30c8 don't\n"
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -78,7 +82,8 @@ def load_tokenizer(
 
     chat_template: a name of `BUILT_IN_TEMPLATES` or a Jinja file; revision: of the model, another tokenizer
     has its own; vocabulary_of: an adapter with which the vocabulary cannot grow any more;
-    tell: is told which new tokens are known. Raises UserError where it cannot be had.
+    tell: is told which new tokens are known, and of a tokenizer that is not what its file says. Raises UserError where
+    it cannot be had.
     """
     with quick_imports():
         from transformers import AutoTokenizer
@@ -92,6 +97,8 @@ def load_tokenizer(
     with hub_errors(source, "tokenizer"):
         its_revision = revision if source == model else None
         loaded = AutoTokenizer.from_pretrained(source, revision=its_revision, trust_remote_code=trust_remote_code)
+    if (told := _other_than_its_file(loaded, source, its_revision)) is not None:
+        tell(told)
     if new_tokens:
         vocabulary = loaded.get_vocab()
         if known := [token for token in new_tokens if token in vocabulary]:
@@ -106,6 +113,31 @@ def load_tokenizer(
     if chat_template is not None:
         loaded.chat_template = read_chat_template(chat_template)
     return loaded
+
+
+def _other_than_its_file(tokenizer: PreTrainedTokenizerBase, source: str, revision: str | None) -> str | None:
+    """What to tell of a tokenizer that divides a text otherwise than its tokenizer.json: of some types of models
+    transformers 5 takes a class of its own, which builds it anew, whatever class the files name."""
+    kind = type(tokenizer).__name__
+    if kind in AS_WRITTEN or getattr(tokenizer, "backend_tokenizer", None) is None:
+        return None
+    from tokenizers import Tokenizer
+    from transformers.utils import cached_file
+
+    known = {"revision": revision, "local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    settings, whole = (cached_file(source, name, **known) for name in ("tokenizer_config.json", "tokenizer.json"))
+    named = None if settings is None else read_json_file(Path(settings)).get("tokenizer_class")
+    if whole is None or (named is not None and named.removesuffix("Fast") == kind):
+        return None
+    mine, theirs = (one.encode(PROBE).tokens for one in (tokenizer.backend_tokenizer, Tokenizer.from_file(whole)))
+    if mine == theirs:
+        return None
+    place = next((place for place, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)
+    return (
+        f"note: transformers makes a {kind} of the tokenizer, which divides texts otherwise than tokenizer.json says: "
+        f"a probe has {len(mine)} tokens and not {len(theirs)}, {mine[place]!r} and not {theirs[place]!r} among them; "
+        "engines that load it by transformers do the same"
+    )
 
 
 def check_tokenizer_folder(folder: Path) -> None:
