@@ -1,7 +1,8 @@
 """Real shapes of the models that recipes name, and what their weights, gradients and moments take on one GPU.
 
 Shapes: `config.json` in the model's repository on the hub, https://huggingface.co/<id>/blob/main/config.json.
-Parameters: the model card. Both are written down apart, so that a slip in either shows.
+Parameters: the model card. Both are written down apart, and parameters are also counted from the shape by hand, so that
+a slip in any shows.
 """
 
 from __future__ import annotations
@@ -13,49 +14,70 @@ from typing import TYPE_CHECKING
 from swiftlite.config.layout import Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PretrainedConfig
+
     from swiftlite.config.schema import RunConfig
 
 GIB = 2**30
 FULL_BYTES = 4 + 4 + 8  # fp32 weight, gradient and two AdamW moments
 FROZEN_BYTES = 2
+NF4_BITS = 4 + 16 / 64  # a code, and a bf16 scale for 64 of them
 
 TABLE = """
-model                                     family       parameters layers hidden heads kv head    ff  vocab tied length
-HuggingFaceTB/SmolLM2-135M                llama         134515008     30    576     9  3   64  1536  49152  yes   8192
-HuggingFaceTB/SmolLM2-135M-Instruct       llama         134515008     30    576     9  3   64  1536  49152  yes   8192
-HuggingFaceTB/SmolLM2-360M-Instruct       llama         361821120     32    960    15  5   64  2560  49152  yes   8192
-HuggingFaceTB/SmolLM2-1.7B-Instruct       llama        1711376384     24   2048    32 32   64  8192  49152  yes   8192
-meta-llama/Meta-Llama-3-8B-Instruct       llama        8030261248     32   4096    32  8  128 14336 128256   no   8192
-meta-llama/Llama-3.1-8B-Instruct          llama        8030261248     32   4096    32  8  128 14336 128256   no 131072
-meta-llama/Llama-3.1-70B-Instruct         llama       70553706496     80   8192    64  8  128 28672 128256   no 131072
-meta-llama/Llama-3.2-1B-Instruct          llama        1235814400     16   2048    32  8   64  8192 128256  yes 131072
-meta-llama/Llama-3.2-3B-Instruct          llama        3212749824     28   3072    24  8  128  8192 128256  yes 131072
-meta-llama/Llama-3.3-70B-Instruct         llama       70553706496     80   8192    64  8  128 28672 128256   no 131072
-deepseek-ai/DeepSeek-R1-Distill-Llama-8B  llama        8030261248     32   4096    32  8  128 14336 128256   no 131072
-deepseek-ai/DeepSeek-R1-Distill-Llama-70B llama       70553706496     80   8192    64  8  128 28672 128256   no 131072
-deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B qwen2        1777088000     28   1536    12  2  128  8960 151936   no 131072
-deepseek-ai/DeepSeek-R1-Distill-Qwen-7B   qwen2        7615616512     28   3584    28  4  128 18944 152064   no 131072
-deepseek-ai/DeepSeek-R1-Distill-Qwen-14B  qwen2       14770033664     48   5120    40  8  128 13824 152064   no 131072
-deepseek-ai/DeepSeek-R1-Distill-Qwen-32B  qwen2       32763876352     64   5120    40  8  128 27648 152064   no 131072
-Qwen/Qwen2.5-0.5B-Instruct                qwen2         494032768     24    896    14  2   64  4864 151936  yes  32768
-Qwen/Qwen2.5-1.5B-Instruct                qwen2        1543714304     28   1536    12  2  128  8960 151936  yes  32768
-Qwen/Qwen2.5-3B-Instruct                  qwen2        3085938688     36   2048    16  2  128 11008 151936  yes  32768
-Qwen/Qwen2.5-7B-Instruct                  qwen2        7615616512     28   3584    28  4  128 18944 152064   no  32768
-Qwen/Qwen2.5-14B-Instruct                 qwen2       14770033664     48   5120    40  8  128 13824 152064   no  32768
-Qwen/Qwen2.5-32B-Instruct                 qwen2       32763876352     64   5120    40  8  128 27648 152064   no  32768
-Qwen/Qwen3-0.6B                           qwen3         596049920     28   1024    16  8  128  3072 151936  yes  40960
-Qwen/Qwen3-1.7B                           qwen3        1720574976     28   2048    16  8  128  6144 151936  yes  40960
-Qwen/Qwen3-4B                             qwen3        4022468096     36   2560    32  8  128  9728 151936  yes  40960
-Qwen/Qwen3-8B                             qwen3        8190735360     36   4096    32  8  128 12288 151936   no  40960
-Qwen/Qwen3-14B                            qwen3       14768307200     40   5120    40  8  128 17408 151936   no  40960
-Qwen/Qwen3-32B                            qwen3       32762123264     64   5120    64  8  128 25600 151936   no  40960
-Qwen/Qwen3-30B-A3B                        qwen3_moe   30532122624     48   2048    32  4  128  6144 151936   no  40960
-mistralai/Mistral-7B-Instruct-v0.3        mistral      7248023552     32   4096    32  8  128 14336  32768   no  32768
-google/gemma-3-1b-it                      gemma3_text   999885952     26   1152     4  1  256  6912 262144  yes  32768
-google/gemma-3-4b-it                      gemma3       4300079472     34   2560     8  4  256 10240 262208  yes 131072
-google/gemma-3-12b-it                     gemma3      12187325040     48   3840    16  8  256 15360 262208  yes 131072
-google/gemma-3-27b-it                     gemma3      27432406640     62   5376    32 16  128 21504 262208  yes 131072
-microsoft/phi-4                           phi3        14659507200     40   5120    40 10  128 17920 100352   no  16384
+model                                     family        parameters layers hidden heads kv head    ff  vocab tied length
+HuggingFaceTB/SmolLM2-135M                llama          134515008     30    576     9  3   64  1536  49152  yes   8192
+HuggingFaceTB/SmolLM2-135M-Instruct       llama          134515008     30    576     9  3   64  1536  49152  yes   8192
+HuggingFaceTB/SmolLM2-360M-Instruct       llama          361821120     32    960    15  5   64  2560  49152  yes   8192
+HuggingFaceTB/SmolLM2-1.7B-Instruct       llama         1711376384     24   2048    32 32   64  8192  49152  yes   8192
+HuggingFaceTB/SmolLM3-3B                  smollm3       3075098624     36   2048    16  4  128 11008 128256  yes  65536
+meta-llama/Meta-Llama-3-8B-Instruct       llama         8030261248     32   4096    32  8  128 14336 128256   no   8192
+meta-llama/Llama-3.1-8B-Instruct          llama         8030261248     32   4096    32  8  128 14336 128256   no 131072
+meta-llama/Llama-3.1-70B-Instruct         llama        70553706496     80   8192    64  8  128 28672 128256   no 131072
+meta-llama/Llama-3.2-1B-Instruct          llama         1235814400     16   2048    32  8   64  8192 128256  yes 131072
+meta-llama/Llama-3.2-3B-Instruct          llama         3212749824     28   3072    24  8  128  8192 128256  yes 131072
+meta-llama/Llama-3.3-70B-Instruct         llama        70553706496     80   8192    64  8  128 28672 128256   no 131072
+deepseek-ai/DeepSeek-R1-Distill-Llama-8B  llama         8030261248     32   4096    32  8  128 14336 128256   no 131072
+deepseek-ai/DeepSeek-R1-Distill-Llama-70B llama        70553706496     80   8192    64  8  128 28672 128256   no 131072
+deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B qwen2         1777088000     28   1536    12  2  128  8960 151936   no 131072
+deepseek-ai/DeepSeek-R1-Distill-Qwen-7B   qwen2         7615616512     28   3584    28  4  128 18944 152064   no 131072
+deepseek-ai/DeepSeek-R1-Distill-Qwen-14B  qwen2        14770033664     48   5120    40  8  128 13824 152064   no 131072
+deepseek-ai/DeepSeek-R1-Distill-Qwen-32B  qwen2        32763876352     64   5120    40  8  128 27648 152064   no 131072
+Qwen/Qwen2.5-0.5B-Instruct                qwen2          494032768     24    896    14  2   64  4864 151936  yes  32768
+Qwen/Qwen2.5-1.5B-Instruct                qwen2         1543714304     28   1536    12  2  128  8960 151936  yes  32768
+Qwen/Qwen2.5-3B-Instruct                  qwen2         3085938688     36   2048    16  2  128 11008 151936  yes  32768
+Qwen/Qwen2.5-7B-Instruct                  qwen2         7615616512     28   3584    28  4  128 18944 152064   no  32768
+Qwen/Qwen2.5-14B-Instruct                 qwen2        14770033664     48   5120    40  8  128 13824 152064   no  32768
+Qwen/Qwen2.5-32B-Instruct                 qwen2        32763876352     64   5120    40  8  128 27648 152064   no  32768
+Qwen/Qwen2.5-72B-Instruct                 qwen2        72706203648     80   8192    64  8  128 29568 152064   no  32768
+Qwen/Qwen2.5-Coder-7B-Instruct            qwen2         7615616512     28   3584    28  4  128 18944 152064   no  32768
+Qwen/Qwen2.5-Coder-32B-Instruct           qwen2        32763876352     64   5120    40  8  128 27648 152064   no  32768
+Qwen/Qwen3-0.6B                           qwen3          596049920     28   1024    16  8  128  3072 151936  yes  40960
+Qwen/Qwen3-1.7B                           qwen3         1720574976     28   2048    16  8  128  6144 151936  yes  40960
+Qwen/Qwen3-4B                             qwen3         4022468096     36   2560    32  8  128  9728 151936  yes  40960
+Qwen/Qwen3-8B                             qwen3         8190735360     36   4096    32  8  128 12288 151936   no  40960
+Qwen/Qwen3-14B                            qwen3        14768307200     40   5120    40  8  128 17408 151936   no  40960
+Qwen/Qwen3-32B                            qwen3        32762123264     64   5120    64  8  128 25600 151936   no  40960
+Qwen/Qwen3-4B-Instruct-2507               qwen3         4022468096     36   2560    32  8  128  9728 151936  yes 262144
+Qwen/Qwen3-30B-A3B                        qwen3_moe    30532122624     48   2048    32  4  128  6144 151936   no  40960
+Qwen/Qwen3-30B-A3B-Instruct-2507          qwen3_moe    30532122624     48   2048    32  4  128  6144 151936   no 262144
+mistralai/Mistral-7B-Instruct-v0.3        mistral       7248023552     32   4096    32  8  128 14336  32768   no  32768
+mistralai/Mistral-Nemo-Instruct-2407      mistral      12247782400     40   5120    32  8  128 14336 131072   no 128000
+mistralai/Mistral-Small-24B-Instruct-2501 mistral      23572403200     40   5120    32  8  128 32768 131072   no  32768
+google/gemma-3-1b-it                      gemma3_text    999885952     26   1152     4  1  256  6912 262144  yes  32768
+google/gemma-3-4b-it                      gemma3        4300079472     34   2560     8  4  256 10240 262208  yes 131072
+google/gemma-3-12b-it                     gemma3       12187325040     48   3840    16  8  256 15360 262208  yes 131072
+google/gemma-3-27b-it                     gemma3       27432406640     62   5376    32 16  128 21504 262208  yes 131072
+microsoft/phi-4                           phi3         14659507200     40   5120    40 10  128 17920 100352   no  16384
+microsoft/Phi-4-mini-instruct             phi3          3836021760     32   3072    24  8  128  8192 200064  yes 131072
+openai/gpt-oss-20b                        gpt_oss      20914757184     24   2880    64  8   64  2880 201088   no 131072
+openai/gpt-oss-120b                       gpt_oss     116829156672     36   2880    64  8   64  2880 201088   no 131072
+allenai/OLMo-2-1124-7B-Instruct           olmo2         7298617344     32   4096    32 32  128 11008 100352   no   4096
+allenai/OLMo-2-1124-13B-Instruct          olmo2        13716198400     40   5120    40 40  128 13824 100352   no   4096
+ibm-granite/granite-3.3-2b-instruct       granite       2533539840     40   2048    32  8   64  8192  49159  yes 131072
+ibm-granite/granite-3.3-8b-instruct       granite       8170864640     40   4096    32  8  128 12800  49159  yes 131072
+zai-org/GLM-4-9B-0414                     glm4          9400279040     40   4096    32  2  128 13696 151552   no  32768
 """
 KEYS = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "kv": "num_key_value_heads",
@@ -66,10 +88,20 @@ FAMILIES = {
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "gpt_oss": {"num_experts_per_tok": 4, "sliding_window": 128},
     "mistral": {"sliding_window": None},
     "phi3": {"sliding_window": None, "pad_token_id": None},
     "gemma3_text": {"sliding_window": 512},
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+OWN = {  # what models of one family have unlike
+    "openai/gpt-oss-20b": {"num_local_experts": 32},
+    "openai/gpt-oss-120b": {"num_local_experts": 128},
+    "microsoft/Phi-4-mini-instruct": {"partial_rotary_factor": 0.75, "sliding_window": 262144},
+    "ibm-granite/granite-3.3-2b-instruct": {"attention_multiplier": 0.015625, "logits_scaling": 8.0},
+    "ibm-granite/granite-3.3-8b-instruct": {"attention_multiplier": 0.0078125, "logits_scaling": 16.0},
+}
 SIGLIP = {  # the image tower of Gemma 3, which text leaves alone
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
     "image_size": 896, "patch_size": 14, "vision_use_head": False,
@@ -84,13 +116,15 @@ def _rows() -> dict[str, dict[str, str]]:
 MODELS = _rows()
 
 
-def real_config(model: str, layers: int | None = None):  # noqa: ANN201 - transformers' class of the family
-    """The config of a model on the hub, made without it. layers: another number of them."""
+def real_config(model: str, layers: int | None = None, overrides: Mapping[str, str] | None = None):  # noqa: ANN201
+    """The config of a model on the hub, made without it, of transformers' class of the family. layers: another number
+    of them; overrides: of `--config-overrides`, whole numbers."""
     from transformers import CONFIG_MAPPING
 
     row = MODELS[model]
     family, tied = row["family"], row["tied"] == "yes"
-    values = {key: int(row[column]) for column, key in KEYS.items()} | FAMILIES.get(family, {})
+    values = {key: int(row[column]) for column, key in KEYS.items()} | FAMILIES.get(family, {}) | OWN.get(model, {})
+    values |= {key: int(value) for key, value in (overrides or {}).items()}
     values["num_hidden_layers"] = layers or values["num_hidden_layers"]
     if family == "gemma3":
         return CONFIG_MAPPING[family](text_config=values, vision_config=SIGLIP, tie_word_embeddings=tied)
@@ -99,12 +133,15 @@ def real_config(model: str, layers: int | None = None):  # noqa: ANN201 - transf
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of a model: one layer, of which its experts, and everything else; LoRA's likewise, a unit of rank."""
+    """Parameters of a model: one layer, of which its experts and its matrices that quantization packs, and everything
+    else, of which an output head of its own; LoRA's likewise, a unit of rank."""
 
     layers: int
     layer: int
     experts: int
+    matrices: int
     rest: int
+    head: int
     adapted_layer: int
     adapted_rest: int
 
@@ -112,14 +149,92 @@ class Sizes:
     def total(self) -> int:
         return self.layers * self.layer + self.rest
 
+    @property
+    def packed(self) -> int:
+        """In matrices that quantization packs."""
+        return self.layers * self.matrices
+
     def adapters(self, rank: int, layers: int | None = None) -> int:
         """LoRA's on every linear layer, of a model with another number of layers if given."""
         return rank * ((layers or self.layers) * self.adapted_layer + self.adapted_rest)
 
 
+def sizes(model: str, overrides: Mapping[str, str] | None = None) -> Sizes:
+    """Counted by hand from the shape."""
+    config = real_config(model, overrides=overrides)
+    shape, family = config.get_text_config(), MODELS[model]["family"]
+    hidden, vocab = shape.hidden_size, shape.vocab_size
+    linear, experts, small = _linear(shape, family), _experts(shape, family), _small(shape, family)
+    head = 0 if config.tie_word_embeddings else vocab * hidden
+    tower, adapted_tower = _siglip(hidden) if family == "gemma3" else (0, 0)
+    return Sizes(
+        layers=shape.num_hidden_layers,
+        layer=sum(rows * columns for rows, columns in linear) + experts + small,
+        experts=experts,
+        matrices=sum(rows * columns for rows, columns in linear),
+        rest=vocab * hidden + head + hidden + tower,
+        head=head,
+        adapted_layer=sum(rows + columns for rows, columns in linear),
+        adapted_rest=adapted_tower,
+    )
+
+
+def _linear(shape: PretrainedConfig, family: str) -> list[tuple[int, int]]:
+    """(inputs, outputs) of a layer's linear layers. Those of Phi-3 and GLM-4 are fused in part; a mixture has them in
+    its attention alone."""
+    hidden, features = shape.hidden_size, shape.intermediate_size
+    queries, keys = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
+    apart = [(hidden, queries), (hidden, keys), (hidden, keys)]
+    attention = [*([(hidden, queries + 2 * keys)] if family == "phi3" else apart), (queries, hidden)]
+    if family in ("qwen3_moe", "gpt_oss"):
+        return attention
+    gate = [(hidden, 2 * features)] if family in ("phi3", "glm4") else 2 * [(hidden, features)]
+    return [*attention, *gate, (features, hidden)]
+
+
+def _experts(shape: PretrainedConfig, family: str) -> int:
+    """Three matrices an expert, in gpt-oss with a bias each."""
+    if family == "qwen3_moe":
+        return shape.num_experts * 3 * shape.hidden_size * shape.moe_intermediate_size
+    if family != "gpt_oss":
+        return 0
+    hidden, features = shape.hidden_size, shape.intermediate_size
+    return shape.num_local_experts * (3 * hidden * features + 2 * features + hidden)
+
+
+def _small(shape: PretrainedConfig, family: str) -> int:
+    """Norms, biases, routers and sinks of a layer."""
+    hidden, size = shape.hidden_size, shape.head_dim
+    queries, keys = shape.num_attention_heads * size, shape.num_key_value_heads * size
+    count = (4 if family in ("gemma3", "gemma3_text", "glm4") else 2) * hidden
+    if family in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text"):
+        count += 2 * size  # norms of each head's query and key
+    if family == "olmo2":
+        count += queries + keys  # norms of all heads' together
+    if family in ("qwen2", "glm4", "gpt_oss"):
+        count += queries + 2 * keys  # biases
+    if family == "qwen3_moe":
+        count += shape.num_experts * hidden
+    if family == "gpt_oss":
+        biases = hidden + shape.num_local_experts  # of the attention's output and of the router
+        count += shape.num_local_experts * hidden + biases + shape.num_attention_heads
+    return count
+
+
+def _siglip(hidden: int) -> tuple[int, int]:
+    """(parameters, LoRA's of a unit of rank) of the image tower and of what leads it into a text model."""
+    width, features, layers = (SIGLIP[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    linear = 4 * [(width, width)] + [(width, features), (features, width)]
+    layer = sum(rows * columns + columns for rows, columns in linear) + 4 * width
+    patches = (SIGLIP["image_size"] // SIGLIP["patch_size"]) ** 2
+    embedding = 3 * SIGLIP["patch_size"] ** 2 * width + width + patches * width
+    count = layers * layer + embedding + 2 * width + width * hidden + width
+    return count, layers * sum(rows + columns for rows, columns in linear)
+
+
 @cache
-def sizes(model: str) -> Sizes:
-    """Counted on `meta`, with one layer built."""
+def built_sizes(model: str) -> Sizes:
+    """Counted in what transformers builds, on `meta`, with one layer."""
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM
@@ -130,18 +245,23 @@ def sizes(model: str) -> Sizes:
         built = AutoModelForCausalLM.from_config(real_config(model, layers=1))
     anatomy, layers = dissect(built), real_config(model).get_text_config().num_hidden_layers
     inside = {id(module) for module in anatomy.layers.modules()}
-    linear = [m for m in built.modules() if isinstance(m, nn.Linear) and m is not anatomy.head]
-    adapted = {
-        place: sum(m.in_features + m.out_features for m in linear if (id(m) in inside) is place)
+    linear = {
+        place: [
+            (m.in_features, m.out_features)
+            for m in built.modules()
+            if isinstance(m, nn.Linear) and m is not anatomy.head and (id(m) in inside) is place
+        ]
         for place in (True, False)
     }
     return Sizes(
         layers=layers,
         layer=_count(anatomy.layers),
         experts=sum(p.numel() for name, p in anatomy.layers.named_parameters() if ".experts." in name),
+        matrices=sum(rows * columns for rows, columns in linear[True]),
         rest=_count(built) - _count(anatomy.layers),
-        adapted_layer=adapted[True],
-        adapted_rest=adapted[False],
+        head=0 if anatomy.head.weight is anatomy.embedding.weight else anatomy.head.weight.numel(),
+        adapted_layer=sum(map(sum, linear[True])),
+        adapted_rest=sum(map(sum, linear[False])),
     )
 
 
@@ -149,9 +269,28 @@ def _count(module) -> int:  # noqa: ANN001
     return sum(p.numel() for p in module.parameters())
 
 
+def trained_bytes(config: RunConfig) -> tuple[float, float, float]:
+    """(weight, gradient, AdamW's moments) of a trained number. Of scales of 8-bit moments nothing is told."""
+    size = 2 if config.pure_bf16 else 4
+    moments = {"adamw": 8, "adamw_8bit": 2, "paged_adamw": 0}  # of the last the host has them
+    return size, 0 if config.optimizer_in_backward else size, moments[config.optimizer]
+
+
+def parameters(config: RunConfig) -> tuple[int, int, int]:
+    """(frozen as they are, frozen and packed, trained) numbers of a run's model. A reward model has a score head in
+    place of the other, trained beside LoRA too; its LoRA is on every linear layer."""
+    found = sizes(config.model, config.config_overrides)
+    scores = config.method == "rm"
+    total = found.total - found.head * scores
+    score = real_config(config.model).get_text_config().hidden_size * scores
+    if config.tuner == "full":
+        return 0, 0, total + score
+    packed = found.packed if config.quantization == "nf4" else 0
+    return total - packed, packed, found.adapters(config.lora_rank) + score
+
+
 def state_gib(config: RunConfig, layout: Layout) -> float:
     """Weights, gradients and AdamW's moments on one GPU."""
-    found = sizes(config.model)
-    if config.tuner == "full":
-        return found.total * FULL_BYTES / layout.shards / GIB
-    return (found.total * FROZEN_BYTES + found.adapters(config.lora_rank) * FULL_BYTES) / layout.shards / GIB
+    plain, packed, trained = parameters(config)
+    held = plain * FROZEN_BYTES + packed * NF4_BITS / 8 + trained * sum(trained_bytes(config))
+    return held / layout.shards / GIB

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_shapes import FROZEN_BYTES, FULL_BYTES, MODELS, real_config, sizes, state_gib
+from model_shapes import (
+    FROZEN_BYTES,
+    MODELS,
+    NF4_BITS,
+    built_sizes,
+    parameters,
+    real_config,
+    sizes,
+    state_gib,
+    trained_bytes,
+)
 
 from swiftlite.cli.app import main
 from swiftlite.config.batch import GLOBAL
@@ -21,6 +31,7 @@ from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import check_trainable_architecture
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.load import build_model, import_architecture
 from swiftlite.models.tuners import apply_tuner
 from swiftlite.parallel.context import check_context_parallel
@@ -91,6 +102,7 @@ def dry_run(words, monkeypatch, capsys) -> str:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_table_of_shapes_gives_the_parameters_of_the_model_card(model):
     assert sizes(model).total == int(MODELS[model]["parameters"])
+    assert sizes(model) == built_sizes(model)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -100,11 +112,12 @@ def test_a_header_is_true(name):
     assert said.title.endswith(".") and len(said.title) < 100
     assert layout.world == said.world
     assert found.notes == []  # no key without effect
-    total, parts = sizes(config.model), layout.shards
-    trained = in_words(total.total) + f" x {FULL_BYTES} bytes"
+    parts, (plain, packed, learnt) = layout.shards, parameters(config)
+    trained = f"{in_words(learnt)} x {sum(trained_bytes(config))} bytes"
     if config.tuner == "lora":
-        trained = f"{in_words(total.total)} x {FROZEN_BYTES} bytes + "
-        trained += f"{in_words(total.adapters(config.lora_rank))} of LoRA x {FULL_BYTES} bytes"
+        trained = f"{in_words(plain)} x {FROZEN_BYTES} bytes + {in_words(learnt)} of LoRA x 16 bytes"
+    if packed:
+        trained = f"{in_words(packed)} x {NF4_BITS} bits + {trained}"
     if config.teacher is not None:
         trained += f" + {in_words(sizes(config.teacher).total)} of the teacher x {FROZEN_BYTES} bytes"
     trained = f"({trained})" if " + " in trained and parts > 1 else trained
@@ -122,10 +135,9 @@ def all_gib(name: str) -> float:
 def planned(name: str, gib: float, folder: Path) -> Proposal:
     """What `swiftlite plan` says of a recipe on devices with so much memory."""
     named = {key: value for key in ("model", "teacher") if (value := getattr(resolved(name).config, key))}
-    shapes = {key: real_config(model) for key, model in named.items()}
-    for key, each in shapes.items():
-        each.save_pretrained(folder / key)
-    shape = shapes["model"]
+    for key, model in named.items():
+        real_config(model).save_pretrained(folder / key)
+    shape = real_config(named["model"], overrides=resolved(name).config.config_overrides)
     config = resolved(name).config.model_copy(update={key: str(folder / key) for key in named})
     found = replace(resolved(name), config=config, given=dict.fromkeys(type(config).model_fields, "recipe"))
     device = replace(find_device("h100"), memory=gib * 2**30)
@@ -139,7 +151,9 @@ def test_a_recipe_fits_its_hardware(name, tmp_path):
     found = planned(name, header(name).gib, tmp_path)
     held = found.footprint
     assert found.fits and found.flags.keys() <= {"activation_checkpointing"}
-    states = held.weights + held.moments + held.moments / 2  # gradients in shards
+    config, layout = resolved(name).config, resolved(name).layout
+    gradients = parameters(config)[2] * trained_bytes(config)[1] / layout.shards
+    states = held.weights + held.moments + gradients  # in shards
     assert states / 2**30 == pytest.approx(all_gib(name), rel=UNEVEN)
 
 
@@ -163,20 +177,24 @@ def test_the_command_of_the_header_starts_the_recipe(name, monkeypatch, capsys):
 
 def check_layout(config, layout, folder, *, count=True) -> None:
     """Everything that is refused before weights load, and the count of LoRA's parameters. Raises UserError."""
-    whole = real_config(config.model)
+    scores, overrides = config.method == "rm", config.config_overrides
+    whole = real_config(config.model, overrides=overrides)
     check_trainable_architecture(whole)
-    import_architecture(whole)
+    import_architecture(whole, classifier=scores)
     assert config.max_length <= whole.get_text_config().max_position_embeddings
     schedule, micro_batches = config.pipeline_schedule, config.gradient_accumulation_steps
     check_tensor_parallel(whole, layout.tp)
     check_pipeline(whole, layout, schedule, micro_batches, compile_layers=config.compile)
     check_context_parallel(whole, layout, config.max_length)
     layers = 2 * layout.pp
-    base = build_model(str(folder), real_config(config.model, layers), dtype=torch.bfloat16, attention="sdpa")
+    shape = real_config(config.model, layers, overrides)
+    shape.num_labels = 1
+    base = build_model(str(folder), shape, dtype=torch.bfloat16, attention=attention.register(), classifier=scores)
     model = apply_tuner(base, config, None, print)
     if config.tuner == "lora" and count:
+        score = shape.get_text_config().hidden_size * scores
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert trained == sizes(config.model).adapters(config.lora_rank, layers)
+        assert trained == sizes(config.model).adapters(config.lora_rank, layers) + score
     check_expert_parallel(base, layout)
     if layout.pp > 1:
         plan = plan_stages(base, layout.pp, choose_schedule(schedule, layers, layout.pp), length=config.max_length)
