@@ -247,7 +247,17 @@ def test_short_names_are_hub_ids_and_each_model_of_a_recipe_has_one():
 def test_families_and_methods_are_covered():
     """What the recipes are for: the common models, adapters and all weights, one GPU to several nodes."""
     families = {name.split("/")[0] for name in RECIPES}
-    assert families >= {"llama3", "qwen2.5", "qwen3", "mistral", "gemma", "phi", "deepseek-r1", "smollm2"}
+    assert families >= {
+        "deepseek-r1", "gemma", "glm4", "gpt-oss", "granite", "llama3", "mistral", "olmo2", "phi", "qwen2.5", "qwen3",
+        "smollm2", "smollm3",
+    }  # fmt: skip
+    configs = [resolved(name).config for name in RECIPES]
+    assert {config.method for config in configs} == {"sft", "pretrain", "dpo", "kto", "rm", "grpo"}
+    for key in ("from_scratch", "optimizer_in_backward", "pure_bf16", "teacher"):
+        assert any(getattr(config, key) for config in configs), key
+    assert {config.quantization for config in configs} >= {"none", "nf4"}
+    assert {config.qat for config in configs} >= {"none", "int4"}
+    assert {config.optimizer for config in configs} >= {"adamw", "adamw_8bit", "paged_adamw"}
     layouts = [resolved(name).layout for name in RECIPES]
     for dimension in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "expert_parallel"):
         assert any(getattr(layout, dimension) > 1 for layout in layouts), dimension
