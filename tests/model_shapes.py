@@ -60,8 +60,13 @@ Qwen/Qwen3-8B                             qwen3         8190735360     36   4096
 Qwen/Qwen3-14B                            qwen3        14768307200     40   5120    40  8  128 17408 151936   no  40960
 Qwen/Qwen3-32B                            qwen3        32762123264     64   5120    64  8  128 25600 151936   no  40960
 Qwen/Qwen3-4B-Instruct-2507               qwen3         4022468096     36   2560    32  8  128  9728 151936  yes 262144
+Qwen/Qwen3.5-0.8B                         qwen3_5        873438784     24   1024     8  2  256  3584 248320  yes 262144
+Qwen/Qwen3.5-2B                           qwen3_5       2274069824     24   2048     8  2  256  6144 248320  yes 262144
+Qwen/Qwen3.5-4B                           qwen3_5       4659865088     32   2560    16  4  256  9216 248320  yes 262144
+Qwen/Qwen3.5-9B                           qwen3_5       9653104368     32   4096    16  4  256 12288 248320   no 262144
 Qwen/Qwen3-30B-A3B                        qwen3_moe    30532122624     48   2048    32  4  128  6144 151936   no  40960
 Qwen/Qwen3-30B-A3B-Instruct-2507          qwen3_moe    30532122624     48   2048    32  4  128  6144 151936   no 262144
+Qwen/Qwen3-Next-80B-A3B-Instruct          qwen3_next   81324862720     48   2048    16  2  256  5632 151936   no 262144
 mistralai/Mistral-7B-Instruct-v0.3        mistral       7248023552     32   4096    32  8  128 14336  32768   no  32768
 mistralai/Mistral-Nemo-Instruct-2407      mistral      12247782400     40   5120    32  8  128 14336 131072   no 128000
 mistralai/Mistral-Small-24B-Instruct-2501 mistral      23572403200     40   5120    32  8  128 32768 131072   no  32768
@@ -83,6 +88,9 @@ KEYS = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "kv": "num_key_value_heads",
     "head": "head_dim", "ff": "intermediate_size", "vocab": "vocab_size", "length": "max_position_embeddings",
 }  # fmt: skip
+DELTA_NET = {
+    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 FAMILIES = {
     "qwen3_moe": {
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
@@ -94,6 +102,11 @@ FAMILIES = {
     "gemma3_text": {"sliding_window": 512},
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "qwen3_5": DELTA_NET,
+    "qwen3_next": DELTA_NET | {
+        "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
 }  # fmt: skip
 OWN = {  # what models of one family have unlike
     "openai/gpt-oss-20b": {"num_local_experts": 32},
@@ -101,11 +114,26 @@ OWN = {  # what models of one family have unlike
     "microsoft/Phi-4-mini-instruct": {"partial_rotary_factor": 0.75, "sliding_window": 262144},
     "ibm-granite/granite-3.3-2b-instruct": {"attention_multiplier": 0.015625, "logits_scaling": 8.0},
     "ibm-granite/granite-3.3-8b-instruct": {"attention_multiplier": 0.0078125, "logits_scaling": 16.0},
+    "Qwen/Qwen3.5-0.8B": {"linear_num_value_heads": 16},
+    "Qwen/Qwen3.5-2B": {"linear_num_value_heads": 16},
+    "Qwen/Qwen3.5-4B": {"linear_num_value_heads": 32},
+    "Qwen/Qwen3.5-9B": {"linear_num_value_heads": 32},
 }
 SIGLIP = {  # the image tower of Gemma 3, which text leaves alone
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
     "image_size": 896, "patch_size": 14, "vision_use_head": False,
 }  # fmt: skip
+
+
+TOWERS = {  # those of Qwen3.5, of which a language model is without: width, features and layers
+    "Qwen/Qwen3.5-0.8B": (768, 3072, 12),
+    "Qwen/Qwen3.5-2B": (1024, 4096, 24),
+    "Qwen/Qwen3.5-4B": (1024, 4096, 24),
+    "Qwen/Qwen3.5-9B": (1152, 4304, 27),
+}
+HYBRID = ("qwen3_5", "qwen3_next")
+PERIOD = 4  # layers of these, of which the last is attention and the others are gated delta nets
+MIXTURES = ("qwen3_moe", "qwen3_next", "gpt_oss")
 
 
 def _rows() -> dict[str, dict[str, str]]:
@@ -128,73 +156,127 @@ def real_config(model: str, layers: int | None = None, overrides: Mapping[str, s
     values["num_hidden_layers"] = layers or values["num_hidden_layers"]
     if family == "gemma3":
         return CONFIG_MAPPING[family](text_config=values, vision_config=SIGLIP, tie_word_embeddings=tied)
+    if family == "qwen3_5":
+        return CONFIG_MAPPING[family](text_config=values | {"tie_word_embeddings": tied}, tie_word_embeddings=tied)
     return CONFIG_MAPPING[family](**values, tie_word_embeddings=tied)
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Parameters of a model: one layer, of which its experts and its matrices that quantization packs, and everything
-    else, of which an output head of its own; LoRA's likewise, a unit of rank."""
+class Layer:
+    """Parameters of one layer, of which its experts, and its matrices that quantization packs; LoRA's, a unit of rank,
+    in a mixture on what is before the experts."""
 
-    layers: int
-    layer: int
+    count: int
     experts: int
     matrices: int
+    adapted: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of a model: its layers, and everything else, of which an output head of its own; LoRA's there, a unit
+    of rank."""
+
+    layers: tuple[Layer, ...]
     rest: int
     head: int
-    adapted_layer: int
     adapted_rest: int
 
     @property
     def total(self) -> int:
-        return self.layers * self.layer + self.rest
+        return sum(layer.count for layer in self.layers) + self.rest
 
     @property
     def packed(self) -> int:
         """In matrices that quantization packs."""
-        return self.layers * self.matrices
+        return sum(layer.matrices for layer in self.layers)
 
     def adapters(self, rank: int, layers: int | None = None) -> int:
-        """LoRA's on every linear layer, of a model with another number of layers if given."""
-        return rank * ((layers or self.layers) * self.adapted_layer + self.adapted_rest)
+        """LoRA's on every linear layer, of a model with fewer layers if given."""
+        return rank * (sum(layer.adapted for layer in self.layers[:layers]) + self.adapted_rest)
 
 
 def sizes(model: str, overrides: Mapping[str, str] | None = None) -> Sizes:
     """Counted by hand from the shape."""
     config = real_config(model, overrides=overrides)
     shape, family = config.get_text_config(), MODELS[model]["family"]
-    hidden, vocab = shape.hidden_size, shape.vocab_size
-    linear, experts, small = _linear(shape, family), _experts(shape, family), _small(shape, family)
-    head = 0 if config.tie_word_embeddings else vocab * hidden
-    tower, adapted_tower = _siglip(hidden) if family == "gemma3" else (0, 0)
+    head = 0 if config.tie_word_embeddings else shape.vocab_size * shape.hidden_size
+    tower, adapted_tower = _siglip(shape.hidden_size) if family == "gemma3" else (0, 0)
     return Sizes(
-        layers=shape.num_hidden_layers,
-        layer=sum(rows * columns for rows, columns in linear) + experts + small,
-        experts=experts,
-        matrices=sum(rows * columns for rows, columns in linear),
-        rest=vocab * hidden + head + hidden + tower,
+        layers=tuple(_layer(shape, family, place) for place in range(shape.num_hidden_layers)),
+        rest=shape.vocab_size * shape.hidden_size + head + shape.hidden_size + tower,
         head=head,
-        adapted_layer=sum(rows + columns for rows, columns in linear),
         adapted_rest=adapted_tower,
     )
 
 
-def _linear(shape: PretrainedConfig, family: str) -> list[tuple[int, int]]:
-    """(inputs, outputs) of a layer's linear layers. Those of Phi-3 and GLM-4 are fused in part; a mixture has them in
-    its attention alone."""
-    hidden, features = shape.hidden_size, shape.intermediate_size
+def left_out(model: str) -> int:
+    """Parameters of the model card that a language model is without: of hybrid models the layer that predicts a second
+    token, with what leads both of its inputs into it, and of Qwen3.5 the image tower."""
+    if MODELS[model]["family"] not in HYBRID:
+        return 0
+    shape = real_config(model).get_text_config()
+    hidden = shape.hidden_size
+    second = _layer(shape, MODELS[model]["family"], PERIOD - 1).count + 2 * hidden * hidden + 3 * hidden
+    if model not in TOWERS:
+        return second
+    width, features, layers = TOWERS[model]
+    merged = 4 * width
+    linear = [(width, 3 * width), (width, width), (width, features), (features, width)]
+    layer = sum(rows * columns + columns for rows, columns in linear) + 4 * width
+    embedding = 3 * 2 * 16**2 * width + width + 48**2 * width
+    merger = 2 * width + merged * merged + merged + merged * hidden + hidden
+    return layers * layer + embedding + merger + second
+
+
+def _layer(shape: PretrainedConfig, family: str, place: int) -> Layer:
+    nets = family in HYBRID and (place + 1) % PERIOD
+    mixing, small = _delta_net(shape, family) if nets else (_attention(shape, family), _small(shape, family))
+    feeding, experts = _feed_forward(shape, family), _experts(shape, family)
+    matrices = sum(rows * columns for rows, columns in [*mixing, *feeding])
+    adapted = mixing if family in MIXTURES else [*mixing, *feeding]
+    small += _routing(shape, family) + 2 * shape.hidden_size
+    return Layer(matrices + experts + small, experts, matrices, sum(rows + columns for rows, columns in adapted))
+
+
+def _delta_net(shape: PretrainedConfig, family: str) -> tuple[list[tuple[int, int]], int]:
+    """((inputs, outputs) of linear layers, other parameters) of what a hybrid model has in place of attention: what
+    leads into queries, keys and values, into their gate and into two numbers a head, and out; a convolution, two
+    numbers a head and a norm."""
+    hidden, heads = shape.hidden_size, shape.linear_num_value_heads
+    keys, values = shape.linear_num_key_heads * shape.linear_key_head_dim, heads * shape.linear_value_head_dim
+    into = [(hidden, 2 * keys + values), (hidden, values), (hidden, heads), (hidden, heads)]
+    if family == "qwen3_next":
+        into = [(hidden, 2 * keys + 2 * values), (hidden, 2 * heads)]
+    small = (2 * keys + values) * shape.linear_conv_kernel_dim + 2 * heads + shape.linear_value_head_dim
+    return [*into, (values, hidden)], small
+
+
+def _attention(shape: PretrainedConfig, family: str) -> list[tuple[int, int]]:
+    """(inputs, outputs) of its linear layers, of which Phi-3's are fused in part."""
+    hidden = shape.hidden_size
     queries, keys = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
-    apart = [(hidden, queries), (hidden, keys), (hidden, keys)]
-    attention = [*([(hidden, queries + 2 * keys)] if family == "phi3" else apart), (queries, hidden)]
-    if family in ("qwen3_moe", "gpt_oss"):
-        return attention
+    asked = 2 * queries if family in HYBRID else queries  # with a gate of what attention gives
+    apart = [(hidden, asked), (hidden, keys), (hidden, keys)]
+    return [*([(hidden, queries + 2 * keys)] if family == "phi3" else apart), (queries, hidden)]
+
+
+def _feed_forward(shape: PretrainedConfig, family: str) -> list[tuple[int, int]]:
+    """(inputs, outputs) of its linear layers, of which those of Phi-3 and GLM-4 are fused in part. Of mixtures only
+    Qwen3-Next has any: an expert for all tokens, and its gate."""
+    hidden, features = shape.hidden_size, shape.intermediate_size
+    if family == "qwen3_next":
+        shared = shape.shared_expert_intermediate_size
+        return [*2 * [(hidden, shared)], (shared, hidden), (hidden, 1)]
+    if family in MIXTURES:
+        return []
     gate = [(hidden, 2 * features)] if family in ("phi3", "glm4") else 2 * [(hidden, features)]
-    return [*attention, *gate, (features, hidden)]
+    return [*gate, (features, hidden)]
 
 
 def _experts(shape: PretrainedConfig, family: str) -> int:
     """Three matrices an expert, in gpt-oss with a bias each."""
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen3_next"):
         return shape.num_experts * 3 * shape.hidden_size * shape.moe_intermediate_size
     if family != "gpt_oss":
         return 0
@@ -202,22 +284,25 @@ def _experts(shape: PretrainedConfig, family: str) -> int:
     return shape.num_local_experts * (3 * hidden * features + 2 * features + hidden)
 
 
+def _routing(shape: PretrainedConfig, family: str) -> int:
+    if family in ("qwen3_moe", "qwen3_next"):
+        return shape.num_experts * shape.hidden_size
+    return shape.num_local_experts * (shape.hidden_size + 1) if family == "gpt_oss" else 0
+
+
 def _small(shape: PretrainedConfig, family: str) -> int:
-    """Norms, biases, routers and sinks of a layer."""
+    """Biases and sinks of attention, its own norms, and a layer's beyond two."""
     hidden, size = shape.hidden_size, shape.head_dim
     queries, keys = shape.num_attention_heads * size, shape.num_key_value_heads * size
-    count = (4 if family in ("gemma3", "gemma3_text", "glm4") else 2) * hidden
-    if family in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text"):
+    count = 2 * hidden if family in ("gemma3", "gemma3_text", "glm4") else 0
+    if family in ("qwen3", "qwen3_moe", *HYBRID, "gemma3", "gemma3_text"):
         count += 2 * size  # norms of each head's query and key
     if family == "olmo2":
         count += queries + keys  # norms of all heads' together
     if family in ("qwen2", "glm4", "gpt_oss"):
-        count += queries + 2 * keys  # biases
-    if family == "qwen3_moe":
-        count += shape.num_experts * hidden
+        count += queries + 2 * keys
     if family == "gpt_oss":
-        biases = hidden + shape.num_local_experts  # of the attention's output and of the router
-        count += shape.num_local_experts * hidden + biases + shape.num_attention_heads
+        count += hidden + shape.num_attention_heads
     return count
 
 
@@ -232,36 +317,46 @@ def _siglip(hidden: int) -> tuple[int, int]:
     return count, layers * sum(rows + columns for rows, columns in linear)
 
 
+def unlike_layers(model: str) -> int:
+    """How many there are until they repeat."""
+    return PERIOD if MODELS[model]["family"] in HYBRID else 1
+
+
 @cache
 def built_sizes(model: str) -> Sizes:
-    """Counted in what transformers builds, on `meta`, with one layer."""
+    """Counted in what transformers builds, on `meta`, with as many layers as are unlike."""
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM
 
     from swiftlite.models.anatomy import dissect
 
+    unlike = unlike_layers(model)
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(real_config(model, layers=1))
-    anatomy, layers = dissect(built), real_config(model).get_text_config().num_hidden_layers
-    inside = {id(module) for module in anatomy.layers.modules()}
-    linear = {
-        place: [
-            (m.in_features, m.out_features)
-            for m in built.modules()
-            if isinstance(m, nn.Linear) and m is not anatomy.head and (id(m) in inside) is place
-        ]
-        for place in (True, False)
-    }
+        built = AutoModelForCausalLM.from_config(real_config(model, layers=unlike))
+    anatomy = dissect(built)
+
+    def linear(module: nn.Module) -> list[nn.Linear]:
+        return [m for m in module.modules() if isinstance(m, nn.Linear) and m is not anatomy.head]
+
+    def adapted(module: nn.Module) -> int:
+        shared = [part for name, part in module.named_modules() if "shared_expert" in name]
+        return sum(m.in_features + m.out_features for m in linear(module) if m not in shared)
+
+    layers = tuple(
+        Layer(
+            count=_count(layer),
+            experts=sum(p.numel() for name, p in layer.named_parameters() if ".experts." in name),
+            matrices=sum(m.weight.numel() for m in linear(layer)),
+            adapted=adapted(layer),
+        )
+        for layer in anatomy.layers
+    )
     return Sizes(
-        layers=layers,
-        layer=_count(anatomy.layers),
-        experts=sum(p.numel() for name, p in anatomy.layers.named_parameters() if ".experts." in name),
-        matrices=sum(rows * columns for rows, columns in linear[True]),
+        layers=real_config(model).get_text_config().num_hidden_layers // unlike * layers,
         rest=_count(built) - _count(anatomy.layers),
         head=0 if anatomy.head.weight is anatomy.embedding.weight else anatomy.head.weight.numel(),
-        adapted_layer=sum(map(sum, linear[True])),
-        adapted_rest=sum(map(sum, linear[False])),
+        adapted_rest=adapted(built) - sum(layer.adapted for layer in layers),
     )
 
 
