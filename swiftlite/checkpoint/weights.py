@@ -77,7 +77,8 @@ class TensorFolder:
         return self._open[file].get_slice(name)[part]
 
     def match(self, catalog: Catalog, prefix: str) -> Catalog:
-        """The catalog in the names of these files: files of a bare decoder lack `prefix.` before every name.
+        """The catalog in the names of these files: files of a bare decoder lack `prefix.` before every name, those of a
+        model for images too have the language model's below `prefix.language_model.` (Qwen3.5).
 
         Raises UserError where tensors are missing or of another shape than the model wants.
         """
@@ -97,7 +98,8 @@ class TensorFolder:
         return [replace(entry, name=name) for name, entry in named]
 
     def _find(self, name: str, prefix: str) -> str | None:
-        candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        inside = name.removeprefix(f"{prefix}.")
+        candidates = (name, inside, f"{prefix}.{name}", f"{prefix}.language_model.{inside}")
         return next((candidate for candidate in candidates if candidate in self.entries), None)
 
     def _misfit(self, problem: str) -> UserError:

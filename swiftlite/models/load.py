@@ -273,6 +273,7 @@ def build_model(
                 "documents cannot be kept apart",
                 fix="use a model whose attention goes through transformers' attention interface",
             ) from error
+    model.name_or_path = model.config.name_or_path = model_config.name_or_path  # the text's own config bears no name
     for part in (model.config, model.config.get_text_config()):
         for key in CODES_SECTIONS:  # codes in its files are read as numbers
             part.__dict__.pop(key, None)
