@@ -65,7 +65,10 @@ INSTEAD: dict[str, str] = {
         _FOLDER,
     ),
     "save_hf_ckpt": _OUT + "a checkpoint holds the model as transformers loads it",
-    **dict.fromkeys(("save_method", "save_gguf"), "use `swiftlite export` after training, which merges"),
+    **dict.fromkeys(
+        ("save_method", "save_gguf"),
+        "use `swiftlite export` after training, which merges; llama.cpp's convert_hf_to_gguf.py reads what it writes",
+    ),
     **dict.fromkeys(("use_profiler", "profiler_dir"), "write {profile}"),
     **dict.fromkeys(
         ("fsdp_activation_checkpointing", "use_gradient_checkpointing", "enable_gradient_checkpointing"),
