@@ -39,6 +39,8 @@ class Format:
 
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+_SMALLEST_NORMAL_FP8 = torch.finfo(torch.float8_e4m3fn).smallest_normal
+_EXPONENT = 0x7F800000  # the bits of an fp32 that hold it
 
 FORMATS = {
     "fp8": Format("float-quantized", 8, "float", torch.float8_e4m3fn, -_LARGEST_FP8, _LARGEST_FP8, _LARGEST_FP8),
@@ -49,22 +51,40 @@ FORMATS = {
 
 def nearest(values: torch.Tensor, form: Format, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of fp32 `[..., n]`, as numbers of `form.codes`, and a scale `[..., 1]` of type `dtype` for each n."""
-    scales = (values.abs().amax(-1, keepdim=True) / form.steps).to(dtype)
-    scales[scales == 0] = 1  # zeros, or numbers too small for the type: their codes are 0
-    codes = (values / scales.float()).clamp_(form.lowest, form.largest)
-    return (codes if form.kind == "float" else codes.round_()).to(form.codes), scales
+    codes, scales = _in_fp32(values, form, dtype)
+    return codes.to(form.codes), scales
 
 
 def round_inputs(x: torch.Tensor, form: Format) -> torch.Tensor:
     """What an engine makes of `[..., inputs]` before it multiplies: one scale for each token."""
-    codes, scales = nearest(x.float(), form, torch.float32)
-    return (codes.float() * scales).to(x.dtype)
+    codes, scales = _in_fp32(x.float(), form, torch.float32)
+    return codes.mul_(scales).to(x.dtype)
 
 
-def round_matrix(matrix: torch.Tensor, form: Format, group: int | None) -> torch.Tensor:
-    """fp32 `[outputs, inputs]`: what the codes of a matrix stand for, with scales in fp32. group: as of `pack`."""
-    codes, scales = nearest(matrix.float().reshape(len(matrix), -1, group or matrix.shape[1]), form, torch.float32)
-    return codes.float().mul_(scales).view(matrix.shape)
+def round_matrix(matrix: torch.Tensor, form: Format, group: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 `[outputs, inputs]`: what the codes stand for that `pack` makes of a matrix which files have in `dtype`.
+    group, dtype: as of `pack`."""
+    values = matrix.to(dtype).float().reshape(len(matrix), -1, group or matrix.shape[1])
+    codes, scales = _in_fp32(values, form, dtype)
+    return codes.mul_(scales.float()).view(matrix.shape)
+
+
+def _in_fp32(values: torch.Tensor, form: Format, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `nearest` gives, the codes as fp32."""
+    largest = torch.maximum(values.amax(-1, keepdim=True), -values.amin(-1, keepdim=True))
+    scales = (largest / form.steps).to(dtype)
+    scales[scales == 0] = 1  # zeros, or numbers too small for the type: their codes are 0
+    codes = (values / scales.float()).clamp_(form.lowest, form.largest)
+    return (_to_float8(codes) if form.kind == "float" else codes.round_()), scales
+
+
+def _to_float8(values: torch.Tensor) -> torch.Tensor:
+    """fp32 of at most 448, in place, as the nearest numbers that float8_e4m3fn has. PyTorch's casts there and back give
+    the same, one number at a time on a CPU. A number has 3 bits behind its first, and none is smaller than 2^-9; a sum
+    with 2^20 times the power of two below it ends at the last of those bits."""
+    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=_SMALLEST_NORMAL_FP8)
+    shift = power.mul_(1.5 * 2**20)  # and half of it, for sums with a negative number to have as many bits
+    return values.add_(shift).sub_(shift)
 
 
 def pack(matrix: torch.Tensor, form: Format, group: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:

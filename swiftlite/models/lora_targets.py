@@ -34,7 +34,7 @@ def left_out(model: PreTrainedModel, say: Callable[[str], None]) -> list[str]:
     """What peft should leave out of all linear layers: the last part of a name where all that are called so are meant,
     else whole names. say: is told of it, in one line."""
     linear = _linear_modules(model)
-    reasons = _why_not(model, linear)
+    reasons = why_unlike_linear(model, linear)
     refused = REFUSED_BY_PEFT.get(model.config.model_type)
     for name in linear:
         if name not in reasons and _last(name) == refused:
@@ -48,7 +48,7 @@ def left_out(model: PreTrainedModel, say: Callable[[str], None]) -> list[str]:
 def check_named(model: PreTrainedModel, words: list[str]) -> list[str]:
     """The same names. Raises UserError where one is of modules that an adapter does not fit."""
     linear = _linear_modules(model)
-    reasons = _why_not(model, linear)
+    reasons = why_unlike_linear(model, linear)
     for word in words:
         meant = [name for name in linear if name == word or name.endswith(f".{word}")]
         if meant and all(name in reasons for name in meant):
@@ -58,8 +58,9 @@ def check_named(model: PreTrainedModel, words: list[str]) -> list[str]:
     return words
 
 
-def _why_not(model: PreTrainedModel, linear: dict[str, nn.Module]) -> dict[str, str]:
-    """Of each of them that cannot have an adapter, by name, why."""
+def why_unlike_linear(model: PreTrainedModel, linear: dict[str, nn.Module]) -> dict[str, str]:
+    """Of each of them that gives no product when it is called, or is not called, by name, why. An adapter does not fit
+    it, nor does any other forward pass of linear layers. model: on `meta`."""
     strange = {
         name: f"whose class {type(module).__name__} gives something else than a product"
         for name, module in linear.items()

@@ -13,23 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from swiftlite.models.compressed import Format, round_inputs, round_matrix
-from swiftlite.models.kernels.products import no_view
+from swiftlite.models.kernels.products import linear, no_view, product
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """form: of codes; group: how many numbers of a row share a scale, None for all of them."""
+    """form: of codes; group: how many numbers of a row share a scale, None for all of them; dtype: that files will have
+    weights and scales in, to which a weight is rounded before it becomes codes."""
 
     form: Format
     group: int | None
+    dtype: torch.dtype
 
     def weight(self, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`[outputs, inputs]` as its codes stand for it."""
-        return round_matrix(matrix, self.form, self.group).to(dtype)
+        """`[outputs, inputs]` as its codes stand for it, in the type of products."""
+        return round_matrix(matrix, self.form, self.group, self.dtype).to(dtype)
 
     def inputs(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`[..., inputs]` as an engine multiplies it."""
@@ -66,20 +67,23 @@ class _Product(torch.autograd.Function):
         rounding: Rounding,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rounding, ctx.dtype = rounding, dtype
+        wants_x, wants_weight, *_ = ctx.needs_input_grad  # of a frozen layer the input is not kept
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        ctx.rounding, ctx.dtype, ctx.of_x, ctx.of_weight = rounding, dtype, x.dtype, weight.dtype
         added = None if bias is None else bias.to(dtype)
-        return no_view(F.linear(rounding.inputs(x, dtype), rounding.weight(weight, dtype), added))
+        return no_view(linear(rounding.inputs(x, dtype), rounding.weight(weight, dtype), added))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), rounding, rows = ctx.saved_tensors, ctx.rounding, upstream.flatten(0, -2)
+        (x, weight), rounding, upstream = ctx.saved_tensors, ctx.rounding, upstream.contiguous()
         grad_x = grad_weight = grad_bias = None
+        rows = upstream.flatten(0, -2)
         if ctx.needs_input_grad[0]:
-            grad_x = (upstream @ rounding.weight(weight, ctx.dtype)).to(x.dtype)
+            grad_x = product(upstream, rounding.weight(weight, ctx.dtype).T).to(ctx.of_x)
         if ctx.needs_input_grad[1]:
-            grad_weight = (rows.T @ rounding.inputs(x, ctx.dtype).flatten(0, -2)).to(weight.dtype)
+            inputs = rounding.inputs(x, ctx.dtype).flatten(0, -2)
+            grad_weight = product(rows.T, inputs.T, over_tokens=True).to(ctx.of_weight)
         if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0).to(weight.dtype)
+            grad_bias = rows.sum(0).to(ctx.of_weight)
         return grad_x, grad_weight, grad_bias, None, None

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 PANELS = (MODEL, DATA, PREFERENCE)
 BESIDE = {
-    "method", "global_batch_size", "micro_batch_size", "precision", "quantization", "qat", "pure_bf16", "seed",
-    *EXAMINED_BY, "temperature",
+    "method", "global_batch_size", "micro_batch_size", "precision", "quantization", "qat", "save_dtype", "pure_bf16",
+    "seed", *EXAMINED_BY, "temperature",
 }  # fmt: skip
 OF_GIVEN_ANSWERS = {"loss", "beta", "reference", "overlong", "train_on"}
 OF_TRAINING = {"streaming", "shuffle"}

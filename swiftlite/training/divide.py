@@ -20,7 +20,6 @@ from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.losses import weighs_by_probability
 from swiftlite.config.methods import PAIRED, PREFERENCE, SAMPLING, pack_capacity
 from swiftlite.dtensors import is_fsdp_module
-from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router, dissect, why_alone
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.compiled import compile_layers
@@ -207,25 +206,9 @@ def _row_length(config: RunConfig, mesh: Mesh, base: PreTrainedModel, precision:
 
 
 def _quantize(base: PreTrainedModel, config: RunConfig) -> None:
-    """Pack what is frozen, or round what is trained. Raises UserError where nothing can be."""
+    """Pack what is frozen. Raises UserError where nothing can be."""
     if config.quantization != "none":
         quantize(dissect(base).layers, config.quantization)
-    if config.qat != "none":
-        _round(base, f"--qat {config.qat}", config.qat)
-
-
-def _round(base: PreTrainedModel, where: str, form: str) -> None:
-    from swiftlite.models.rounding import Rounding, use_rounding
-    from swiftlite.serving.compress import choose
-
-    try:
-        chosen = choose(base, form)
-    except UserError as error:
-        raise UserError(error.what, where=where, fix="leave --qat out") from error
-    if chosen.has_experts:
-        what = f"{type(base).__name__} has experts, whose products are made inside of one module"
-        raise UserError(what, where=where, fix="leave --qat out")
-    use_rounding(base, chosen.linear, Rounding(chosen.form, chosen.group))
 
 
 def _divide_part(

@@ -38,6 +38,7 @@ from swiftlite.training.guards.fits import check_config, check_layout
 from swiftlite.training.needs import Outline, open_modes
 from swiftlite.training.optimizers.muon import orthogonalizing_flops
 from swiftlite.training.precision import Precision
+from swiftlite.training.qat import check_rounding
 from swiftlite.training.setup import build_base, precision_of
 from swiftlite.training.setup_method import count_more_forwards
 from swiftlite.training.sources import find_weights
@@ -118,6 +119,8 @@ def outline_of(
     model = apply_tuner(base, config, adapter, lambda _: None)
     if config.fp8 != "none":
         check_served(dissect(base).layers)
+    if config.qat != "none":
+        check_rounding(base, config.qat)
     to_master_precision(model, precision.masters)
     settled = config.model_copy(update={"precision": _precision_name(config, device)})
     beside = beside_of(settled, device) if config.teacher is not None else None

@@ -53,6 +53,7 @@ from swiftlite.training.guards.agreement import check_same_weights
 from swiftlite.training.guards.fits import check_alone, check_config, check_division, check_host
 from swiftlite.training.needs import Beside, Outline, choose, weights_dtype
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
+from swiftlite.training.qat import check_rounding, gathered_in, use_qat
 from swiftlite.training.sources import (
     find_weights,
     has_scores,
@@ -171,6 +172,9 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
         inspect_model_folder(Path(source).expanduser())
     check_division(config, layout, model_config)
     import_architecture(model_config, classifier=config.method == "rm")
+    if config.qat != "none":
+        precision = precision_of(config, config.precision, model_config, device)
+        check_rounding(build_base(source, config, described, precision), config.qat)
     return model_config
 
 
@@ -363,6 +367,7 @@ def _divide_on_meta(
     base, precision = outline.base, outline.precision
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(given)
     files = plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size)
+    known["notes"] += use_qat(base, config, saved_dtype)
     balances = balances_router(base.config)
     hidden = hidden_matrices(base) if config.optimizer == "muon" else ()
     known = known | {
@@ -374,7 +379,7 @@ def _divide_on_meta(
         "parameters": (outline.trained, outline.trained + outline.frozen),
     }
     options = DataParallel(
-        dtype=precision.dtype,
+        dtype=gathered_in(config, precision, saved_dtype),
         sharding=choice.layout.sharding,
         offload=choice.offload,
         min_params=config.fsdp_min_params,

@@ -199,6 +199,7 @@ def _key(parts: MethodParts) -> str:
         "data": parts.prepared.fingerprint,
         "method": config.method,
         "precision": [parts.trainee.precision.words, config.quantization],
+        "rounding": [] if config.qat == "none" else [config.qat, str(parts.trainee.files.dtype)],
         "kernels": [parts.trainee.kernels, config.compile],
         "device": parts.trainee.mesh.device.type,
         "tokens": [config.new_tokens, config.seed],

@@ -19,6 +19,7 @@ from swiftlite.checkpoint.shared import to_write
 from swiftlite.config.layout import Layout
 from swiftlite.models.kernels.half_products import half_layers, half_weights
 from swiftlite.models.sampling import answering, sample
+from swiftlite.training.qat import gathered_in
 from swiftlite.training.setup import Trainee, build_trainee
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def build_answerer(
     """The model itself where nothing of it is divided, or with a copy beside it. stops: ids that end an answer."""
     copy = None
     if trainee.mesh.stored is not None:
-        alone, half = Layout(), trainee.precision.dtype == torch.bfloat16 and config.tuner != "lora"
+        exact = gathered_in(config, trainee.precision, trainee.files.dtype)
+        alone, half = Layout(), exact == torch.bfloat16 and config.tuner != "lora"
         plain = {"pure_bf16": config.pure_bf16 or half, "compile": False}  # nothing is added to its weights
         choice = replace(trainee.choice, layout=alone, offload=False, checkpointing="none")
         beside = world.within("answers"), alone, choice
