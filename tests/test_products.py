@@ -172,8 +172,14 @@ def test_nothing_is_chosen_where_the_processor_is_not_known(describe_processor):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"tuner": "lora"}, {"activation_checkpointing": "selective"}, {"packing": False}],
-    ids=["full", "lora", "recomputed", "unpacked"],
+    [
+        {},
+        {"tuner": "lora"},
+        {"activation_checkpointing": "selective"},
+        {"packing": False},
+        {"qat": "int4", "max_steps": 1},  # behind an update a last bit may decide about a code
+    ],
+    ids=["full", "lora", "recomputed", "unpacked", "rounded"],
 )
 def test_the_same_run(calls, more, tiny_model, write_rows, chat_rows, tmp_path, monkeypatch):
     base = settings(tmp_path, tiny_model("qwen3"), write_rows("rows.jsonl", chat_rows), **more)
