@@ -203,6 +203,26 @@ def test_layers_that_stay_as_they_are_are_told(tmp_path, write_rows, chat_rows, 
     assert told in capsys.readouterr().out
 
 
+def test_losses_of_rounded_weights_are_no_measure_for_others(tmp_path, tiny_model, write_rows, chat_rows, capsys):
+    """A run that is to bear rounding at its end evaluates worse when that begins."""
+    rows, often = write_rows("rows.jsonl", chat_rows), {"eval_fraction": 0.25, "eval_steps": 1, "save_steps": 1}
+    values = settings(tmp_path, tiny_model("llama"), rows, keep_checkpoints=9, **often)
+    train_alone(resolve_config("sft", **values | {"max_steps": 2}))
+    train_alone(resolve_config("sft", **values | {"max_steps": 4, "resume": "auto", "qat": "int4"}))
+    assert "the best evaluation so far is none any more: it had --qat none -> int4" in capsys.readouterr().out
+
+
+def test_a_reference_is_rounded_in_an_evaluation_as_in_its_run(tmp_path, write_rows):
+    """Where the files of what a run began as have another type than its own."""
+    model = write_toy(tmp_path / "toy", toy_config("llama"))
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
+    rows, more = write_rows("pairs.jsonl", toy_pairs(24)), {"eval_fraction": 0.3, "max_steps": 2, "eval_steps": 2}
+    more |= {"learning_rate": 1e-2, "qat": "int4", "save_dtype": "fp32"}
+    train_alone(resolve_config("dpo", **settings(tmp_path, model, rows, **more)))
+    [found] = evaluate(model=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert found.loss == metrics(tmp_path / "out")[-1]["eval_loss"]
+
+
 def test_values_of_a_reference_are_not_those_of_another_rounding(tmp_path, tiny_model, write_rows):
     """They lie in one cache, where a run finds what another one has computed."""
     rows, folders = write_rows("pairs.jsonl", toy_pairs(24)), tmp_path / "cache" / "reference"

@@ -37,6 +37,8 @@ OF_THE_LOSS = (
     "center_rewards", "teacher", "teacher_weight", "teacher_tokens", "minibatches", "update_epochs", "epsilon",
     "epsilon_high", "cut_answers",
 )  # fmt: skip
+# The same of any loss, and of answers: of the model's own weights, or of what they are rounded to.
+OF_THE_WEIGHTS = ("qat",)
 # The same of answers to held-out prompts.
 OF_THE_REWARD = ("reward", "max_new_tokens", "eval_samples", "eval_temperature")
 

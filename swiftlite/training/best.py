@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.checkpoint.folder import step_folder
 from swiftlite.checkpoint.state import copy_model
-from swiftlite.config.changes import OF_THE_LOSS, OF_THE_REWARD
+from swiftlite.config.changes import OF_THE_LOSS, OF_THE_REWARD, OF_THE_WEIGHTS
 from swiftlite.config.methods import PREFERENCE, answers, evaluates_as_it_samples
 from swiftlite.reporting.curves import evaluated
 from swiftlite.training.progress import Progress
@@ -34,14 +34,15 @@ def best_in_words(config: RunConfig, loss: float) -> tuple[str, str]:
 
 def forget_other_losses(progress: Progress, config: RunConfig, settings: Mapping[str, str], say: Say) -> None:
     """A loss that is made otherwise now is no spike among those before, nor do evaluations of it say anything about
-    those to come. Of sft and pretraining these are always of the same. settings: that have changed, in words."""
-    if any(name in OF_THE_LOSS for name in settings):
+    those to come. Of sft and pretraining these are of the same loss, but for rounding. settings: that have changed, in
+    words."""
+    if any(name in (*OF_THE_LOSS, *OF_THE_WEIGHTS) for name in settings):
         progress.recent_losses.clear()
     by_reward = answers(config) or "reward" in settings
     judged_by = OF_THE_REWARD if by_reward else OF_THE_LOSS if config.method in PREFERENCE else ()
     if by_reward and evaluates_as_it_samples(config):
         judged_by = (*judged_by, "temperature")
-    changed = [words for name, words in settings.items() if name in judged_by]
+    changed = [words for name, words in settings.items() if name in (*judged_by, *OF_THE_WEIGHTS)]
     if changed and progress.best_loss is not None:
         progress.best_loss = progress.best_step = progress.best_step_loss = None
         progress.evaluations_without_gain = 0
