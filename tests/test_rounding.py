@@ -1,6 +1,8 @@
 """Quantization-aware training: against plain PyTorch with a straight-through estimator, exported, and in layouts."""
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from test_parity import metrics, planned_rows, render_chat, settings, train_alon
 from test_verify import in_real_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from swiftlite.cli.app import main
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.models import rounding
@@ -132,6 +135,32 @@ def test_what_is_multiplied_is_what_codes_stand_for(form):
         tensors = {f"a.{key}": tensor for key, tensor in pack(held, FORMATS[form], 64, dtype).items()}
         found = round_matrix(held, FORMATS[form], 64, dtype)
         assert len(held) > 20 and torch.equal(found, torch.from_numpy(values_in_numpy(tensors, "a")).float())
+
+
+def test_an_evaluation_rounds_where_it_is_told_to(tmp_path, tiny_model, write_rows, chat_rows):
+    rows, model = write_rows("rows.jsonl", chat_rows), str(tiny_model("llama"))
+    values = settings(tmp_path, model, rows, max_steps=2, learning_rate=1e-2, qat="int4")
+    train_alone(resolve_config("sft", **values))
+    export(model, tmp_path / "coded", "int4")
+    shutil.copytree(tmp_path / "out" / "model", tmp_path / "plain")
+
+    def loss(*words):
+        found = tmp_path / "found.json"
+        told = ["--dataset", str(rows), "--max-length", "160", "--cache-dir", str(tmp_path / "cache")]
+        with pytest.raises(SystemExit) as stopped:
+            main(["eval", *map(str, words), *told, "--json", str(found)])
+        assert stopped.value.code == 0
+        [row] = json.loads(found.read_text())
+        return row["loss"]
+
+    rounded = loss("--model", model, "--qat", "int4")
+    assert rounded == pytest.approx(loss("--model", tmp_path / "coded"), rel=1e-6)
+    assert rounded != pytest.approx(loss("--model", model), rel=1e-6)
+    before = loss("--recipe", tmp_path / "out" / "config.yaml")
+    assert rounded == pytest.approx(before, rel=1e-6)
+    exact = pytest.approx(loss("--model", tmp_path / "out", "--qat", "none"), rel=1e-6)
+    assert loss("--model", tmp_path / "plain") == exact
+    assert loss("--model", tmp_path / "out") != exact
 
 
 def test_layouts_round_the_same(tmp_path):

@@ -300,7 +300,7 @@ def _qat_rules(config: RunConfig) -> list[Rule]:
             on and config.tensor_parallel_size > 1,
             f"{name} takes whole rows of matrices, which tensor parallelism divides",
             ("qat", "tensor_parallel_size"),
-            "use --parallel fsdp, or leave --qat out",
+            "use --parallel fsdp, or --qat none",
         ),
         (
             on and (config.compile or config.fp8 != "none"),

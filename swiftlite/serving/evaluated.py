@@ -18,6 +18,7 @@ from swiftlite.config.methods import EXAMINED_BY, KNOWN_REWARDS, SAMPLING
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import is_run
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE, TUNER
+from swiftlite.config.types import plain_word
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.serving.source import ModelSource, find_source, refuse_reward_model
@@ -39,7 +40,6 @@ NOT_OF_A_RUN = {
     "trust_remote_code",
 }  # fmt: skip
 OF_A_RECIPE = {"adapter", "reward", "gradient_accumulation_steps", "offload", "kernels", "compile", "debug", "dry_run"}
-ANY_TUNER = {"tuner": Given("lora", "swiftlite eval", "flag")}  # which adapters and 4 bits ask for, and nothing else
 
 
 def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str, Given], Recipe | None]:
@@ -60,7 +60,7 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
     settled = {**given, "resume": Given("never", "swiftlite eval", "flag")}
     named = adapter or model
     if named is None:
-        return {**settled, **ANY_TUNER}, recipe
+        return settled | _any_tuner(given, recipe, None), recipe
     source = find_source(model and str(model.value), adapter and str(adapter.value))
     if "method" in given and given["method"].value in SAMPLING:
         refuse_reward_model(source)
@@ -75,7 +75,8 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
             settled.setdefault("on_bad_row", Given("skip", named.where, "flag"))
         del settled["adapter" if adapter else "model"]  # what the weights began as is in the recipe
     else:
-        settled |= {"model": Given(source.base, named.where, "flag"), **ANY_TUNER, **_on_base(source, adapter)}
+        settled |= {"model": Given(source.base, named.where, "flag"), **_on_base(source, adapter)}
+        settled |= _any_tuner(given, recipe, source.adapter)
     if source.is_classifier() and (recipe is None or "method" not in recipe.entries):
         settled.setdefault("method", Given("rm", named.where, "flag"))
     return settled, recipe
@@ -95,6 +96,14 @@ def system_of_training(source: ModelSource) -> str | None:
 def _said(recipe: Recipe, name: str) -> object:
     """The value of a setting as the recipe has it, None where it says nothing of it."""
     return recipe.entries[name].value if name in recipe.entries else None
+
+
+def _any_tuner(given: Mapping[str, Given], recipe: Recipe | None, adapter: Path | None) -> dict[str, Given]:
+    """Adapters and 4 bits ask for LoRA, rounding for whole weights, and nothing else for any."""
+    said = None if recipe is None else _said(recipe, "qat")
+    asked = given["qat"].value if "qat" in given else said
+    rounds = adapter is None and asked is not None and plain_word(str(asked)) != "none"
+    return {"tuner": Given("full" if rounds else "lora", "swiftlite eval", "flag")}
 
 
 def _on_base(source: ModelSource, adapter: Given | None) -> dict[str, Given]:
