@@ -14,6 +14,7 @@ from test_verify import in_real_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftlite.cli.app import main
+from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.models import rounding
@@ -118,6 +119,23 @@ def test_layers_multiply_what_the_files_will_hold(
         torch.testing.assert_close(multiplied.numpy(), values_in_numpy(tensors, name).astype("float32"), rtol=0, atol=0)
 
 
+def test_codes_that_were_not_trained_are_told(tmp_path, tiny_model, write_rows, chat_rows):
+    rows = write_rows("rows.jsonl", chat_rows)
+    train_alone(resolve_config("sft", **settings(tmp_path, tiny_model("llama"), rows, max_steps=1, qat="int4")))
+    for place, (model, words, told) in enumerate(
+        [
+            ("out", ("int4",), None),
+            ("out/checkpoints/step-00000001", ("int4", {"dtype": "fp32"}), None),
+            ("out/model", ("int4", {"dtype": "bf16"}), "scales in fp32: in bf16 many codes are others"),
+            ("out", ("int8",), "what it bears is int4 and not int8"),
+            (tiny_model("llama"), ("int8", {"dtype": "bf16"}), None),
+        ]
+    ):
+        form, more = words[0], (words[1:] or ({},))[0]
+        found = export(tmp_path / model, tmp_path / f"coded-{place}", form, **more).untrained
+        assert found is None if told is None else told in found
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_is_multiplied_is_what_codes_stand_for(form):
     """Of rows of zeros, of numbers too small for a scale, of one that hides the others, and between any two codes."""
@@ -200,6 +218,17 @@ def test_what_cannot_be_rounded_is_refused(tmp_path, tiny_model, write_rows, cha
             with pytest.raises(UserError, match=what) as error:
                 refused(config)
             assert (error.value.where, error.value.fix) == ("--qat fp8", "leave --qat out")
+
+
+def test_what_is_rounded_at_a_time_is_planned_for(tiny_model):
+    model, held = str(tiny_model("llama")), {}
+    for form in ("none", "int4", "int8"):
+        more = {"tuner": "full", "max_length": 128, "activation_checkpointing": "none"}
+        config = resolve_config("sft", model=model, dataset=["c/d"], qat=form, **more)
+        held[form] = outline_of(config, load_config(model), "cuda").holds(config, Layout(), None).workspace
+    largest, tokens = 128 * 64, config.micro_batch_size * 128
+    assert held["int4"] - held["none"] == 12 * largest
+    assert held["int8"] - held["none"] == 12 * (largest + tokens * 128)
 
 
 class Doubled(torch.nn.Linear):

@@ -69,6 +69,8 @@ def _tell(done: Exported, kind: str) -> None:
         print(f"merged in fp32: logits differ from those of base and adapter by {done.merge:.1e}")
     if done.chosen is not None:
         _tell_chosen(done.chosen)
+    if done.untrained is not None:
+        print(f"note: {done.untrained}")
     print(
         f"the result in {done.chosen.name if done.chosen is not None else kind}: logits differ by {done.total:.1e}, "
         f"the likeliest token is the same at {done.agreement:.1%} of all positions of the prompts"

@@ -93,6 +93,16 @@ def system_of_training(source: ModelSource) -> str | None:
     return None
 
 
+def rounding_of_training(source: ModelSource) -> str:
+    """The form of `--qat` in which a run trained these weights; `none` where it was none, or this is no run's."""
+    run = None if source.adapter is not None else run_of(Path(source.base))
+    if run is None:
+        return "none"
+    with suppress(UserError):  # a file that is spoilt does not keep a model from being exported
+        return str(_said(load_recipe(str(run / "config.yaml")), "qat") or "none")
+    return "none"
+
+
 def _said(recipe: Recipe, name: str) -> object:
     """The value of a setting as the recipe has it, None where it says nothing of it."""
     return recipe.entries[name].value if name in recipe.entries else None

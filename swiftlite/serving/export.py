@@ -31,6 +31,7 @@ from swiftlite.models.anatomy import check_plain_weights
 from swiftlite.models.dtypes import named_dtype, source_dtype
 from swiftlite.models.load import build_model, load_config
 from swiftlite.serving.compress import Chosen, check_name, choose
+from swiftlite.serving.evaluated import rounding_of_training
 from swiftlite.serving.load import load_for_answers
 from swiftlite.serving.prompts import check_utf8
 from swiftlite.serving.source import ModelSource, find_source
@@ -69,7 +70,8 @@ class ExportOptions:
 class Exported:
     """What was done. size: bytes of tensors; merge: relative difference of logits that merging made in fp32, None
     without an adapter; total: the same of the result, rounded; agreement: share of positions whose likeliest token is
-    that of base and adapter; chosen: what of it is codes, None without quantization.
+    that of base and adapter; chosen: what of it is codes, None without quantization;
+    untrained: why these are not the codes that a run was trained with, None where they are, or it was with none.
     """
 
     folder: Path
@@ -79,6 +81,7 @@ class Exported:
     total: float
     agreement: float
     chosen: Chosen | None
+    untrained: str | None
 
 
 def run_export(options: ExportOptions) -> Exported:
@@ -121,7 +124,21 @@ def run_export(options: ExportOptions) -> Exported:
     with chosen.rounded_inputs(model) if chosen is not None else nullcontext():
         rounded = _logits(model, prompts)
     total, agreement = _relative(rounded, logits), _agreement(rounded, logits)
-    return Exported(options.output, dtype, files.plan.size, merge, total, agreement, chosen)
+    untrained = None if chosen is None else _untrained(source, config, chosen.name, dtype)
+    return Exported(options.output, dtype, files.plan.size, merge, total, agreement, chosen, untrained)
+
+
+def _untrained(source: ModelSource, config: PretrainedConfig, form: str, dtype: torch.dtype) -> str | None:
+    """As `Exported` has it. config: of the files that are exported, whose type `--qat` has rounded weights to."""
+    trained = rounding_of_training(source)
+    if trained == "none":
+        return None
+    if trained != form:
+        return f"the run was trained with --qat {trained}, so what it bears is {trained} and not {form}"
+    if dtype != source_dtype(config):
+        kind, other = type_name(source_dtype(config)), type_name(dtype)
+        return f"the run was trained with scales in {kind}: in {other} many codes are others"
+    return None
 
 
 def _chosen(options: ExportOptions, source: ModelSource, config: PretrainedConfig) -> Chosen | None:

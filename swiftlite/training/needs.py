@@ -12,6 +12,7 @@ import torch
 
 from swiftlite.config.methods import SAMPLING, answers, asked_at_once, examines, keeps_second, pack_capacity
 from swiftlite.models.anatomy import dissect, has_head_norms, why_alone
+from swiftlite.models.compressed import FORMATS
 from swiftlite.models.quantize import bytes_a_number, count_quantizable
 from swiftlite.models.sampling import DRAWN_BYTES
 from swiftlite.models.tuners import count_parameters
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 TOLD_BYTES = 16  # of each likely token that a teacher tells: fp32 probability and id, and the id as an index
 OF_HOST = 0.5  # of the room on a CPU, for activations
+ROUNDED_BYTES = 12  # of each number while it is rounded: as fp32, its code, and what that is made with
 # What tokens take of a CPU's memory, over what layers keep and work with: products pack weights, messages have buffers,
 # what was freed is not given back. Of six runs of two processes with 74 M parameters the peak was 0.9 to 1.2 of the
 # sum, which `USABLE` leaves room for.
@@ -159,6 +161,7 @@ class Outline:
         """What the fullest device does. config: with every setting of memory settled."""
         work = self._work(config)
         held = footprint(self.blocks, layout, stages, self.number_bytes(config), work)
+        held = replace(held, workspace=held.workspace + self._of_rounding(config, work.tokens / layout.cp))
         if not work.offload:
             held = replace(held, weights=held.weights + self._beside_on_each(layout))
         if answers(config):
@@ -196,6 +199,14 @@ class Outline:
         work = replace(self._work(settled), offload=False)  # which counts states where they are kept
         held = footprint(self.blocks, layout, self.stages(config, layout), self.number_bytes(config), work)
         return held.weights + held.moments + self._beside_on_each(layout)
+
+    def _of_rounding(self, config: RunConfig, tokens: float) -> float:
+        """Bytes for the largest matrix, which is rounded anew for each product, and for what it meets."""
+        if config.qat == "none":
+            return 0
+        shapes = [p.shape for p in dissect(self.base).layers.parameters() if p.ndim == 2]
+        inputs = tokens * max(columns for _, columns in shapes) if FORMATS[config.qat].rounds_inputs else 0
+        return ROUNDED_BYTES * (max(rows * columns for rows, columns in shapes) + inputs)
 
     def _told(self, config: RunConfig, layout: Layout, work: Work) -> float:
         """Bytes of what a teacher tells of a whole step, if there is one: of its text, or of a rank's slices of it;
