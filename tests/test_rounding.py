@@ -27,6 +27,8 @@ from swiftlite.training.plan import outline_of
 from swiftlite.training.qat import check_rounding
 from swiftlite.verification.cases import FULL, Subject
 
+CPU = torch.device("cpu")
+
 
 def straight(values, form, size):
     """The nearest codes of `[..., n]`, a scale for each `size` numbers, with the gradient of the values themselves."""
@@ -242,11 +244,15 @@ def test_a_layer_that_does_not_run_as_linear_ones_do_is_refused():
     model = build_model("nowhere", toy_config("llama"), dtype=torch.float32, attention="eager")
     model.model.layers[1].mlp.up_proj.__class__ = Doubled
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj, whose class Doubled gives something else"):
-        check_rounding(model, "int8")
+        check_rounding(model, "int8", CPU)
     mamba = hf.MambaConfig(hidden_size=64, time_step_rank=16, state_size=8, num_hidden_layers=2, vocab_size=512)
     model = build_model("nowhere", mamba, dtype=torch.float32, attention="eager")
     with pytest.raises(UserError, match="dt_proj, whose weight is read without a call of the layer"):
-        check_rounding(model, "fp8")
+        check_rounding(model, "fp8", CPU)
+    mamba2 = build_model("nowhere", toy_config("mamba2"), dtype=torch.float32, attention="eager")
+    assert any(name.endswith("out_proj") for name in check_rounding(mamba2, "int8", CPU).linear)
+    with pytest.raises(UserError, match="out_proj, whose weight kernels on GPUs read"):
+        check_rounding(mamba2, "int8", torch.device("cuda"))
 
 
 def test_layers_that_stay_as_they_are_are_told(tmp_path, write_rows, chat_rows, capsys):

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -68,6 +68,12 @@ def why_unlike_linear(model: PreTrainedModel, linear: dict[str, nn.Module]) -> d
     }
     unheard = dict.fromkeys(_not_called(model, linear), "whose weight is read without a call of the layer")
     return unheard | strange
+
+
+def read_by_kernels(model: PreTrainedModel, linear: Iterable[str]) -> list[str]:
+    """The names of linear layers whose weight the module that holds them gives to a kernel, as Mamba 2 does on a GPU
+    while it trains, and calls the layer elsewhere."""
+    return [name for name in linear if f"_weight=self.{_last(name)}.weight" in _code_of_holder(model, name)]
 
 
 def _linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -143,8 +149,11 @@ def _place(name: str) -> str:
 
 def _is_read(model: PreTrainedModel, name: str) -> bool:
     """Whether the code of the module that holds it names the weight of a layer."""
-    parent, _, last = name.rpartition(".")
-    return f".{last}.weight" in _code_of(type(model.get_submodule(parent)))
+    return f".{_last(name)}.weight" in _code_of_holder(model, name)
+
+
+def _code_of_holder(model: PreTrainedModel, name: str) -> str:
+    return _code_of(type(model.get_submodule(name.rpartition(".")[0])))
 
 
 @functools.cache

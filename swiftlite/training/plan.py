@@ -120,7 +120,7 @@ def outline_of(
     if config.fp8 != "none":
         check_served(dissect(base).layers)
     if config.qat != "none":
-        check_rounding(base, config.qat)
+        check_rounding(base, config.qat, device)
     to_master_precision(model, precision.masters)
     settled = config.model_copy(update={"precision": _precision_name(config, device)})
     beside = beside_of(settled, device) if config.teacher is not None else None

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from swiftlite.training.precision import Precision
 
 
-def check_rounding(base: PreTrainedModel, form: str) -> Chosen:
-    """What `export --quantization` will round. base: on `meta`, without adapters; form: of `--qat`. Raises UserError
-    where that cannot be trained."""
-    from swiftlite.models.lora_targets import why_unlike_linear
+def check_rounding(base: PreTrainedModel, form: str, device: torch.device) -> Chosen:
+    """What `export --quantization` will round. base: on `meta`, without adapters; form: of `--qat`; device: of the run.
+    Raises UserError where that cannot be trained."""
+    from swiftlite.models.lora_targets import read_by_kernels, why_unlike_linear
     from swiftlite.serving.compress import choose
 
     where, fix = f"--qat {form}", "leave --qat out"
@@ -31,7 +31,10 @@ def check_rounding(base: PreTrainedModel, form: str) -> Chosen:
     if chosen.has_experts:
         what = f"{type(base).__name__} has experts, whose products are made inside of one module"
         raise UserError(what, where=where, fix=fix)
-    reasons = why_unlike_linear(base, {name: base.get_submodule(name) for name in chosen.linear})
+    linear = {name: base.get_submodule(name) for name in chosen.linear}
+    reasons = why_unlike_linear(base, linear)
+    if device.type == "cuda":
+        reasons |= dict.fromkeys(read_by_kernels(base, linear), "whose weight kernels on GPUs read")
     if reasons:
         name, reason = next(iter(reasons.items()))
         what = f"{type(base).__name__} has a layer that cannot be rounded while it is trained, {name}, {reason}"
@@ -39,19 +42,20 @@ def check_rounding(base: PreTrainedModel, form: str) -> Chosen:
     return chosen
 
 
-def use_qat(base: PreTrainedModel, config: RunConfig, dtype: torch.dtype) -> list[str]:
-    """Let the layers of a model round, in place. dtype: of the result's files. Returns notes on what is not rounded.
-    Raises UserError as `check_rounding`."""
+def use_qat(base: PreTrainedModel, config: RunConfig, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Let the layers of a model round, in place. dtype: of the result's files. Returns notes on what is rounded, and
+    on what is not. Raises UserError as `check_rounding`."""
     if config.qat == "none":
         return []
     from swiftlite.models.rounding import Rounding, use_rounding
 
-    chosen = check_rounding(base, config.qat)
+    chosen = check_rounding(base, config.qat, device)
     use_rounding(base, chosen.linear, Rounding(chosen.form, chosen.group, dtype))
-    if not chosen.misfits:
-        return []
-    left = shown_names(chosen.misfits)
-    return [f"--qat {config.qat} leaves as they are, since the format does not fit their shapes: {left}"]
+    notes = [f"--qat {config.qat} rounds {len(chosen.linear)} matrices"]
+    if chosen.misfits:
+        left = shown_names(chosen.misfits)
+        notes.append(f"--qat {config.qat} leaves as they are, since the format does not fit their shapes: {left}")
+    return notes
 
 
 def gathered_in(config: RunConfig, precision: Precision, dtype: torch.dtype) -> torch.dtype:

@@ -174,7 +174,7 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     import_architecture(model_config, classifier=config.method == "rm")
     if config.qat != "none":
         precision = precision_of(config, config.precision, model_config, device)
-        check_rounding(build_base(source, config, described, precision), config.qat)
+        check_rounding(build_base(source, config, described, precision), config.qat, device)
     return model_config
 
 
@@ -367,7 +367,7 @@ def _divide_on_meta(
     base, precision = outline.base, outline.precision
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(given)
     files = plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size)
-    known["notes"] += use_qat(base, config, saved_dtype)
+    known["notes"] += use_qat(base, config, saved_dtype, mesh.device)
     balances = balances_router(base.config)
     hidden = hidden_matrices(base) if config.optimizer == "muon" else ()
     known = known | {
