@@ -71,7 +71,9 @@ def test_loss_and_gradient_equal_plain_pytorch(tmp_path, tiny_model, write_rows,
     (total / count).backward()
     norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
     assert row["loss"] == pytest.approx((total / count).item(), rel=1e-5)
-    assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert row["grad_norm"] == pytest.approx(
+        norm, rel=1e-5 if form == "int4" else 1e-4
+    )  # where inputs may get other codes
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
@@ -123,13 +125,17 @@ def test_layers_multiply_what_the_files_will_hold(
 
 def test_codes_that_were_not_trained_are_told(tmp_path, tiny_model, write_rows, chat_rows):
     rows = write_rows("rows.jsonl", chat_rows)
-    train_alone(resolve_config("sft", **settings(tmp_path, tiny_model("llama"), rows, max_steps=1, qat="int4")))
+    for saved in ("fp32", "bf16"):
+        more = {"max_steps": 1, "qat": "int4", "save_dtype": saved, "output_dir": str(tmp_path / saved)}
+        train_alone(resolve_config("sft", **settings(tmp_path, tiny_model("llama"), rows) | more))
     for place, (model, words, told) in enumerate(
         [
-            ("out", ("int4",), None),
-            ("out/checkpoints/step-00000001", ("int4", {"dtype": "fp32"}), None),
-            ("out/model", ("int4", {"dtype": "bf16"}), "scales in fp32: in bf16 many codes are others"),
-            ("out", ("int8",), "what it bears is int4 and not int8"),
+            ("fp32", ("int4",), None),
+            ("bf16", ("int4",), None),
+            ("fp32/checkpoints/step-00000001", ("int4", {"dtype": "fp32"}), None),
+            ("fp32/model", ("int4", {"dtype": "bf16"}), "scales in fp32: in bf16 many codes are others"),
+            ("bf16", ("int4", {"dtype": "fp32"}), "scales in bf16: in fp32 many codes are others"),
+            ("fp32", ("int8",), "what it bears is int4 and not int8"),
             (tiny_model("llama"), ("int8", {"dtype": "bf16"}), None),
         ]
     ):

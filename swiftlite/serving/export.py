@@ -94,6 +94,7 @@ def run_export(options: ExportOptions) -> Exported:
     largest = _shard_size(options.max_shard_size)
     source = find_source(options.model, options.adapter)
     config, dtype = _types(options, source)
+    untrained = _untrained(source, source_dtype(config), options.quantization, dtype)
     chosen = _chosen(options, source, config)
     model, tokenizer = load_for_answers(
         source,
@@ -124,20 +125,19 @@ def run_export(options: ExportOptions) -> Exported:
     with chosen.rounded_inputs(model) if chosen is not None else nullcontext():
         rounded = _logits(model, prompts)
     total, agreement = _relative(rounded, logits), _agreement(rounded, logits)
-    untrained = None if chosen is None else _untrained(source, config, chosen.name, dtype)
     return Exported(options.output, dtype, files.plan.size, merge, total, agreement, chosen, untrained)
 
 
-def _untrained(source: ModelSource, config: PretrainedConfig, form: str, dtype: torch.dtype) -> str | None:
-    """As `Exported` has it. config: of the files that are exported, whose type `--qat` has rounded weights to."""
-    trained = rounding_of_training(source)
-    if trained == "none":
+def _untrained(source: ModelSource, before: torch.dtype, word: str, dtype: torch.dtype) -> str | None:
+    """As `Exported` has it. before: the type of the files that are exported, to which `--qat` has rounded weights;
+    word: of `--quantization`."""
+    form, trained = check_name(word), rounding_of_training(source)
+    if form is None or trained == "none":
         return None
     if trained != form:
         return f"the run was trained with --qat {trained}, so what it bears is {trained} and not {form}"
-    if dtype != source_dtype(config):
-        kind, other = type_name(source_dtype(config)), type_name(dtype)
-        return f"the run was trained with scales in {kind}: in {other} many codes are others"
+    if dtype != before:
+        return f"the run was trained with scales in {type_name(before)}: in {type_name(dtype)} many codes are others"
     return None
 
 
