@@ -17,6 +17,7 @@ from swiftlite.config.names import dataset_name, dataset_names, model_name
 from swiftlite.config.recipe import find_recipe, load_recipe, recipes_folder, shipped_recipes
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import dump_config, save_config
+from swiftlite.config.types import said_value
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 
@@ -65,6 +66,8 @@ def test_scalars_keep_their_meaning(recipe):
         ("fsdp_config: {a: b}", 4, "`sharding`"),
         ("seed: !!python/object/apply:os.system ['true']", 4, "tag"),
         ("target_modules: [[a]]", 4, "plain values"),
+        ("columns: {a: {b: c}}", 4, "plain values"),
+        ("config_overrides: {a: {b: 1, b: 2}}", 4, "twice"),
         ("special_tokens:\n  pad_token: x\n  eos_token: y", 4, "`new_tokens: TOKEN`"),
         ("seed: 'open", 5, "YAML"),
         ("\tseed: 1", 4, "YAML"),
@@ -421,6 +424,25 @@ def test_a_saved_config_is_found_from_any_folder(tmp_path, monkeypatch):
     assert again.output_dir == f"{here / 'out'}-2"
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{num_hidden_layers: 2, act: gelu, window: null, rope: {theta: 5e3, type: '2', a: true}, kinds: [b, 1]}",
+        "[num_hidden_layers=2 act=gelu, window=null, "
+        """'rope={"theta": 5e3, "type": "2", "a": true}', 'kinds=["b", 1]']""",
+    ],
+)
+def test_overrides_may_be_nested_and_are_saved_as_texts(recipe, written):
+    read = recipe(BASE + f"from_scratch: true\ntuner: full\nconfig_overrides: {written}\n")
+    config = resolve(None, {}, read, env={}).config
+    said = {name: said_value(text) for name, text in config.config_overrides.items()}
+    assert said == {
+        "num_hidden_layers": 2, "act": "gelu", "window": None, "rope": {"theta": 5e3, "type": "2", "a": True},
+        "kinds": ["b", 1],
+    }  # fmt: skip
+    assert resolve(None, {}, recipe(dump_config(config)), env={}).config.config_overrides == config.config_overrides
+
+
 def test_json_schema_knows_every_key():
     schema = json.loads(json.dumps(recipe_schema()))
     properties = schema["properties"]
@@ -469,6 +491,10 @@ def fits(value, form):
         and (not number or form.get("minimum", value) <= value <= form.get("maximum", value))
         and (not number or value > form.get("exclusiveMinimum", value - 1))
         and (not isinstance(value, list) or all(fits(item, form.get("items", {})) for item in value))
+        and (
+            not isinstance(value, dict)
+            or all(fits(item, form.get("additionalProperties", {})) for item in value.values())
+        )
     )
 
 
@@ -528,6 +554,7 @@ def test_json_schema_takes_what_recipes_take():
         "warmup_steps: 0.1", "warmup_steps: 5", "deepspeed: zero3", "sequence_parallel: true", "stage: dpo",
         "quantization: 8", "rlhf_type: simpo", "rlhf-type: simpo", "mask_history: null", "fsdp: null", "fsdp: ''",
         "fsdp: []", "fsdp: [full_shard, auto_wrap]", "lr_scheduler_kwargs: {min_lr: 0.1}", "debug: null",
+        "config_overrides: {num_hidden_layers: 2, rope_parameters: {rope_theta: 5000}, sliding_window: null}",
     ):  # fmt: skip
         assert fits_the_schema(line, schema), line
     for line in (

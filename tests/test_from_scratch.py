@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from test_parity import metrics, settings, train_alone
 from test_verify import ZERO_BUBBLE, in_real_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer, xLSTMConfig
@@ -231,6 +232,30 @@ def test_shapes_that_are_none(tiny_model, family, said, what):
     assert error.value.where.startswith(f"--config-overrides {said[0].partition('=')[0]}")
     with pytest.raises(UserError, match="changes the shape of a model whose weights"):
         resolve_config("pretrain", model=str(tiny_model(family)), dataset=["c/d"], config_overrides=said)
+
+
+@pytest.mark.parametrize("said", ["hidden_act=foo", "rope_parameters={rope_type: foo}", "num_key_value_heads=3"])
+def test_a_shape_that_shows_while_it_is_built_is_no_fault_of_the_folder(tmp_path, shape, write_rows, chat_rows, said):
+    """Neither the config's class nor, of heads, the model's looks at these."""
+    values = settings(tmp_path, shape("llama"), write_rows("rows.jsonl", chat_rows), from_scratch=True)
+    name, _, value = said.partition("=")
+    config = resolve_config("sft", **values, config_overrides={name: yaml.safe_load(value)})
+    with pytest.raises(UserError) as error:
+        train_alone(config)
+    assert error.value.where.startswith(f"--config-overrides {name}=")
+    assert "config.json" in error.value.fix
+
+
+def test_a_run_goes_on_in_its_own_shape(tmp_path, shape, write_rows, chat_rows):
+    more = {"from_scratch": True, "max_steps": 1, "config_overrides": ["num_hidden_layers=1"]}
+    values = settings(tmp_path, shape("llama"), write_rows("rows.jsonl", chat_rows), **more)
+    train_alone(resolve_config("sft", **values))
+    for other in (["num_hidden_layers=2"], []):
+        on = {"resume": "auto", "max_steps": 2, "config_overrides": other}
+        with pytest.raises(UserError, match="cannot go on with other settings.*--config-overrides num_hidden_layers=1"):
+            train_alone(resolve_config("sft", **values | on))
+    train_alone(resolve_config("sft", **values | {"resume": "auto", "max_steps": 2}))
+    assert len(metrics(tmp_path / "out")) == 2
 
 
 def test_what_no_rule_reaches_is_found_in_a_part_and_in_whole_numbers(tiny_model, monkeypatch):

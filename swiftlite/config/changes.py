@@ -18,6 +18,7 @@ from swiftlite.errors import UserError
 # A checkpoint has these from its run: what a resumed run is told of them has no effect, or does not fit.
 FIXED = (
     "method", "tuner", "adapter", *LORA_SHAPE, "modules_to_save", "new_tokens", "trainable_layers", "trainable_modules",
+    "config_overrides",
 )  # fmt: skip
 LONGEST_WORD = 200
 # They say where and how long a run works, and change nothing of what it learns.

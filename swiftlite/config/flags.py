@@ -26,7 +26,7 @@ GIVES_WAY = {"model_type": "the model's config.json says what it is"}
 class Flag:
     """One setting as the command line and recipes see it. kind: bool, int, float, str, list or map; switches: other
     tools' switches that stand for a value of it, {name: value}; phrases: their names whose values say it in another
-    way, {name: {pattern of theirs: ours}}."""
+    way, {name: {pattern of theirs: ours}}; nested: a map whose values may be lists and mappings too."""
 
     name: str
     kind: str
@@ -42,6 +42,7 @@ class Flag:
     env: str | None = None
     switches: Mapping[str, str] = field(default_factory=dict)
     phrases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    nested: bool = False
 
     @property
     def option(self) -> str:

@@ -85,7 +85,8 @@ def _forms(flag: Flag, plain: dict[str, Any]) -> list[dict[str, Any]]:
         items = {"anyOf": [{"enum": list(flag.choices)}, _pattern(words)]} if flag.choices else {"type": TEXT}
         return [{"type": "array", "items": items}, {"type": TEXT}]
     if flag.kind == "map":
-        return [{"type": "object", "additionalProperties": {"type": TEXT}}, {"type": "array"}, {"type": "string"}]
+        inside = [*TEXT, "array", "object", "null"] if flag.nested else TEXT
+        return [{"type": "object", "additionalProperties": {"type": inside}}, {"type": "array"}, {"type": "string"}]
     if flag.kind == "bool":
         return [{"type": "boolean"}, _pattern(TRUTH), {"enum": [0, 1]}]
     nothing = [word for word in NULL_WORDS if _takes(flag, word)]

@@ -25,6 +25,7 @@ from swiftlite.config.flags import (
 from swiftlite.config.others import axolotl, fsdp
 from swiftlite.config.others.idle import OFF, ON
 from swiftlite.config.others.words import instead, instead_of_value, is_known, why_idle
+from swiftlite.config.types import said_value
 from swiftlite.config.validate import Given, wrong_values
 from swiftlite.errors import UserError, all_in_one
 from swiftlite.untrusted import existing, unequal_keys
@@ -187,8 +188,8 @@ def _entries(path: Path, root: Node, wrong: list[UserError], notes: list[str]) -
                     off[key] = item, where
                     continue
             else:
-                name, kind = _known(key, where, heads_others=isinstance(value_node, yaml.MappingNode))
-                item, value = all_flags()[name], _value(value_node, where, kind)
+                item = _known(key, where, heads_others=isinstance(value_node, yaml.MappingNode))
+                value = _said(item, value_node, where)
             _put(entries, item, Entry(value, line, key), where, notes)
         except UserError as error:
             wrong.append(error)
@@ -255,16 +256,21 @@ def _put_block(entries: dict[str, Entry], read: dict[str, Any], block: Entry, wh
     notes.append(f"the recipe's {block.key} {said}")
 
 
-def _nested(node: Node, where: str, seen: list[Node]) -> Any:
-    """Lists and mappings of strings, of which YAML's aliases may not make many. seen: takes what was read."""
+def _nested(node: Node, where: str, seen: list[Node], *, typed: bool = False) -> Any:
+    """Lists and mappings of strings, of which YAML's aliases may not make many. seen: takes what was read; typed: words
+    without quotes are numbers and switches, where they look like it."""
     seen.append(node)
     if len(seen) > MOST_NESTED:
-        raise UserError("the list is too long, or goes round in itself", where=where, fix="write `dataset: a, b, ...`")
+        raise UserError(
+            "the list is too long, or goes round in itself", where=where, fix="shorten it: `dataset: a, b, ...`"
+        )
     if node.id == "sequence":
-        return [_nested(item, where, seen) for item in node.value]
+        return [_nested(item, where, seen, typed=typed) for item in node.value]
     if node.id == "scalar":
-        return _value(node, where, "str")
-    return {_plain(key, where): _nested(value, where, seen) for key, value in node.value}
+        value = _value(node, where, "str")
+        return said_value(value) if typed and node.style is None and value is not None else value
+    pairs = [(_plain(key, where), _nested(value, where, seen, typed=typed)) for key, value in node.value]
+    return _unequal(pairs, where)
 
 
 def _changes_nothing(key: str, node: Node, where: str, notes: list[str]) -> bool:
@@ -309,18 +315,26 @@ def _refuse_torchtune(path: Path, root: Node) -> None:
             )
 
 
-def _known(key: str, where: str, *, heads_others: bool) -> tuple[str, str]:
-    """(name, kind) of the flag that a key stands for. heads_others: keys stand below it. Raises UserError where there
-    is none."""
+def _known(key: str, where: str, *, heads_others: bool) -> Flag:
+    """The flag that a key stands for. heads_others: keys stand below it. Raises UserError where there is none."""
     item = find_flag(key)
     if item is not None:
-        return item.name, item.kind
+        return item
     near = nearest(key.replace("-", "_"), known_names())
     fix = f"did you mean `{near}`?" if near else "`swiftlite recipes schema` lists the keys"
     if heads_others:
         fix = "a recipe has no sections: write the keys below it at the margin, without it"
     fix = instead(key.replace("-", "_"), in_recipe=True) or fix
     raise UserError(f"unknown key `{key}` in the recipe", where=where, fix=fix)
+
+
+def _said(item: Flag, node: Node, where: str) -> Any:
+    """The value of a key; of a map whose values may be nested, each as the command line has it: those as JSON."""
+    if not item.nested or node.id != "mapping":
+        return _value(node, where, item.kind)
+    values = [_nested(value, where, [], typed=value.id != "scalar") for _, value in node.value]
+    said = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    return _unequal([(_plain(key, where), text) for (key, _), text in zip(node.value, said, strict=True)], where)
 
 
 def _value(node: Node, where: str, kind: str) -> Any:
@@ -340,8 +354,12 @@ def _value(node: Node, where: str, kind: str) -> Any:
         raise UserError(
             "the value is nested; recipes are flat", where=where, fix="write `key: value` with a plain value"
         )
+    return _unequal([(_plain(key, where), _plain(value, where)) for key, value in node.value], where)
+
+
+def _unequal(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     try:
-        return unequal_keys([(_plain(key, where), _plain(value, where)) for key, value in node.value])
+        return unequal_keys(pairs)
     except ValueError as error:
         raise UserError(str(error), where=where, fix="keep one of them") from error
 

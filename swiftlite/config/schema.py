@@ -119,7 +119,7 @@ class RunConfig(
     )  # fmt: skip
     config_overrides: Overrides = flag(
         {}, MODEL, "With --from-scratch, what config.json is to say instead: `hidden_size=256 num_hidden_layers=8`.",
-        "overrides_of_model_config", shown="none", metavar="KEY=VALUE ...",
+        "overrides_of_model_config", shown="none", metavar="KEY=VALUE ...", nested=True,
     )  # fmt: skip
     new_tokens: Names = flag(
         [], MODEL, "Tokens to add. Under lora, embedding and head are then trained whole.", "add_tokens",

@@ -18,7 +18,8 @@ def flag(default: Any, panel: str, text: str, *aliases: str, shown: str | None =
 
     more: further fields of `swiftlite.config.flags.Flag`: `metavar` and `short` for the help, `bare` for the value of
     the flag without one, `env` for an environment variable, `switches` of other tools that stand for one value,
-    {name: value}; `phrases`: names of theirs whose values say it in another way, {name: {pattern of theirs: ours}}.
+    {name: value}; `phrases`: names of theirs whose values say it in another way, {name: {pattern of theirs: ours}};
+    `nested` of a map whose values may be lists and mappings too.
     """
     extra = {"panel": panel, "aliases": list(aliases), "shown": shown, **more}
     if isinstance(default, list | dict):

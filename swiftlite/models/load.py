@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swiftlite.config.flags import nearest
 from swiftlite.config.names import ADAPTER_CONFIG, CODES_SECTIONS, HUB_ID, check_name
 from swiftlite.config.types import said_value
-from swiftlite.errors import SwiftliteError, UserError, is_out_of_memory
+from swiftlite.errors import SwiftliteError, UserError, is_out_of_memory, kind_and_words
 from swiftlite.hub import stay_offline_without_network
 from swiftlite.postponed import register_meta_kernels
 from swiftlite.quick_imports import quick_imports
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FILES = ["*.safetensors", "*.json"]
 CHECK_FILES = "check the files of the folder"
+CHANGE_THESE = "change what config.json is to say"
 CHECK_NAME = "check the name and the network, log in with `hf auth login` for a gated model, or give a local folder"
 FIXES = {  # by words of transformers
     "contains custom code": "read that code, and add --trust-remote-code to run it",
@@ -130,7 +131,7 @@ def _overridden(
     them is made anew. Raises UserError."""
     settings, _ = config.get_config_dict(model, revision=revision)
     text, known = settings.get("text_config") or settings, config.get_text_config()
-    where, wanted = "--config-overrides " + " ".join(f"{key}={said}" for key, said in overrides.items()), {}
+    where, wanted = _as_written(overrides), {}
     for key, said in overrides.items():
         name = known.attribute_map.get(key, key)
         if name in wanted:
@@ -146,13 +147,29 @@ def _overridden(
         made = type(config).from_dict(settings)
     except Exception as error:  # classes raise whatever they like
         what = f"no {known.model_type} can be like that: {' '.join(str(error).split())[:300]}"
-        raise UserError(what, where=where, fix="change these numbers") from error
+        raise UserError(what, where=where, fix=CHANGE_THESE) from error
     has = made.get_text_config()
     if lost := [name for name, value in wanted.items() if value is not None and not _holds(getattr(has, name), value)]:
         what = f"the class of {known.model_type} makes {getattr(has, lost[0])!r:.200} of {lost[0]}"
         raise UserError(what, where=where, fix=f"leave {lost[0]} out, or see what else config.json says of it")
     made._name_or_path = config.name_or_path
     return made
+
+
+def _as_written(overrides: Mapping[str, str]) -> str:
+    return "--config-overrides " + " ".join(f"{key}={said}" for key, said in overrides.items())
+
+
+@contextlib.contextmanager
+def told_of_overrides(config: RunConfig) -> Iterator[None]:
+    """What a class raises while it is built or run names `--config-overrides`, if there are any: no file is to blame,
+    nor the architecture."""
+    try:
+        yield
+    except UserError as error:
+        if not config.config_overrides or error.__cause__ is None:
+            raise
+        raise UserError(error.what, where=_as_written(config.config_overrides), fix=CHANGE_THESE) from error
 
 
 def _holds(found: Any, wanted: Any) -> bool:
@@ -368,7 +385,8 @@ def hub_errors(source: str, what: str) -> Iterator[None]:
     except SwiftliteError:
         raise
     except Exception as error:  # tokenizers raises no narrower type
-        said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        words = kind_and_words(error) if isinstance(error, KeyError) else str(error)  # which says the key alone
+        said = [line.strip() for line in words.splitlines() if line.strip()] or [type(error).__name__]
         text = " ".join(said[: 2 if said[0].endswith(":") else 1])[:500]  # they repeat what the files say
         local = Path(source).expanduser().is_dir()
         general = CHECK_FILES if local else CHECK_NAME

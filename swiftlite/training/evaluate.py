@@ -178,7 +178,7 @@ def _load(
 ) -> Trainee:
     """The model, none of which is trained. Raises UserError where it lacks what it is to be judged by."""
     trainee = build_trainee(config, model_config, None, load, world, layout, evaluates=True)
-    trainee.check(config.max_length, compiled=config.compile)
+    trainee.check(config)
     if trainee.has_new_head:
         fix = "name a reward model, such as the result of `swiftlite rm`"
         raise UserError("the model has no score head", where=config.model, fix=fix)

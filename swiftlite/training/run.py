@@ -105,7 +105,7 @@ def run_training(
             check_same_rows(world, prepared.fingerprint + prepared.questions_fingerprint)
             world.meet("data")
             trainee = build_trainee(config, model_config, resume, load, world, layout, beside=beside)
-            trainee.check(config.max_length, compiled=config.compile)
+            trainee.check(config)
             if world.rank == 0:
                 load()  # for checkpoints; by the first of them the model's folder may be gone
         for note in trainee.notes:

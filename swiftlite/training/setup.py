@@ -36,7 +36,14 @@ from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import fp8
 from swiftlite.models.kernels.liger import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.kernels.lora import is_lora_b
-from swiftlite.models.load import build_model, import_architecture, load_config_of, model_folder, own_attention
+from swiftlite.models.load import (
+    build_model,
+    import_architecture,
+    load_config_of,
+    model_folder,
+    own_attention,
+    told_of_overrides,
+)
 from swiftlite.models.matrices import hidden_matrices
 from swiftlite.models.quantize import NF4, packing
 from swiftlite.models.rotary import scale_by_document
@@ -131,16 +138,17 @@ class Trainee:
         """This process's part of every trained parameter."""
         return [(name, p) for part in self.divided.parts for name, p, _ in part.tensors() if _is_trained(p)]
 
-    def check(self, longest: int, *, compiled: bool = False) -> None:
-        """Run a few tokens, as in a step. longest: tokens of any document; compiled: a step's layers are, which these
-        few are not worth: each shape that nothing else has would be compiled for them.
+    def check(self, config: RunConfig) -> None:
+        """Run a few tokens, as in a step of `config`. Where a step's layers are compiled, these few are not worth it:
+        each shape that nothing else has would be compiled for them.
 
         Raises UserError for an architecture that cannot be trained as it is.
         """
         for part in self.divided.parts:
-            as_written = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-            with self.precision.compute(self.mesh.device), as_written:  # FSDP's weights are in the compute type
-                part.scorer.check(longest, self.mesh.device)
+            as_written = torch.compiler.set_stance("force_eager") if config.compile else nullcontext()
+            # FSDP's weights are in the compute type
+            with self.precision.compute(self.mesh.device), as_written, told_of_overrides(config):
+                part.scorer.check(config.max_length, self.mesh.device)
             reshard(part.scorer)
 
     def uncounted(self) -> set[int]:
@@ -313,15 +321,16 @@ def precision_of(config: RunConfig, name: str, model_config: PretrainedConfig, d
 
 
 def build_base(source: str, config: RunConfig, model_config: PretrainedConfig, precision: Precision) -> PreTrainedModel:
-    return build_model(
-        source,
-        model_config,
-        dtype=weights_dtype(config, precision),
-        attention=attention.register(),
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        classifier=config.method == "rm",
-    )
+    with told_of_overrides(config):
+        return build_model(
+            source,
+            model_config,
+            dtype=weights_dtype(config, precision),
+            attention=attention.register(),
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            classifier=config.method == "rm",
+        )
 
 
 def _grow(base: PreTrainedModel, config: RunConfig, load_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:

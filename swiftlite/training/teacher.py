@@ -174,7 +174,7 @@ def build_teacher(
         teacher = build_trainee(
             settings, its_config, None, load, world.within("teacher"), layout, trainee.choice, evaluates=True
         )
-        teacher.check(config.max_length, compiled=config.compile)
+        teacher.check(settings)
     for note in teacher.notes:
         tell(f"note: teacher: {note}")
     return teacher
