@@ -157,14 +157,30 @@ def test_every_recipe_resolves(run, name):
             "unknown flag --model\nwhere: swiftlite\nfix:   name a command first, flags behind it: `sw",
         ),
         ("merge --model x", "did you mean `swiftlite export`?"),
-        ("deploy --model x", "No such command 'deploy'\nfix:   did you mean `swiftlite serve`?"),  # and not `dpo`
+        (
+            "deploy --model x",  # and not `dpo`
+            "error: there is no command 'deploy'\nwhere: swiftlite\nfix:   did you mean `swiftlite serve`? `sw",
+        ),
+        ("recipes shw", "no command 'shw'\nwhere: swiftlite recipes\nfix:   did you mean `swiftlite recipes show`? "),
+        ("export --model x", "--output-dir is missing\nwhere: swiftlite export\nfix:   add --output-dir PATH; "),
+        ("recipes show", "error: NAME is missing\nwhere: swiftlite recipes show\nfix:   add NAME; `swiftlite recipes"),
+        ("infer --input", "error: --input needs a value\nwhere: swiftlite infer\nfix:   write --input VALUE; "),
+        ("infer --stream=3", "--stream takes no value\nwhere: swiftlite infer\nfix:   write --stream alone; "),
+        ("export --dtpe x", "fix:   did you mean `--dtype`? "),
         ("SFT --model x", "did you mean `swiftlite sft`?"),
         ("infer -m=/nowhere/at/all -p hi", "--model /nowhere/at/all"),
         ("serve m/x", "unexpected word 'm/x'"),
         ("serve m/x --model m/x -- --flag", "unexpected word 'm/x'"),
         ("serve --model /nowhere/at/all -- --flag --port=x value", "--model /nowhere/at/all"),
-        ("serve --model m/x --port 8OOO", "--port"),
-        ("serve --model m/x --port 65536", "--port"),
+        (
+            "serve --port 8OOO",
+            "--port is '8OOO', not a whole number\nwhere: --port\nfix:   give a whole number, such as",
+        ),
+        ("serve --port 65536", "--port is '65536', out of range\nwhere: --port\nfix:   give at most 65535\n"),
+        (
+            "infer --temperature hot",
+            "error: --temperature is 'hot', not a number\nwhere: --temperature\nfix:   give a n",
+        ),
         ("serve --model m/x --tp 0", "--tensor-parallel-size"),
         ("serve --model m/x --max_length some", "--max-length"),
         ("recipes show nothing", "recipe"),

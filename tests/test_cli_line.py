@@ -287,10 +287,13 @@ def test_every_end_has_its_code_and_one_block(run, monkeypatch, error, code, sai
 
 
 def test_only_rank_0_speaks_and_of_mistakes_the_first_of_each_machine(run, monkeypatch):
+    waited = []
+    monkeypatch.setattr(app.time, "sleep", waited.append)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert run("sft", *DRY) == (0, "", "")
     assert run("sft", "--no-such-flag") == (2, "", "")
+    assert waited  # for the first, which torchrun would end before it has told
     monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another machine, which may have another recipe
     assert "unknown flag" in run("sft", "--no-such-flag")[2]
     for nonsense in ("x", "2"):
@@ -300,6 +303,22 @@ def test_only_rank_0_speaks_and_of_mistakes_the_first_of_each_machine(run, monke
     assert "2 (torchrun)" in run("sft", *DRY)[1]
     code, _, err = run("sft", *DRY[:-1])
     assert code == 2 and "MASTER_ADDR" in err
+
+
+ALONE = [("recipes", "list"), ("infer", "--help"), ("sft", "--help"), ("inspect", "--rows", "x", *DRY), ("exprt",)]
+
+
+@pytest.mark.parametrize("words", ALONE)
+def test_what_is_work_for_one_process_is_done_by_the_first(run, monkeypatch, words):
+    told = run(*words)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert run(*words) == (0, "", "")
+    monkeypatch.setenv("RANK", "0")
+    note = "note: one of the 2 processes does this, and the others end\n"
+    assert run(*words) == (told[0], told[1], note + told[2])
+    if words[0] not in app.run_commands():  # an engine that it starts would look for the others
+        assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & os.environ.keys()
 
 
 LONG = "x" * 300

@@ -173,6 +173,15 @@ def test_torchrun_and_the_time_in_the_folder_name(tmp_path, flags):
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+def test_torchrun_has_one_process_export(tmp_path, tiny_model):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "swiftlite"]
+    done = run(*torchrun, "export", "--model", tiny_model("llama"), "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote ") == 1 and done.stderr.count("note: one of the 2 processes does this") == 1
+    failed = run(*torchrun, "sft", "--no-such-flag")
+    assert failed.stderr.count("error: unknown flag --no-such-flag") == 1
+
+
 def test_a_mistake_is_told_once(tmp_path, flags):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"messages": [{"role": "user", "content": "alone"}]}\n')

@@ -9,13 +9,15 @@ import os
 import re
 import signal
 import sys
-from typing import Any
+import time
 
 import typer
 
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.line import MAY_BE_EMPTY, RECIPE
 from swiftlite.cli.options import RunCommand, Session
+from swiftlite.cli.usage import usage_error
+from swiftlite.config.layout import follows, leave_torchrun, under_torchrun
 from swiftlite.ending import end_on_signals, seen_signal
 from swiftlite.errors import UserError
 from swiftlite.streams import settle_streams
@@ -23,19 +25,9 @@ from swiftlite.streams import settle_streams
 ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
 
+SECONDS_FOR_THE_FIRST = 5
 NO_READER = 141  # the reader of our output has left, as `| head` does: what a shell says of tools that end by SIGPIPE
 SHORT = re.compile("-[a-zA-Z]")
-NO_COMMAND = re.compile(r"(No such command '(.*?)')(\. Did you mean .*)?")
-NO_OPTION = re.compile(r"No such option: (\S+)(?: \(Possible options: (.*)\))?")
-NO_PLACE = re.compile(r"Got unexpected extra argument\(s\) \((.*)\)")
-QUANTIZES = re.compile("--(export-quantization|quant)-")  # flags of LLaMA-Factory and ms-swift beside their `export`
-BY_MODEL = ("swiftlite infer", "swiftlite export")  # a word alone is what others call the model by
-ELSEWHERE = {  # what other tools call a command
-    "api": "serve", "chat": "infer", "compare": "report", "convert": "export", "deploy": "serve", "evaluate": "eval",
-    "finetune": "sft", "fine-tune": "sft", "generate": "infer", "help": "--help", "inference": "infer",
-    "merge": "export", "merge-lora": "export", "orpo": "dpo --loss orpo", "plot": "report", "preprocess": "inspect",
-    "preview": "inspect", "reward": "rm", "simpo": "dpo --loss simpo",
-}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,6 +53,9 @@ def _run(words: list[str], session: Session) -> int:
         chosen, words = _find_command(words)
         if chosen is not None:
             session.line = chosen.read(words[1:])
+        if (chosen is None or not chosen.joins or session.line.help) and not _does_it_alone(chosen):
+            return 0
+        if chosen is not None:
             words = [words[0], *session.line.canonical()]
         else:
             words = _plain_words(words)
@@ -78,7 +73,20 @@ def _run(words: list[str], session: Session) -> int:
     except BaseException as error:  # some libraries' errors are no Exception; all of them end in one block
         if seen := seen_signal():  # a library caught what the signal raised, and failed of it
             return _interrupted() if seen == signal.SIGINT else 128 + seen  # the other one is told at once
-        return _report(_usage_error(error, words) if isinstance(error, TyperException) else error, session)
+        wrong_line = isinstance(error, TyperException)
+        return _report(usage_error(error, words, run_commands()) if wrong_line else error, session)
+
+
+def _does_it_alone(chosen: RunCommand | None) -> bool:
+    """Whether this process, of those that torchrun started, does what is work for one of them; the schema's commands
+    still show what they would be for all. With a note."""
+    if follows(os.environ):
+        return False
+    if under_torchrun(os.environ) and os.environ["WORLD_SIZE"] != "1":
+        print(f"note: one of the {os.environ['WORLD_SIZE']} processes does this, and the others end", file=sys.stderr)
+    if chosen is None:
+        leave_torchrun(os.environ)
+    return True
 
 
 def _interrupted() -> int:
@@ -189,34 +197,10 @@ def _top(
     """`--debug` is read before anything can fail, in `main`."""
 
 
-def _usage_error(error: Any, words: list[str]) -> UserError:
-    """Click's own complaint about a command or one of its own flags. words: of the line."""
-    text = error.format_message().replace("\n", " ").rstrip(".")
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else f"swiftlite {words[0]}"  # where a value is missing
-    hint, where = "", None
-    if wrong := NO_OPTION.fullmatch(text):
-        text, where = f"unknown flag {wrong[1]}", command
-        if command == "swiftlite":
-            hint = "name a command first, flags behind it: `swiftlite sft --model NAME`; "
-        elif command == "swiftlite export" and QUANTIZES.match(wrong[1]):
-            hint = "write `--quantization fp8`, int8 or int4, which need no data; "
-        elif wrong[2]:
-            hint = f"did you mean `{wrong[2]}`? "
-    elif wrong := NO_PLACE.fullmatch(text):
-        text, where = f"no flag has these words: {wrong[1]}", command
-        hint = "name the model by --model; " if command in BY_MODEL else ""
-    elif (wrong := NO_COMMAND.fullmatch(text)) and command == "swiftlite":
-        word = wrong[2].lower()
-        meant = ELSEWHERE.get(word) or (word if word in run_commands() else None)
-        if meant:  # whatever Click finds alike
-            text, hint = wrong[1], f"did you mean `swiftlite {meant}`? "
-    return UserError(text, where=where, fix=f"{hint}`{command} --help` shows what there is")
-
-
 def _report(error: BaseException, session: Session) -> int:
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    one_of_several = rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
-    if one_of_several and os.environ.get("LOCAL_RANK") != "0" and isinstance(error, UserError):
-        return error.exit_code  # those of a machine read the same line and the same files; its first tells of it
+    if follows(os.environ) and os.environ.get("LOCAL_RANK") != "0" and isinstance(error, UserError):
+        # Those of a machine read the same line and the same files; its first tells of it, unless torchrun ends it
+        # before, because of this one.
+        time.sleep(SECONDS_FOR_THE_FIRST)
+        return error.exit_code
     return show_error(error, debug=session.debug)

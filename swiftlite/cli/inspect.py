@@ -81,6 +81,7 @@ INSPECT = RunCommand(
     own=(own_flag("rows", "int", 3, "Rows to show of each data set."),),
     fallback="sft",
     needs_reward=False,
+    joins=False,
     uses=uses,
 )
 

@@ -35,7 +35,8 @@ class RunCommand:
     """A command that takes the schema's flags. method: what it trains, or None where recipe or `--method` says it.
 
     fallback: the method where nobody says it, needs_rows: False where no data set has to be named, needs_reward: False
-    where no answers are rewarded, and open_layout: True where layouts are compared, of commands that only look.
+    where no answers are rewarded, and open_layout: True where layouts are compared, of commands that only look; joins:
+    False where one of the processes that torchrun starts does it.
 
     settle(given, recipe): what the flags and the recipe become before they are resolved, of commands that read them in
     another way; uses(flag): whether a setting is any of its business, if help shows not all of them, why_idle: why
@@ -56,6 +57,7 @@ class RunCommand:
     needs_rows: bool = True
     needs_reward: bool = True
     open_layout: bool = False
+    joins: bool = True
     settle: Callable[[dict[str, Given], Recipe | None], tuple[dict[str, Given], Recipe | None]] | None = None
     uses: Callable[[Flag], bool] = lambda flag: True
     why_idle: str = ""

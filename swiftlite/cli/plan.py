@@ -282,4 +282,5 @@ PLAN = RunCommand(
     uses=lambda flag: flag.panel != LOGGING,
     needs_rows=False,
     open_layout=True,
+    joins=False,
 )

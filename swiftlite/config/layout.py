@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -13,6 +13,12 @@ from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
+
+# https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+OF_TORCHRUN = (
+    "LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,18 @@ class Layout:
 def under_torchrun(env: Mapping[str, str]) -> bool:
     """True in a process that torchrun (or another launcher with its variables) started."""
     return all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def follows(env: Mapping[str, str]) -> bool:
+    """True in a process that another one comes before, of those that torchrun started."""
+    rank, size = env.get("RANK", ""), env.get("WORLD_SIZE", "")
+    return rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
+
+
+def leave_torchrun(env: MutableMapping[str, str]) -> None:
+    """Forget the others: neither this process nor what it starts waits for them."""
+    for name in OF_TORCHRUN:
+        env.pop(name, None)
 
 
 def plan_layout(config: RunConfig, env: Mapping[str, str]) -> Layout:

@@ -58,11 +58,11 @@ def _in_words(error: ValidationError, given: Mapping[str, Given]) -> list[UserEr
                 f"did you mean {near}?" if near else "`swiftlite recipes schema` lists them",
             )
         else:
-            found.setdefault(name, _explain(all_flags()[name], detail, given[name]))
+            found.setdefault(name, explain(all_flags()[name], detail, given[name]))
     return [UserError(what, where=given[name].where, fix=fix) for name, (what, fix) in found.items()]
 
 
-def _explain(flag: Flag, detail: ErrorDetails, given: Given) -> tuple[str, str]:
+def explain(flag: Flag, detail: ErrorDetails, given: Given) -> tuple[str, str]:
     """(what is wrong, how to mend it) for one value."""
     kind, context = detail["type"], detail.get("ctx", {})
     value = detail["input"] if flag.kind in ("list", "map") and len(detail["loc"]) > 1 else given.value
