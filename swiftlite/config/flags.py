@@ -182,9 +182,19 @@ def known_names() -> list[str]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like a wrong one, or None where none is alike."""
-    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.55)
-    return found[0] if found else None
+    """The known word most like a wrong one, or None where none is alike.
+
+    >>> nearest("clip_eps", ["log_steps", "eps_clip"])
+    'eps_clip'
+    """
+    names = list(known)
+    same = next((name for name in names if _parts(name) == _parts(word)), None)
+    return same or next(iter(difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)), None)
+
+
+def _parts(word: str) -> list[str]:
+    """`clip_eps` and `eps-clip` have the same."""
+    return sorted(re.split(r"[\W_]+", word.lower()))
 
 
 def _read(name: str, field: FieldInfo) -> Flag:

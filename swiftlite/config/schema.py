@@ -204,6 +204,7 @@ class RunConfig(
             DATA,
             "What to do with rows longer than `--max-length`; always counted.",
             "truncation_strategy",
+            "excess_length_strategy",
             shown="truncate; split for pretrain, drop for grpo",
         )
     )
@@ -313,7 +314,7 @@ class RunConfig(
         "mixed_precision",
         "torch_dtype",
         "dtype",
-        switches={"bf16": "bf16", "fp16": "fp16", "bfloat16": "bf16"},
+        switches={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"},
     )
     seed: Whole = flag(42, OPTIMIZATION, "Decides row order, dropout and new weights.", "random_seed")
     on_nonfinite: Annotated[Literal["error", "skip"], Spelling()] = flag(
@@ -357,21 +358,21 @@ class RunConfig(
         metavar="RxS",
     )
     tensor_parallel_size: Count = flag(
-        1, PARALLELISM, "Ranks that split each layer.", "tp", "tensor_model_parallel_size"
+        1, PARALLELISM, "Ranks that split each layer.", "tp", "tensor_model_parallel_size", "tp_size"
     )
     sequence_parallel: Annotated[Literal["auto", "always", "never"], Spelling(types.SEQUENCE_PARALLEL)] = flag(
         "auto", PARALLELISM, "Tensor-parallel ranks divide tokens between blocks; auto: on GPUs, not compiled.",
         bare="always",
     )  # fmt: skip
     pipeline_parallel_size: Count = flag(
-        1, PARALLELISM, "Stages that split the layers.", "pp", "pipeline_model_parallel_size"
+        1, PARALLELISM, "Stages that split the layers.", "pp", "pipeline_model_parallel_size", "pp_size"
     )
     context_parallel_size: Count = flag(
-        1, PARALLELISM, "Ranks that split each sequence.", "cp", "sequence_parallel_size",
+        1, PARALLELISM, "Ranks that split each sequence.", "cp", "cp_size", "sequence_parallel_size",
         "sequence_parallel_degree",
     )  # fmt: skip
     expert_parallel_size: Count = flag(
-        1, PARALLELISM, "Ranks that split the experts.", "ep", "expert_model_parallel_size"
+        1, PARALLELISM, "Ranks that split the experts.", "ep", "expert_model_parallel_size", "ep_size"
     )
     fsdp_min_params: Whole = flag(
         0, PARALLELISM, "Shard layers with fewer parameters together with the rest of the model.", shown="0"

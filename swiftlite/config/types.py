@@ -59,6 +59,7 @@ STRATEGY = {"epoch": "epoch"}  # of transformers, and how often a thing is done 
 STRATEGY_OR_NEVER = STRATEGY | {"no": NEVER}
 NAME, AUTHOR = {r"([^/]+)": r"name=\1"}, {r"(.+)": r"author=\1"}  # of ms-swift; what has a slash names a model
 ON_ALONE, OFF_WORDS = rf"(?:{'|'.join(ON)}|1)?", "|".join((*OFF, "0"))  # of a switch, which may stand without a value
+MEANS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}  # verl's, of losses
 LOSSES_AS_METHODS = "(orpo|simpo|cpo|ipo)"  # of dpo, which have commands of their own elsewhere
 _STRATEGY = f"({'|'.join(FSDP_STRATEGIES)})"
 FSDP_WORDS = (

@@ -52,7 +52,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     **dict.fromkeys(
         ("padding_free", "data_flatten", "pad_to_sequence_len", "pad_to_multiple_of", "padding_side", "pad_token",
-         "mlp_padding_free", "use_remove_padding", "packing_samples"),
+         "mlp_padding_free", "use_remove_padding", "packing_samples", "ignore_pad_token_for_loss"),
         (EVERY, _NO_PADDING),
     ),
     **dict.fromkeys(
@@ -83,7 +83,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
          "overlap_p2p_comm", "batch_p2p_comm", "align_param_gather", "align_grad_reduce", "nccl_comm_warmup",
          "overlap_param_gather_with_optimizer_step", "moe_enable_deepep", "attention_softmax_in_fp32",
          "accumulate_allreduce_grads_in_fp32", "use_cpu_initialization", "packing_num_proc",
-         "grad_accum_dtype", "overlap_comm", "disable_trace_cache", "zpg"),
+         "use_unsloth", "grad_accum_dtype", "overlap_comm", "disable_trace_cache", "zpg"),
         (EVERY, _KERNEL),
     ),
     **dict.fromkeys(
@@ -108,7 +108,16 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("advantage_estimator", "adv_estimator"), (("grpo",), "an answer is compared with the others to its prompt")
     ),
-    "apply_chat_template": (ON, "conversations are written by the chat template in any case"),
+    "gamma": (("1", "1.0"), "a reward counts for all tokens of its answer"),
+    "kl_coef": (("0", "0.0"), "rewards are what {reward} says"),
+    **dict.fromkeys(("entropy_coeff", "entropy_coef", "entropy_loss_coef"), (("0", "0.0"), "the loss has no entropy")),
+    **dict.fromkeys(("kl_loss_type", "kl_estimator"), (("low_var_kl", "k3"), "the KL is estimated so")),
+    "policy_loss_type": (("ppo",), "ratios are bounded by {epsilon}, as PPO's"),
+    **dict.fromkeys(
+        ("apply_chat_template", "use_chat_template"),
+        (ON, "conversations are written by the chat template in any case"),
+    ),
+    "disable_gradient_checkpointing": (OFF, "{activation_checkpointing: auto} does the least that fits"),
     "multiturn": (EVERY, "each answer of a conversation is learnt, with {train_on: last-answer} the last one alone"),
     "multi_objective_aggregation": (("sum_then_normalize",), "rewards are added up, then compared"),
     **dict.fromkeys(("log_entropy", "enable_channel_loss"), (EVERY, _LOGGED)),
@@ -172,9 +181,11 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
          "dataloader_drop_last", "use_cpu", "ignore_data_skip", "full_determinism", "use_vllm",
          "save_on_each_node", "load_args", "load_data_args", "data_parallel_random_init", "use_weighting",
          "curriculum_sampling", "sample_packing_sequentially", "eval_table_size", "enable_dft_loss",
-         "use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_bias_correction_kl", "kl_in_reward", "dynamic_sample",
+         "use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_bias_correction_kl", "kl_in_reward", "use_kl_in_reward",
+         "dynamic_sample",
          "use_slow_tokenizer", "disable_fast_tokenizer", "dynamic_filtering", "enable_ema",
-         "async_generate", "use_liger_loss", "log_unique_prompts"),
+         "async_generate", "use_liger_loss", "log_unique_prompts", "no_advantage_std_norm",
+         "use_leave_one_out_baseline", "reference_free"),
         (OFF, "it is off in any case"),
     ),
 }  # fmt: skip

@@ -36,14 +36,20 @@ _VISION = _OUT + "swiftlite trains the language model"
 
 # name -> what to do instead. A `key: value` alone is what to write.
 INSTEAD: dict[str, str] = trainers.INSTEAD | {
-    **dict.fromkeys(("no_gradient_checkpointing", "no_activation_checkpointing"), "activation_checkpointing: none"),
+    **dict.fromkeys(
+        ("no_gradient_checkpointing", "no_activation_checkpointing", "disable_gradient_checkpointing"),
+        "activation_checkpointing: none",
+    ),
     "enable_activation_checkpointing": "activation_checkpointing: full",
     "dataloader_drop_last": _OUT + "the last step of an epoch has what is left of its rows",
     "use_cpu": _OUT + "with CUDA_VISIBLE_DEVICES empty a run is on the CPU",
     "full_determinism": _OUT + "on one CPU a run repeats bit for bit; kernels of GPUs may add in another order",
     "use_hf": "download the model by ModelScope, and write {model: FOLDER}",
     "packing_length": _OUT + "a pack holds {max_length} tokens",
-    "interleave_prob": "write *WEIGHT behind a data set's name: {dataset: a*2,b*0.5}",
+    **dict.fromkeys(
+        ("interleave_prob", "interleave_probs", "mix_strategy"),
+        "write *WEIGHT behind a data set's name: {dataset: a*2,b*0.5}",
+    ),
     "delta": _OUT + "ratios are bounded by {epsilon} and {epsilon_high}",
     "importance_sampling_level": "loss: gspo",
     "reward_weights": "write weights behind the functions: {reward: rewards.py:NAME*0.5}",
@@ -52,18 +58,20 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
         "write {global_batch_size} for the prompts that are answered at a time, {minibatches} for the updates by them",
     ),
     **dict.fromkeys(
-        ("use_bias_correction_kl", "kl_in_reward"), _OUT + "the KL is a term of the loss, as in GRPO's paper"
+        ("use_bias_correction_kl", "kl_in_reward", "use_kl_in_reward", "kl_coef"),
+        _OUT + "the KL is a term of the loss, as in GRPO's paper; {beta: 0.04} weighs it",
     ),
     **dict.fromkeys(
-        ("dynamic_sample", "dynamic_filtering", "max_resample_times"),
+        ("dynamic_sample", "dynamic_filtering", "dynamic_filtering_reward_range", "max_resample_times",
+         "filter_groups"),
         _OUT + "prompts whose answers have the same reward teach nothing, and are counted",
     ),
     "external_plugins": "write the functions of the file: {reward: FILE.py:NAME}",
     **dict.fromkeys(
-        ("soft_cache_length", "soft_max_length"),
+        ("soft_cache_length", "soft_max_length", "overlong_buffer"),
         "write {reward: soft_overlong}, which begins a fifth before {max_new_tokens}, or a function of your own",
     ),
-    "non_stop_penalty": _OWN_REWARD,
+    **dict.fromkeys(("non_stop_penalty", "reward_clip_range"), _OWN_REWARD),
     **dict.fromkeys(
         ("use_vllm", "use_transformers_paged", "fast_inference", "gpu_memory_utilization",
          "max_lora_rank", "colocate_all_models"),
@@ -93,7 +101,11 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     ),
     "evals_per_epoch": "eval_steps: epoch/2",
     "logging_strategy": "log_steps: 1",
-    **dict.fromkeys(("gpus", "num_gpus", "ray_num_workers"), "nproc_per_node: 2"),
+    **dict.fromkeys(
+        ("gpus", "num_gpus", "n_gpus", "ngpus", "gpus_per_node", "nproc", "num_processes", "world_size",
+         "ray_num_workers"),
+        "nproc_per_node: 2",
+    ),
     "use_ray": _OUT + "{nproc_per_node: 2} starts the processes",
     "device": _OUT + "CUDA_VISIBLE_DEVICES says which GPUs there are",
     "device_map": _OUT + "{parallel: fsdp} divides a model that is too large for one GPU",
@@ -108,8 +120,15 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     "num_layers_per_virtual_pipeline_stage": "pipeline_schedule: interleaved-1f1b",
     "recompute_activations": "activation_checkpointing: selective",
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), "activation_checkpointing: full"),
-    "batch_size": "write {micro_batch_size: 1} for one forward pass of a GPU, {global_batch_size: 8} for a step of all",
-    "batch_size_per_device": "micro_batch_size: 1",
+    **dict.fromkeys(
+        ("batch_size", "bs"),
+        "write {micro_batch_size: 1} for one forward pass of a GPU, {global_batch_size: 8} for a step of all",
+    ),
+    **dict.fromkeys(
+        ("batch_size_per_device", "per_gpu_batch_size", "device_batch_size", "mbs"), "micro_batch_size: 1"
+    ),
+    "gbs": "global_batch_size: 8",
+    **dict.fromkeys(("accumulate_grad_batches", "acc_steps"), "gradient_accumulation_steps: 4"),
     "auto_find_batch_size": "write {micro_batch_size: 1}; `swiftlite plan` says what fits",
     "lr_scheduler_kwargs": "write {min_lr: 1e-6} for a least rate, {decay_ratio: 0.1} for wsd's decay",
     "lr_decay_iters": _OUT + "the rate decays over the whole run, as {max_steps} or {epochs} says",
@@ -162,7 +181,9 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     "rope_scaling": "write it into the model's config.json",
     "output_router_logits": "write {router_aux_loss_coef: 0.001} to balance routers, 0 not to",
     **dict.fromkeys(
-        ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "ffn_hidden_size"), _BY_CONFIG
+        ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "ffn_hidden_size",
+         "model_kwargs", "shift_attn", "s2_attention"),
+        _BY_CONFIG,
     ),
     "save_adapter_weights_only": _OUT + WHOLE_STATE,
     **dict.fromkeys(("auto_resume_from_checkpoints", "resume_only_model"), "resume: auto"),
@@ -191,7 +212,8 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     ),
     "mixture_of_depths": "write {tuner: lora}, or full",
     **dict.fromkeys(
-        ("use_llama_pro", "freeze_trainable_modules"),
+        ("use_llama_pro", "freeze_trainable_modules", "unfrozen_parameters", "freeze_parameters",
+         "freeze_parameters_ratio"),
         "write {tuner: freeze} with {trainable_layers: 2}, which trains whole layers, and {trainable_modules}",
     ),
     **dict.fromkeys(
@@ -214,7 +236,7 @@ TEMPLATES = re.compile(
 BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("galore|badam|apollo", _GALORE),
     ("muon", _MUON),
-    ("oft|boft|vera|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
+    ("oft|boft|vera|relora|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
     ("vllm|use_vllm", _OWN_SAMPLER),
     ("lmbda|seq_kd", _OUT + "sft learns from a teacher on the rows' own answers, grpo on those that the model gives"),
     ("cosine_m(in|ax)_len", _OWN_REWARD),

@@ -23,7 +23,8 @@ class PreferenceSettings(BaseModel):
         "loss_type",
         "pref_loss",
         phrases=dict.fromkeys(("rlhf_type", "rl"), {types.LOSSES_AS_METHODS: r"\1"})
-        | dict.fromkeys(("enable_dft_loss", "use_dft_loss"), {types.ON_ALONE: "dft"}),
+        | dict.fromkeys(("enable_dft_loss", "use_dft_loss"), {types.ON_ALONE: "dft"})
+        | {"loss_agg_mode": types.MEANS, "policy_loss_type": {"(gspo)": r"\1"}},
         shown="sigmoid; kto; cross_entropy; dapo",
         metavar="NAME[:WEIGHT] ...",
     )

@@ -5,7 +5,16 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from swiftlite.config.setting import REINFORCEMENT, flag
-from swiftlite.config.types import Count, Names, OptionalNotNegative, OptionalPositive, Positive, Spelling, switch
+from swiftlite.config.types import (
+    ON_ALONE,
+    Count,
+    Names,
+    OptionalNotNegative,
+    OptionalPositive,
+    Positive,
+    Spelling,
+    switch,
+)
 
 
 class SamplingSettings(BaseModel):
@@ -23,7 +32,7 @@ class SamplingSettings(BaseModel):
     )
     samples: Count = flag(
         8, REINFORCEMENT, "Answers to each prompt, which are compared with one another.", "num_generations",
-        "grpo_samples",
+        "grpo_samples", "num_generations_per_prompt",
     )  # fmt: skip
     max_new_tokens: Count = flag(
         256, REINFORCEMENT, "Longest answer in tokens; prompts have the rest of `--max-length`.",
@@ -48,18 +57,19 @@ class SamplingSettings(BaseModel):
     epsilon: OptionalPositive = flag(
         None, REINFORCEMENT, "Of later updates of a step: how far a token's probability may have fallen since it "
         "was drawn (0.2: by a fifth) and still be lowered.", "epsilon_low", "clip_ratio_low", "clip_ratio", "cliprange",
-        "eps_clip",
+        "eps_clip", "ratio_clip_min",
         shown="0.2; 3e-4 for gspo",
     )  # fmt: skip
     epsilon_high: OptionalPositive = flag(
-        None, REINFORCEMENT, "The same of what has risen and is raised.", "clip_ratio_high",
+        None, REINFORCEMENT, "The same of what has risen and is raised.", "clip_ratio_high", "ratio_clip_max",
         shown="--epsilon; 4e-4 for gspo, 5 for cispo",
     )  # fmt: skip
     scale_rewards: Annotated[Literal["group", "none"], Spelling({"true": "group", "false": "none"})] = flag(
-        "group", REINFORCEMENT, "Divide rewards by how much they differ among the answers to a prompt, or do not."
-    )
+        "group", REINFORCEMENT, "Divide rewards by how much they differ among the answers to a prompt, or do not.",
+        "normalize_rewards", "norm_adv_by_std_in_grpo", phrases={"no_advantage_std_norm": {ON_ALONE: "none"}},
+    )  # fmt: skip
     cut_answers: Annotated[Literal["learn", "skip"], Spelling(switch("skip", "learn"))] = flag(
         "learn", REINFORCEMENT, "Learn answers without an end before `--max-new-tokens` as others, or skip them.",
-        "mask_truncated_completions", "overlong_filter",
+        "mask_truncated_completions", "overlong_filter", "overlong_filtering",
     )  # fmt: skip
     answers_at_once: Count = flag(64, REINFORCEMENT, "Answers that a process samples at a time.")
