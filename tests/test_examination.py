@@ -19,6 +19,7 @@ from swiftlite.cli.app import main
 from swiftlite.cli.eval import _tell
 from swiftlite.cli.json_output import write_line
 from swiftlite.config.resolve import resolve, resolve_config
+from swiftlite.config.save import save_config
 from swiftlite.config.validate import Given
 from swiftlite.data.examined import prepare_run
 from swiftlite.data.order import Sequence, StepBatch
@@ -290,6 +291,29 @@ def test_a_prompt_needs_room_before_its_answer(tmp_path, tiny_model, write_rows,
         asked_of(values | {"max_new_tokens": 150})
 
 
+def test_an_answer_s_length_that_nobody_gave_gives_way(tmp_path, tiny_model, write_rows, chat_rows):
+    values = in_sft(tmp_path, tiny_model, write_rows, chat_rows)
+    del values["max_new_tokens"]
+    assert resolve_config("sft", **values).max_new_tokens == values["max_length"] // 2
+    assert resolve_config("sft", **values | {"reward": []}).max_new_tokens == 256  # nobody asks anything
+    assert resolve_config("sft", **values | {"max_length": 300}).max_new_tokens == 256
+
+
+@pytest.mark.parametrize("reward", [[], [VOWELS]])
+def test_a_run_that_asked_nothing_says_nothing_of_answers(tmp_path, tiny_model, write_rows, chat_rows, reward):
+    values = in_sft(tmp_path, tiny_model, write_rows, chat_rows, reward=reward, max_new_tokens=9)
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    save_config(resolve_config("sft", **values), tmp_path / "out" / "config.yaml")
+    shutil.copytree(values["model"], tmp_path / "out" / "model", dirs_exist_ok=True)
+    given = {
+        "model": Given(str(tmp_path / "out"), "--model", "flag"),
+        "reward": Given([VOWELS], "--reward", "flag"),
+    }
+    settled, recipe = settle(given, None)
+    kept = {"max_new_tokens", "eval_samples", "answers_at_once"} & recipe.entries.keys()
+    assert kept == ({"max_new_tokens", "eval_samples", "answers_at_once"} if reward else set())
+
+
 def test_functions_that_a_run_names_are_not_run_unasked(tmp_path, trained):
     trained(loss=["grpo"], beta=0.1, eval_samples=2)
     given = {"model": Given(str(tmp_path / "out" / "model"), "--model", "flag")}
@@ -315,7 +339,11 @@ def test_functions_that_a_run_names_are_not_run_unasked(tmp_path, trained):
         (["--reward", "{}:right", "--answers", "new.jsonl", "--json", "./new.jsonl"], "are for one file"),
         (["--reward", "{}:right", "--answers", "gone/new.jsonl"], "there is no such folder"),
         (["--reward", "{}:wrong"], "there is no function wrong"),
-        (["--reward", "{}:right", "--max-length", "200"], "leaves no room for a prompt"),
+        (
+            ["--reward", "{}:right", "--max-length", "200", "--max-new-tokens", "256"],
+            "leaves no room for a prompt in --max-length 200\nwhere: --max-new-tokens, --max-length\n"
+            "fix:   give --max-length 512, or --max-new-tokens 100\n",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_told(tmp_path, capsys, monkeypatch, tiny_model, write_rows, chat_rows, words, said):

@@ -66,7 +66,7 @@ def examination_rules(config: RunConfig) -> list[Rule]:
             prompt_limit(config) < 1,
             f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in --max-length {config.max_length}",
             ("max_new_tokens", "max_length"),
-            "raise --max-length, or lower --max-new-tokens",
+            f"give --max-length {2 * config.max_new_tokens}, or --max-new-tokens {max(1, config.max_length // 2)}",
         ),
     ]
 

@@ -16,7 +16,7 @@ from swiftlite.config.batch import ACCUMULATION, ALL, DEFAULT_GLOBAL, GLOBAL, MI
 from swiftlite.config.checks import check_together
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
-from swiftlite.config.methods import SAMPLING
+from swiftlite.config.methods import SAMPLING, answers, prompt_limit
 from swiftlite.config.names import (
     ADAPTER_CONFIG,
     DATASETS,
@@ -119,11 +119,8 @@ def resolve(
     batch, gave_way = _batch(named, given, layout, open_layout=open_layout, exact=exact_batch)
     notes += gave_way
     config = named.model_copy(update=_defaults(named, batch, now))
-    positions = _positions(config)
-    if "max_length" not in given and positions is not None and positions < config.max_length:
-        notes.append(f"--max-length is {positions}, not {config.max_length}: the model has no more positions")
-        config = config.model_copy(update={"max_length": positions})
-    notes += of_another_base(config)
+    config, gave_way = _let_lengths_give_way(config, given)
+    notes += [*gave_way, *of_another_base(config)]
     check_together(config, where)
     by = {name: item.by for name, item in given.items()}
     notes += [
@@ -174,6 +171,21 @@ def _let_layout_give_way(given: dict[str, Given]) -> list[str]:
     contradicted = CONTRADICTED.get(build_config({"parallel": chosen}).parallel, ())
     lost = [name for name in contradicted if name in given and given[name].by == "recipe"]
     return [f"the recipe's {name} {given.pop(name).value} gives way to {chosen.where} {chosen.value}" for name in lost]
+
+
+def _let_lengths_give_way(config: RunConfig, given: Mapping[str, Given]) -> tuple[RunConfig, list[str]]:
+    """Shorten what nobody has given to what there is room for: a sequence to the model's positions, of which an answer
+    leaves a prompt half. With a note for each."""
+    notes, positions = [], _positions(config)
+    if "max_length" not in given and positions is not None and positions < config.max_length:
+        notes.append(f"--max-length is {positions}, not {config.max_length}: the model has no more positions")
+        config = config.model_copy(update={"max_length": positions})
+    if "max_new_tokens" not in given and answers(config) and prompt_limit(config) < 1:
+        half = max(1, config.max_length // 2)
+        why = f"a prompt needs room in --max-length {config.max_length} too"
+        notes.append(f"--max-new-tokens is {half}, not {config.max_new_tokens}: {why}")
+        config = config.model_copy(update={"max_new_tokens": half})
+    return config, notes
 
 
 def _require(config: RunConfig, *, needs_rows: bool) -> None:

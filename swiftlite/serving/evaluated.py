@@ -141,6 +141,8 @@ def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
     recipe = load_recipe(str(run / "config.yaml"))
     names = _of_panels(*PANELS, TUNER) - NOT_OF_A_RUN - OF_TRAINING | BESIDE
     method, rewards = _said(recipe, "method"), _said(recipe, "reward")
+    if method not in SAMPLING and not rewards:  # it has asked nothing, and saved how it would have
+        names -= set(EXAMINED_BY)
     if method not in SAMPLING or "method" in given:
         return _only(recipe, names, given)
     words = rewards if isinstance(rewards, list) else []
