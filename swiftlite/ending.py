@@ -70,6 +70,10 @@ class _Ended(SystemExit):
     """By another signal."""
 
 
+class EndedAtOnce(SystemExit):
+    """Of one of several processes that a signal ended where it stood: others may wait for it, until it is gone."""
+
+
 def raise_signal(number: int) -> None:
     """End the program as a signal of this number does."""
     raise _Interrupted if number == signal.SIGINT else _Ended(128 + number)

@@ -432,9 +432,34 @@ def test_where_one_process_is_interrupted_those_that_wait_for_it_are_too(error, 
     with pytest.raises(SystemExit) as ended, worlds[1].told_once(lambda error: 1):
         raise error
     assert ended.value.code == code
+    with pytest.raises(SystemExit) as ended, worlds[0].told_once(pytest.fail):  # nobody is told of what follows from it
+        raise RuntimeError("Connection closed by peer")
+    assert ended.value.code == code
     with pytest.raises(SystemExit) as ended, worlds[0].told_once(lambda error: 1):
         worlds[0].meet("data")
     assert ended.value.code == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_to_one_process_ends_those_that_are_in_a_collective_with_it(tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from swiftlite.cli.errors import show_error\n"
+        "from swiftlite.parallel.start import Machines, start_processes\n"
+        "def body():\n"
+        "    import torch, torch.distributed as dist\n"
+        "    from swiftlite.parallel.world import joined\n"
+        "    from swiftlite.training.guards.stopping import stop_requests\n"
+        "    with joined() as world, world.told_once(show_error), stop_requests(None, time.monotonic()):\n"
+        "        for _ in range(2 * (world.rank == 1)):\n"
+        f"            os.kill(os.getpid(), {int(number)})\n"
+        "            time.sleep(1.1)\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+        "if __name__ == '__main__': start_processes(Machines(2), body)\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "")
 
 
 def test_a_signal_that_an_import_swallowed_starts_no_process():

@@ -20,7 +20,14 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
-from swiftlite.ending import STOPPING, answered, end_with_parent, end_without_finalizing, raise_seen_signal
+from swiftlite.ending import (
+    STOPPING,
+    EndedAtOnce,
+    answered,
+    end_with_parent,
+    end_without_finalizing,
+    raise_seen_signal,
+)
 from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.streams import settle_streams
 
@@ -253,8 +260,9 @@ def _begin(parent: int, asked: Any, body: Callable[..., int], *arguments: Any) -
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)  # not to be met by the others, who may not have had the signal
     except SystemExit as stop:
-        if stop.code not in ENDED_WELL:
-            os._exit(stop.code)  # at once: threads of a broken process group may never end
+        if stop.code not in ENDED_WELL or isinstance(stop, EndedAtOnce):
+            # Threads of a broken process group may never end, and one that ends well stays until the others have ended.
+            os._exit(stop.code)
         code = stop.code or 0
     end_without_finalizing(0)
     return code

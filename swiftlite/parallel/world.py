@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.config.layout import under_torchrun
+from swiftlite.ending import EndedAtOnce, is_of_a_signal
 from swiftlite.errors import RunError, UserError
 from swiftlite.parallel.heartbeat import Signs
 from swiftlite.parallel.meeting import meet_in_store
@@ -100,10 +101,13 @@ class World:
                 raise
             if isinstance(error, SystemExit | KeyboardInterrupt):
                 code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code
-                if code:  # of several machines it may be that one alone is told to end
+                if code:  # it may be that one alone is told to end
                     with suppress(RuntimeError):  # the store may have ended before
-                        self.store.set(INTERRUPTED, "")
-                raise SystemExit(code) from None
+                        self.store.set(INTERRUPTED, str(code))
+                agreed = isinstance(error, SystemExit) and not is_of_a_signal(error)
+                raise (SystemExit if agreed else EndedAtOnce)(code) from None
+            if (code := self._interrupted()) is not None:  # a collective fails where one of its processes has gone
+                raise EndedAtOnce(code) from None
             knows_why = not isinstance(error, AnotherFailed)
             if not knows_why:
                 time.sleep(SECONDS_FOR_THE_FIRST)
@@ -112,6 +116,13 @@ class World:
             if knows_why:
                 time.sleep(SECONDS_FOR_THE_FIRST)
             raise SystemExit(BECAUSE_OF_ANOTHER) from error
+
+    def _interrupted(self) -> int | None:
+        """The exit code of a process that was told to end, if one was."""
+        with suppress(RuntimeError):
+            if self.store.check([INTERRUPTED]):
+                return int(self.store.get(INTERRUPTED))
+        return None
 
     def within(self, name: str) -> World:
         """The same processes with notes of their own."""
