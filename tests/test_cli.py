@@ -98,6 +98,14 @@ def test_recipes_are_listed_in_whole_words(run, monkeypatch):
     assert words == {*shipped_recipes(), *(word for line in described for word in line)}
 
 
+def test_a_narrow_terminal_cuts_no_word(run, monkeypatch, tiny_model):
+    monkeypatch.setattr("swiftlite.cli.console.WIDTH", 60)
+    assert "…" not in run("recipes", "list")[1]
+    words = ("--model", str(tiny_model("llama")), "--device", "h100", "--nproc-per-node", "8")
+    _, told, _ = run("plan", *words)
+    assert re.search(r"^ 8 +pp 2, fsdp full 4 +none +1 +[\d.]+ GiB ", told, re.MULTILINE)
+
+
 @pytest.mark.parametrize("command", ["infer", "export", "serve"])
 def test_defaults_that_are_told_in_words_are_shown(run, command):
     assert "[default: the model's]" in " ".join(run(command, "--help")[1].replace("│", " ").split())

@@ -135,6 +135,8 @@ def test_histogram_bars_add_up():
     assert lines[0] == "tokens: 1 to 100, half of them up to 1"
     assert sum(int(line.rsplit(" ", 1)[1]) for line in lines[1:]) == 9
     assert histogram("tokens", np.asarray([7, 7])).splitlines()[1].split()[:3] == ["7", "to", "7"]
+    narrow = histogram("tokens", np.asarray([1] * 5000 + [10]), width=60).splitlines()
+    assert max(map(len, narrow)) <= 60 and narrow[1].endswith(" 5,000")
     assert histogram("tokens", np.asarray([7, 7]), "#").isascii()  # for streams that know nothing else
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from swiftlite.errors import RunError
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import Curve, series, smoothed
+from swiftlite.reporting.display import LiveDisplay
 from swiftlite.reporting.files import without_secrets, write_whole
 from swiftlite.reporting.metrics import MetricsFile
 from swiftlite.reporting.words import braille, duration, plain, short, sparkline, spent
@@ -226,6 +227,16 @@ def test_long_names_are_told_apart():
     text = drawn(board)
     assert re.search(r"loss/conver…-of-2023 +1\.250", text) and re.search(r"loss/conver…-of-2024 +1\.500", text)
     assert re.search(r"loss/data/x/rows\.js… +1\.750", text) and re.search(r"loss/data/y/rows\.js… +2\.000", text)
+
+
+def test_facts_that_a_narrow_panel_cuts_are_told_behind_it():
+    console = Console(file=io.StringIO(), width=60, height=40, force_terminal=True, color_system=None)
+    long = "36 rows, 3,548 tokens, 64 packs, 86.6% full of them"
+    display = LiveDisplay(console)
+    display.start(Board(3, {"model": "small", "data": long}))
+    display.close()
+    text = console.file.getvalue()
+    assert text.count(f"• data: {long}") == 1 and "• model" not in text
 
 
 def test_rows_may_come_while_the_panel_is_drawn():

@@ -314,6 +314,15 @@ def test_bad_words(words, said):
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_numbers_of_a_verdict_stand_in_one_line_each(capsys, monkeypatch):
+    monkeypatch.setattr("swiftlite.cli.console.WIDTH", 60)
+    found = Difference(1e-7, 2e-7, 3e-8, same_files=True, same_rest=True)
+    equal = Verdict("qwen3-moe, dpo", "dp 2 x tp 2 x pp 2 zero-bubble", 12.3, found)
+    command._show([equal, Verdict("llama", "tp 2", 0.0, None, "it has an odd number of heads")])
+    told = capsys.readouterr().out
+    assert all(text in told for text in ("1.0e-07", "2.0e-07", "3.0e-08", "12.3", "gradient norm", " equal"))
+
+
 @pytest.mark.parametrize(("compared", "code"), [(False, 1), (True, 0)])
 def test_refusals_alone_prove_nothing(monkeypatch, compared, code):
     refused = Verdict("llama", "tp 2", 0.0, None, "it has an odd number of heads")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 WIDTH = 500  # where no terminal sets one: a path that is cut in two lines cannot be found or copied
 
@@ -16,6 +19,24 @@ def wide_console(*, stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width, console.soft_wrap = WIDTH, True
     return console
+
+
+def least_width(table: Table, console: Console) -> int:
+    """Characters of a line in which no word of the table is broken."""
+    return _measured(table, console).minimum
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table; where a terminal is too narrow for its words, in lines that are left to the terminal to break."""
+    measured, terminal = _measured(table, console), console.width
+    if measured.minimum > terminal:
+        console.width = measured.maximum
+    console.print(table)
+    console.width = terminal
+
+
+def _measured(table: Table, console: Console) -> Measurement:
+    return console.measure(table, options=console.options.update(max_width=sys.maxsize))
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:

@@ -21,7 +21,6 @@ from swiftlite.ending import ENDED, seen_signal
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from swiftlite.config.recipe import Recipe
@@ -176,13 +175,14 @@ def _of_the_weights(resolved: Resolved) -> list[str]:
 
 def _tell(json: str | None, found: list[Evaluated]) -> None:
     """Print what was found, and write it."""
-    from swiftlite.cli.console import wide_console
+    from swiftlite.cli.console import least_width, wide_console
 
     rows = [_row(one) for one in found]
     finite = [{name: value if _is_finite(value) else None for name, value in row.items()} for row in rows]
     write_output(finite, json)  # first: whoever reads what is shown may have gone
     console, side_by_side = wide_console(stderr=json == TO_STDOUT), _table(rows)
-    for table in [side_by_side] if _fits(side_by_side, console) else [_table([row]) for row in rows]:
+    fits = least_width(side_by_side, console) <= console.width  # in one line each; names of data sets may be folded
+    for table in [side_by_side] if fits else [_table([row]) for row in rows]:
         console.print(table)
 
 
@@ -215,12 +215,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for name in rows[0]:
         table.add_row(Text(plain(name)), *(Text(row[name]) for row in shown))
     return table
-
-
-def _fits(table: Table, console: Console) -> bool:
-    """Whether the numbers stand in one line each; names of data sets may be folded."""
-    unlimited = console.options.update(max_width=sys.maxsize)
-    return console.measure(table, options=unlimited).minimum <= console.width
 
 
 def _nothing(row: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\
 VISIBLE |= {code: printable(chr(code)) for code in OBEYED}
 REFUSED = ("bold red", "bold bright_red")
 BINS = 10
-BAR, LONGEST_BAR = "█", 40
+BAR, LONGEST_BAR, BESIDE_BAR = "█", 40, 23  # characters; of the range in front of a bar, and the blanks around it
 USED_PANELS = (MODEL, DATA)
 USED = {  # of the other panels
     "new_tokens", "adapter", "share_prompt", "desirable_weight", "undesirable_weight", "max_new_tokens", "epochs",
@@ -65,7 +65,7 @@ def inspect(resolved: Resolved, rows: int) -> None:
         console.print("a stream: the numbers are those of its first window")
         return
     bar = "#" if console.options.ascii_only else BAR
-    console.print(histogram("tokens of a row", prepared.train.lengths(), bar))
+    console.print(histogram("tokens of a row", prepared.train.lengths(), bar, console.width))
     console.print(packs_line(prepared, pack_capacity(resolved.config)))
 
 
@@ -209,15 +209,17 @@ def audit_table(audit: dict[str, Any]) -> Table:
     return table
 
 
-def histogram(title: str, values: np.ndarray, bar: str = BAR) -> str:
-    """Bars of how many values fall into each of ten equal ranges. bar: the letter that they are made of."""
+def histogram(title: str, values: np.ndarray, bar: str = BAR, width: int = RULE) -> str:
+    """Bars of how many values fall into each of ten equal ranges. bar: the letter that they are made of; width: of a
+    line."""
     import numpy as np
 
     low, high = int(values.min()), int(values.max()) + 1
     counts, edges = np.histogram(values, bins=min(BINS, high - low), range=(low, high))
     lines = [f"{title}: {low:,} to {high - 1:,}, half of them up to {int(np.median(values)):,}"]
+    longest = max(1, min(LONGEST_BAR, width - BESIDE_BAR - len(f"{counts.max():,}")))
     for count, start, end in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
-        length = max(round(LONGEST_BAR * count / counts.max()), int(count > 0))
+        length = max(round(longest * count / counts.max()), int(count > 0))
         lines.append(f"{int(np.ceil(start)):>8,} to {int(np.ceil(end)) - 1:>7,}  {bar * length} {count:,}")
     return "\n".join(lines)
 

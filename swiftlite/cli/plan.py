@@ -54,7 +54,7 @@ def plan(
     json: str | None,
 ) -> None:
     """Print what layouts take. Raises UserError where the device is unknown, or nothing fits."""
-    from swiftlite.cli.console import print_notes, wide_console
+    from swiftlite.cli.console import print_notes, print_whole, wide_console
     from swiftlite.quick_imports import quick_imports
 
     _check_own(link, network, rows, json)
@@ -81,7 +81,7 @@ def plan(
     command = _command(resolved, *fitting[0]) if fitting else None
     if json is not None:
         write_output(plan_values(resolved.config, outline, target, plans, refused.values(), command), json)
-    console.print(_table(shown))
+    print_whole(console, _table(shown))
     console.print(EXPLAINED, style="dim")
     if resolved.config.method in SAMPLING:
         console.print("Times are of training alone: how long answers take to sample is not known.", style="dim")
@@ -161,7 +161,7 @@ def _table(shown: list[tuple[Fleet, Proposal]]) -> Table:
 
     table = Table(title="\nLayouts, the fastest that fit first", title_justify="left", box=None, padding=(0, 1))
     table.add_column("devices", header_style="dim", no_wrap=True)
-    table.add_column("layout", header_style="dim")
+    table.add_column("layout", header_style="dim", overflow="fold")
     table.add_column("recompute", header_style="dim", no_wrap=True)
     for heading in ("rows", "memory", "s a step", "tokens/s"):
         table.add_column(heading, header_style="dim", justify="right", no_wrap=True)

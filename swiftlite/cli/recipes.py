@@ -38,6 +38,7 @@ def list_recipes() -> None:
 
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, path in shipped_recipes().items():
         first = path.read_text(encoding="utf-8").splitlines()[0]
         table.add_row(name, first.removeprefix("#").strip() if first.startswith("#") else "")

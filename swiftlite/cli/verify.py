@@ -147,10 +147,10 @@ def _run(
 
 
 def _show(verdicts: list[Verdict]) -> None:
-    from swiftlite.cli.console import wide_console
+    from swiftlite.cli.console import print_whole, wide_console
 
     console = wide_console()
-    console.print(table(verdicts))
+    print_whole(console, table(verdicts))
     refused = sum(verdict.difference is None for verdict in verdicts)
     differing = sum(not verdict.passed for verdict in verdicts)
     equal = len(verdicts) - refused - differing
@@ -163,8 +163,9 @@ def table(verdicts: list[Verdict]) -> Table:
 
     shown = Table(box=None, padding=(0, 1))
     for heading in ("model", "layout", "loss", "gradient norm", "weights", "seconds", ""):
-        justify = "left" if heading in ("model", "layout", "") else "right"
-        shown.add_column(heading, header_style="dim", justify=justify, overflow="fold")
+        words = heading in ("model", "layout", "")
+        justify = "left" if words else "right"
+        shown.add_column(heading, header_style="dim", justify=justify, overflow="fold", no_wrap=not words)
     for verdict in verdicts:
         found, numbers = verdict.difference, [""] * 4
         if found is not None:

@@ -18,6 +18,8 @@ from rich.text import Text
 from swiftlite.reporting.curves import Average, Curve, curve_of, evaluated, is_added
 from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, plain, short, sparkline, spent
 
+FRAME = 6  # columns: borders, and blanks inside them
+GAP_OF_FACTS = 2  # columns between a fact and its name
 WIDEST = 120  # columns of the panel
 TALLEST_CHART, SMALLEST_CHART = 7, 3  # lines
 NARROWEST_CHART, SHORTEST_BAR = 24, 8  # columns
@@ -103,7 +105,7 @@ class Board:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = min(options.max_width, WIDEST), console.height
-        inner = width - 6
+        inner = width - FRAME
         with self._lock:
             if self._drawn_for != (self._changes, width, height):
                 self._drawn_for = self._changes, width, height
@@ -240,7 +242,7 @@ class _Drawn:
 
 
 def _pairs(facts: dict[str, str]) -> Table:
-    grid = Table.grid(padding=(0, 2), expand=True)
+    grid = Table.grid(padding=(0, GAP_OF_FACTS), expand=True)
     grid.add_column(style="dim", no_wrap=True, min_width=max(map(len, facts), default=0))
     grid.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
     for key, value in facts.items():

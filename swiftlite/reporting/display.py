@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from swiftlite.reporting.board import WIDEST, Board
+from swiftlite.reporting.board import FRAME, GAP_OF_FACTS, WIDEST, Board
 from swiftlite.reporting.curves import EVALUATIONS
 from swiftlite.reporting.words import duration, plain, short
 
@@ -34,7 +34,8 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._again: list[str] = []  # warnings, and what was too long for the panel
+        self._cut: list[str] = []  # facts that are too long for the panel
+        self._again: list[str] = []  # warnings, and messages that are
 
     @contextmanager
     def phase(self, text: str, total: int | None = None) -> Iterator[Update]:
@@ -58,6 +59,8 @@ class LiveDisplay:
         self._console.print(Text("✓ ", style="green"), Text(text), Text(f" {took:.1f} s", style="dim"), sep="")
 
     def start(self, board: Board) -> None:
+        room = min(self._console.width, WIDEST) - FRAME - max(map(len, board.facts), default=0) - GAP_OF_FACTS
+        self._cut = [f"{name}: {fact}" for name, fact in board.facts.items() if cell_len(fact) > room]
         self._live = Live(board, console=self._console, refresh_per_second=REFRESH_PER_SECOND)
         self._live.start()
 
@@ -77,8 +80,8 @@ class LiveDisplay:
         if self._live is not None:
             self._live.stop()
             self._live = None
-            for text in self._again:
-                self._console.print(Text(f"• {text}"))
+            for text in [*self._cut, *self._again]:
+                self._console.print(Text(f"• {text}"), overflow="fold")
             self._again = []
 
     def summary(self, lines: dict[str, str]) -> None:
