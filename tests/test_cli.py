@@ -89,6 +89,11 @@ def test_notes_are_printed_as_they_are(capsys):
     assert capsys.readouterr().out == f"note: a:smile:b [red]c\nnote: {'d' * 300} {'e' * 300}\n"
 
 
+def test_recipes_are_listed_by_their_words(run):
+    code, out, _ = run("recipes", "list", "QWEN3", "orpo")
+    assert code == 0 and out.split()[0] == "qwen3/8b-orpo-full-fsdp" and out.count("\n") == 1
+
+
 def test_recipes_are_listed_in_whole_words(run, monkeypatch):
     monkeypatch.setattr("swiftlite.cli.console.WIDTH", 80)
     lines = run("recipes", "list")[1].splitlines()
@@ -157,8 +162,8 @@ def test_every_recipe_resolves(run, name):
             "error: no flag has these words: m/x two\nwhere: swiftlite infer\nfix:   name the model by --model; ",
         ),
         (
-            "recipes list x",
-            "error: no flag has these words: x\nwhere: swiftlite recipes list\nfix:   `swiftlite recipes list ",
+            "recipes schema x",
+            "error: no flag has these words: x\nwhere: swiftlite recipes schema\nfix:   `swiftlite recipes schema ",
         ),
         (
             "--model m/x sft",
@@ -172,6 +177,7 @@ def test_every_recipe_resolves(run, name):
         ("recipes shw", "no command 'shw'\nwhere: swiftlite recipes\nfix:   did you mean `swiftlite recipes show`? "),
         ("export --model x", "--output-dir is missing\nwhere: swiftlite export\nfix:   add --output-dir PATH; "),
         ("recipes show", "error: NAME is missing\nwhere: swiftlite recipes show\nfix:   add NAME; `swiftlite recipes"),
+        ("recipes list qwen3 gpt-2", "no recipe has all of these words\nwhere: qwen3 gpt-2\nfix:   give fewer words, "),
         ("infer --input", "error: --input needs a value\nwhere: swiftlite infer\nfix:   write --input VALUE; "),
         ("infer --stream=3", "--stream takes no value\nwhere: swiftlite infer\nfix:   write --stream alone; "),
         ("export --dtpe x", "fix:   did you mean `--dtype`? "),

@@ -22,15 +22,17 @@ PLAIN = re.compile(r"[\w/][\w./@*+-]*")  # needs no quotes in YAML
 def register(app: typer.Typer) -> None:
     """Adds the group to the app."""
     group = typer.Typer(help="List, show and copy the recipes that come with swiftlite.", no_args_is_help=True)
-    group.command("list", help="Names of all recipes.")(list_recipes)
+    group.command("list", help="Names of all recipes, or of some.")(list_recipes)
     group.command("show", help="Print a recipe.")(show)
     group.command("copy", help="Copy a recipe to change it.")(copy)
     group.command("schema", help="JSON schema of recipes, for editors.")(schema)
     app.add_typer(group, name="recipes")
 
 
-def list_recipes() -> None:
-    """Print each recipe's name and its first line, which says what it trains."""
+def list_recipes(
+    words: Annotated[list[str] | None, typer.Argument(help="Only those with all of these.", metavar="WORD ...")] = None,
+) -> None:
+    """Print each recipe's name and its first line, which says what it trains. Raises UserError where there is none."""
     from rich.table import Table
 
     from swiftlite.cli.console import wide_console
@@ -41,7 +43,12 @@ def list_recipes() -> None:
     table.add_column(overflow="fold")
     for name, path in shipped_recipes().items():
         first = path.read_text(encoding="utf-8").splitlines()[0]
-        table.add_row(name, first.removeprefix("#").strip() if first.startswith("#") else "")
+        title = first.removeprefix("#").strip() if first.startswith("#") else ""
+        if all(word.lower() in f"{name} {title}".lower() for word in words or ()):
+            table.add_row(name, title)
+    if not table.rows:
+        fix = "give fewer words, or none for all of them"
+        raise UserError("no recipe has all of these words", where=" ".join(words or ()), fix=fix)
     wide_console().print(table)
 
 

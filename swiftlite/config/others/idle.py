@@ -88,7 +88,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     **dict.fromkeys(
         ("include_mfu", "include_tokens_per_second", "include_num_input_tokens_seen", "log_peak_memory_stats",
-         "log_throughput", "skip_memory_metrics", "flop_counter", "save_metrics"),
+         "log_throughput", "skip_memory_metrics", "flop_counter", "save_metrics", "compute_accuracy"),
         (EVERY, _LOGGED),
     ),
     **dict.fromkeys(("ddp_timeout", "distributed_timeout_minutes"), (EVERY, _PATIENCE)),

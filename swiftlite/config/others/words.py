@@ -66,6 +66,10 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
          "filter_groups"),
         _OUT + "prompts whose answers have the same reward teach nothing, and are counted",
     ),
+    **dict.fromkeys(
+        ("eval_causal_lm_metrics", "do_causal_lm_eval"),
+        "name what judges answers to held-out rows: {reward: exact_match}; `swiftlite eval` tells perplexity",
+    ),
     "external_plugins": "write the functions of the file: {reward: FILE.py:NAME}",
     **dict.fromkeys(
         ("soft_cache_length", "soft_max_length", "overlong_buffer"),
