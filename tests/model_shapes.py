@@ -180,7 +180,6 @@ class Sizes:
     layers: tuple[Layer, ...]
     rest: int
     head: int
-    adapted_rest: int
 
     @property
     def total(self) -> int:
@@ -193,7 +192,7 @@ class Sizes:
 
     def adapters(self, rank: int, layers: int | None = None) -> int:
         """LoRA's on every linear layer, of a model with fewer layers if given."""
-        return rank * (sum(layer.adapted for layer in self.layers[:layers]) + self.adapted_rest)
+        return rank * sum(layer.adapted for layer in self.layers[:layers])
 
 
 def sizes(model: str, overrides: Mapping[str, str] | None = None) -> Sizes:
@@ -201,12 +200,11 @@ def sizes(model: str, overrides: Mapping[str, str] | None = None) -> Sizes:
     config = real_config(model, overrides=overrides)
     shape, family = config.get_text_config(), MODELS[model]["family"]
     head = 0 if config.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    tower, adapted_tower = _siglip(shape.hidden_size) if family == "gemma3" else (0, 0)
+    tower = _siglip(shape.hidden_size) if family == "gemma3" else 0
     return Sizes(
         layers=tuple(_layer(shape, family, place) for place in range(shape.num_hidden_layers)),
         rest=shape.vocab_size * shape.hidden_size + head + shape.hidden_size + tower,
         head=head,
-        adapted_rest=adapted_tower,
     )
 
 
@@ -306,15 +304,14 @@ def _small(shape: PretrainedConfig, family: str) -> int:
     return count
 
 
-def _siglip(hidden: int) -> tuple[int, int]:
-    """(parameters, LoRA's of a unit of rank) of the image tower and of what leads it into a text model."""
+def _siglip(hidden: int) -> int:
+    """Parameters of the image tower and of what leads it into a text model."""
     width, features, layers = (SIGLIP[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     linear = 4 * [(width, width)] + [(width, features), (features, width)]
     layer = sum(rows * columns + columns for rows, columns in linear) + 4 * width
     patches = (SIGLIP["image_size"] // SIGLIP["patch_size"]) ** 2
     embedding = 3 * SIGLIP["patch_size"] ** 2 * width + width + patches * width
-    count = layers * layer + embedding + 2 * width + width * hidden + width
-    return count, layers * sum(rows + columns for rows, columns in linear)
+    return layers * layer + embedding + 2 * width + width * hidden + width
 
 
 def unlike_layers(model: str) -> int:
@@ -356,7 +353,6 @@ def built_sizes(model: str) -> Sizes:
         layers=real_config(model).get_text_config().num_hidden_layers // unlike * layers,
         rest=_count(built) - _count(anatomy.layers),
         head=0 if anatomy.head.weight is anatomy.embedding.weight else anatomy.head.weight.numel(),
-        adapted_rest=adapted(built) - sum(layer.adapted for layer in layers),
     )
 
 

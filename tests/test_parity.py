@@ -92,14 +92,24 @@ def plain_adamw(parameters, learning_rate, decay):
 
 
 def plain_training(
-    folder, steps, learning_rate=1e-3, decay=0.1, wrap=None, optimizers=None, summed=cross_entropies, embed=None
+    folder,
+    steps,
+    learning_rate=1e-3,
+    decay=0.1,
+    wrap=None,
+    optimizers=None,
+    summed=cross_entropies,
+    embed=None,
+    auto=None,
 ):
     """(loss, gradient norm) of each step; steps: lists of documents (ids, trained); wrap: puts adapters on the model;
     optimizers: made of it, AdamW by default; summed: the loss of a document; embed: gives embeddings `[1, T, width]`
-    for (model, ids, step, place in the step), by default the model's own."""
+    for (model, ids, step, place in the step), by default the model's own; auto: transformers' class, by default that of
+    causal language models."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    auto = auto or AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
     model = wrap(model) if wrap else model
     made = optimizers(model) if optimizers else [plain_adamw([*model.parameters()], learning_rate, decay)]
     curve = []

@@ -33,8 +33,9 @@ from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import check_trainable_architecture
+from swiftlite.models.architecture import import_architecture
 from swiftlite.models.attention import documents as attention
-from swiftlite.models.load import build_model, import_architecture
+from swiftlite.models.load import build_model
 from swiftlite.models.tuners import apply_tuner
 from swiftlite.parallel.context import check_context_parallel
 from swiftlite.parallel.experts import check_expert_parallel

@@ -65,8 +65,8 @@ def test_preferences_go_on_in_other_layouts(tmp_path):
     assert {"tp 2 -> cp 2", f"cp 2 -> {pipeline}"} <= {v["case"] for v in verdicts}
 
 
-def in_real_processes(tmp_path, count, chosen, *subjects, changed: str | None = None) -> list:
-    """Verdicts of these subjects, of one architecture, in these layouts. changed: of CHANGES.
+def in_real_processes(tmp_path, count, chosen, *subjects, changed: str | None = None, model=None) -> list:
+    """Verdicts of these subjects, of one architecture, in these layouts. changed: of CHANGES; model: by default a toy.
 
     Three steps are enough, but for adapters: a matrix that starts at zero is, after few of them, AdamW's first updates,
     in which rounding counts for most where a gradient is near zero.
@@ -74,7 +74,7 @@ def in_real_processes(tmp_path, count, chosen, *subjects, changed: str | None = 
     shorter = {"full": {"max_steps": 3}, "lora": {}}
     subjects = [replace(subject, flags=shorter[subject.flags["tuner"]] | subject.flags) for subject in subjects]
     (name,) = {subject.architecture for subject in subjects}
-    models = {name: str(write_toy(tmp_path / "model", toy_config(name, 4)))}
+    models = {name: str(model or write_toy(tmp_path / "model", toy_config(name, 4)))}
     write_rows(tmp_path)
     picked = [case for case in cases(count) if case.name in chosen]
     assert len(picked) == len(chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,19 @@ from swiftlite.checkpoint.tensor_writer import FilePlan, parse_size
 from swiftlite.config.names import GENERATION_CONFIG
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 ADAPTER_STEM, MODEL_STEM = "adapter_model", "model"
+# How images become numbers, of models that take some: engines do not load such a model without them.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True)
 class ModelFiles:
     """What the result consists of. plan: its tensors; dtype: of config.json; adapter: it is one; rounded: they hold a
     rounded copy of the weights that are trained, which are kept beside them then; gives_router_logits: what config.json
-    says of it, None for what the config in training does; quantization: what it says of weights that are codes.
+    says of it, None for what the config in training does; quantization: what it says of weights that are codes;
+    processors: texts of `PROCESSORS`, by their names.
     """
 
     plan: FilePlan
@@ -35,6 +38,7 @@ class ModelFiles:
     rounded: bool
     gives_router_logits: bool | None = None
     quantization: dict[str, Any] | None = None
+    processors: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_files(
@@ -58,7 +62,23 @@ def plan_files(
     pairs = [(e, dtype if e.owner in weights else types[e.owner]) for e in catalog_model(base)]  # buffers stay exact
     pairs = [pair for whole in pairs for pair in (stand_ins or {}).get(whole[0].name, [whole])]
     rounded = any(p.requires_grad and dtype not in (p.dtype, torch.float32) for p in model.parameters())
-    return ModelFiles(FilePlan(pairs, MODEL_STEM, parse_size(max_shard_size)), dtype, adapter=False, rounded=rounded)
+    plan, processors = FilePlan(pairs, MODEL_STEM, parse_size(max_shard_size)), _processors_of(base.config)
+    return ModelFiles(plan, dtype, adapter=False, rounded=rounded, processors=processors)
+
+
+def _processors_of(config: PretrainedConfig) -> dict[str, str]:
+    """From where the model is from, a folder or hub id; none of a model that takes text alone."""
+    if config.get_text_config() is config or not config.name_or_path:
+        return {}
+    from transformers.utils import cached_file
+
+    known = {
+        "revision": getattr(config, "_commit_hash", None),
+        "local_files_only": True,
+        "_raise_exceptions_for_missing_entries": False,
+    }
+    found = {name: cached_file(config.name_or_path, name, **known) for name in PROCESSORS}
+    return {name: Path(path).read_text(encoding="utf-8") for name, path in found.items() if path is not None}
 
 
 def create_model_files(
@@ -80,6 +100,8 @@ def create_model_files(
             _save_adapter_config(folder, model)
         else:
             _save_config(folder, base, files)
+            for name, text in files.processors.items():
+                (folder / name).write_text(text, encoding="utf-8")
         if base.can_generate():
             _save_generation(folder, base, stops, needed=not files.adapter)
         if tokenizer is not None:

@@ -101,6 +101,14 @@ def dissect(model: PreTrainedModel) -> Anatomy:
     )
 
 
+def beside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters that no text goes through, by their names, such as those of a tower for images: of a model decoder
+    and head are run alone."""
+    anatomy = dissect(model)
+    used = {id(p) for part in (anatomy.decoder, anatomy.embedding, anatomy.head) for p in part.parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in used}
+
+
 def _find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
     for module in decoder.children():
         if isinstance(module, nn.ModuleList) and len(module) == count:

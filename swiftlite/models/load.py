@@ -14,8 +14,8 @@ from swiftlite.config.names import ADAPTER_CONFIG, CODES_SECTIONS, HUB_ID, check
 from swiftlite.config.types import said_value
 from swiftlite.errors import SwiftliteError, UserError, is_out_of_memory, kind_and_words
 from swiftlite.hub import stay_offline_without_network
+from swiftlite.models.architecture import auto_class
 from swiftlite.postponed import register_meta_kernels
-from swiftlite.quick_imports import quick_imports
 from swiftlite.untrusted import read_json_file
 
 if TYPE_CHECKING:
@@ -227,34 +227,6 @@ def _fit_layers(settings: dict[str, Any], known: PretrainedConfig, wanted: Mappi
             settings[key] = value[:count]
 
 
-def import_architecture(model_config: PretrainedConfig, *, classifier: bool = False) -> None:
-    """Import the code of the model's class now. Raises UserError where transformers has none.
-
-    classifier: the model that gives one score to a sequence, instead of the causal language model.
-    """
-    with quick_imports():
-        auto = auto_class(classifier=classifier)
-        known = type(model_config) in auto._model_mapping
-        if known:
-            auto._model_mapping[type(model_config)]
-    if not known and auto.__name__ not in (model_config.to_dict().get("auto_map") or {}):
-        kind = "sequence classifier" if classifier else "causal language model"
-        raise UserError(
-            f"{model_config.model_type} is no {kind} in transformers",
-            where=model_config.name_or_path,
-            fix="use a model that has one, such as Llama, Qwen or Mistral"
-            if classifier
-            else "use a decoder-only model",
-        )
-
-
-def auto_class(*, classifier: bool) -> Any:
-    """transformers' Auto class; classifier: as in `import_architecture`."""
-    import transformers
-
-    return transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM
-
-
 def build_model(
     source: str,
     model_config: PretrainedConfig,
@@ -273,7 +245,7 @@ def build_model(
     """
     from transformers import GenerationConfig
 
-    auto = auto_class(classifier=classifier)
+    auto = auto_class(model_config, classifier=classifier)
     known = auto._model_mapping.get(type(model_config), None)
     if known is not None and not known._supports_attention_backend:
         attention = own_attention(known)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import decoder_of, head_of
+from swiftlite.models.anatomy import beside_text, decoder_of, head_of
 from swiftlite.models.load import own_attention
 
 # What peft does not adapt, by the model's type: kernels of state spaces read its weight.
@@ -33,7 +33,8 @@ TOKENS = 8  # of the row that shows which modules are called
 def left_out(model: PreTrainedModel, say: Callable[[str], None]) -> list[str]:
     """What peft should leave out of all linear layers: the last part of a name where all that are called so are meant,
     else whole names. say: is told of it, in one line."""
-    linear = _linear_modules(model)
+    unread = unread_by_text(model)
+    linear = {name: module for name, module in _linear_modules(model).items() if name not in unread}
     reasons = why_unlike_linear(model, linear)
     refused = REFUSED_BY_PEFT.get(model.config.model_type)
     for name in linear:
@@ -41,8 +42,16 @@ def left_out(model: PreTrainedModel, say: Callable[[str], None]) -> list[str]:
             reasons[name] = "which peft does not adapt in this architecture"
     if told := dict.fromkeys(f"{_last(name)}, {reason}" for name, reason in reasons.items()):
         say(f"LoRA leaves out {'; '.join(told)}")
+    if unread:
+        say(f"LoRA leaves out {len(unread)} layers that no text goes through, such as {unread[0]}")
     kept = {_last(name) for name in linear if name not in reasons}
-    return list(dict.fromkeys(name if _last(name) in kept else _last(name) for name in reasons))
+    return list(dict.fromkeys(name if _last(name) in kept else _last(name) for name in (*reasons, *unread)))
+
+
+def unread_by_text(model: PreTrainedModel) -> list[str]:
+    """The names of linear layers that no text goes through, such as those of a tower for images."""
+    beside = {id(parameter) for parameter in beside_text(model).values()}
+    return [name for name, module in _linear_modules(model).items() if id(module.weight) in beside]
 
 
 def check_named(model: PreTrainedModel, words: list[str]) -> list[str]:

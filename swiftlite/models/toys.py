@@ -167,11 +167,12 @@ def toy_judged(count: int) -> list[dict[str, Any]]:
 def write_toy(folder: Path, config: PretrainedConfig) -> Path:
     """A folder with a random fp32 model of this config and the toy tokenizer. Returns the folder."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
+
+    from swiftlite.models.architecture import auto_class
 
     hf_logging.disable_progress_bar()
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    auto_class(config, classifier=False).from_config(config).float().save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
     return folder

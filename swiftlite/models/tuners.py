@@ -18,7 +18,7 @@ from torch import nn
 from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
 from swiftlite.models.adapters import continue_adapter, refuse_adapted_head, wrap
-from swiftlite.models.anatomy import SCORE_HEAD, dissect, head_of
+from swiftlite.models.anatomy import SCORE_HEAD, beside_text, dissect, head_of
 from swiftlite.quick_imports import quick_imports
 
 if TYPE_CHECKING:
@@ -55,6 +55,12 @@ def apply_tuner(
         return _add_lora(model, config, adapter, say)
     if config.tuner == "freeze":
         _freeze(model, config)
+        return model
+    for parameter in (beside := beside_text(model)).values():
+        parameter.requires_grad_(False)
+    if beside:
+        example = next(iter(beside))
+        say(f"no text goes through {len(beside)} tensors of the model, which stay as they are: {example} and others")
     return model
 
 
@@ -98,7 +104,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, say: Callable[[str], None]) -> nn.Module:
     with quick_imports():
         peft = import_package("peft", "--tuner lora")
-        from swiftlite.models.lora_targets import check_named, left_out
+        from swiftlite.models.lora_targets import check_named, left_out, unread_by_text
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns of choices that are made for it below
@@ -118,7 +124,7 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, s
             lora_alpha=config.lora_alpha,
             lora_dropout=config.lora_dropout,
             target_modules="all-linear" if all_linear else check_named(model, targets),
-            exclude_modules=(left_out(model, say) or None) if all_linear else None,
+            exclude_modules=(left_out(model, say) if all_linear else unread_by_text(model)) or None,
             modules_to_save=kept or None,
             use_dora=config.dora,
             use_rslora=config.rslora,

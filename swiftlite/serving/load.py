@@ -19,10 +19,10 @@ from swiftlite.errors import UserError, first_line
 from swiftlite.host_memory import check_host_memory
 from swiftlite.imports import import_package
 from swiftlite.models.anatomy import SCORE_HEAD, check_plain_weights, unread_codes
+from swiftlite.models.architecture import auto_class
 from swiftlite.models.dtypes import fast_at_bf16, named_dtype, source_dtype
 from swiftlite.models.load import (
     ADDS_TO_MASK,
-    auto_class,
     build_model,
     hub_errors,
     load_config,
@@ -130,7 +130,7 @@ def _load_whole(
     of another shape.
     """
     with hub_errors(source, "model"), quiet():
-        model, report = auto_class(classifier=classifier).from_pretrained(
+        model, report = auto_class(config, classifier=classifier).from_pretrained(
             source,
             config=config,
             dtype=dtype,

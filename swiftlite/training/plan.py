@@ -24,9 +24,9 @@ from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import dissect, experts_of_token, with_router_loss
+from swiftlite.models.architecture import import_architecture
 from swiftlite.models.experts import find_experts
 from swiftlite.models.kernels.fp8 import check_fp8, check_served
-from swiftlite.models.load import import_architecture
 from swiftlite.models.tuners import apply_tuner, to_master_precision
 from swiftlite.parallel.stages import StagePlan, stage_costs
 from swiftlite.planning.choose import USABLE

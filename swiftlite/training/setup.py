@@ -30,6 +30,7 @@ from swiftlite.models.anatomy import (
     why_alone,
     with_router_loss,
 )
+from swiftlite.models.architecture import import_architecture
 from swiftlite.models.attention import documents as attention
 from swiftlite.models.compiled import left_out_of
 from swiftlite.models.dtypes import DTYPES, source_dtype
@@ -38,7 +39,6 @@ from swiftlite.models.kernels.liger import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.kernels.lora import is_lora_b
 from swiftlite.models.load import (
     build_model,
-    import_architecture,
     load_config_of,
     model_folder,
     own_attention,

@@ -21,7 +21,8 @@ from swiftlite.checkpoint.weights import TensorFolder
 from swiftlite.config.names import ADAPTER_CONFIG, PLAIN_MODEL
 from swiftlite.data.batches import MicroBatch, Taught
 from swiftlite.errors import UserError
-from swiftlite.models.load import import_architecture, load_config, model_folder
+from swiftlite.models.architecture import import_architecture
+from swiftlite.models.load import load_config, model_folder
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.tuners import count_parameters
 from swiftlite.parallel.world import World

@@ -1,0 +1,126 @@
+"""Models that transformers has for images and text alone: their language model is trained, the rest stays as it is."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_parity import metrics, plain_training, render_chat, settings, train_alone
+from test_verify import FULL, in_real_processes
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
+
+from swiftlite.config.layout import Layout
+from swiftlite.config.resolve import resolve_config
+from swiftlite.errors import UserError
+from swiftlite.models.load import load_config
+from swiftlite.models.toys import toy_config, write_toy
+from swiftlite.serving.export import ExportOptions, run_export
+from swiftlite.training.setup import check_model
+from swiftlite.verification.run import Subject
+
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+IN_THREE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+# kind -> (what its text is like, what more that has, the part for images)
+KINDS = {
+    "mistral3": ("mistral", {}, TOWER | {"model_type": "pixtral", "patch_size": 8}),
+    "llava": ("llama", {}, TOWER | {"model_type": "clip_vision_model", "patch_size": 8}),
+    "internvl": ("qwen2", {}, TOWER | {"image_size": [32, 32], "patch_size": [8, 8]}),
+    "qwen2_5_vl": (None, IN_THREE, QWEN),
+    "qwen3_vl": (None, IN_THREE, QWEN | {"deepstack_visual_indexes": [0]}),
+}
+PROCESSOR = '{"image_processor_type": "PixtralImageProcessor"}'
+
+
+@pytest.fixture(scope="session")
+def with_images(tmp_path_factory):
+    """A factory: kind -> folder of a random tiny model."""
+
+    def make(kind: str):
+        like, more, tower = KINDS[kind]
+        sizes = toy_config("llama").to_dict()
+        kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        kept += ("num_key_value_heads", "max_position_embeddings", "eos_token_id", "pad_token_id", "head_dim")
+        text = {key: sizes[key] for key in kept} | more | ({} if like is None else {"model_type": like})
+        config = CONFIG_MAPPING[kind](text_config=text, vision_config=tower, tie_word_embeddings=False)
+        folder = write_toy(tmp_path_factory.mktemp(kind), config)
+        (folder / "preprocessor_config.json").write_text(PROCESSOR)
+        return folder
+
+    return make
+
+
+def tower_of(tensors):
+    return {name: tensor for name, tensor in tensors.items() if "vis" in name or "projector" in name}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_equal_plain_pytorch(tmp_path, with_images, write_rows, chat_rows, kind):
+    """Of the whole model, called with tokens alone; no tensor for images changes, nor does it decay."""
+    model = with_images(kind)
+    values = settings(tmp_path, model, write_rows("rows.jsonl", chat_rows[:8]), max_steps=2, global_batch_size=8)
+    train_alone(resolve_config("sft", **values, packing=False))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    step = [render_chat(tokenizer, row["messages"]) for row in chat_rows[:8]]
+    expected = plain_training(model, [step, step], auto=AutoModelForImageTextToText)
+    for row, (loss, norm) in zip(metrics(tmp_path / "out"), expected, strict=True):
+        assert row["loss"] == pytest.approx(loss, rel=1e-5) and row["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model" / "model.safetensors")
+    assert before.keys() == after.keys() and tower_of(before)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in tower_of(before).items())
+    assert all(not torch.equal(tensor, after[name]) for name, tensor in before.items() if name not in tower_of(before))
+    assert (tmp_path / "out" / "model" / "preprocessor_config.json").read_text() == PROCESSOR
+    loaded, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "model", output_loading_info=True)
+    assert not report["missing_keys"] and type(loaded.config) is type(load_config(str(model)))
+
+
+def test_adapters_are_of_the_language_model_alone(tmp_path, with_images, write_rows, chat_rows, capsys):
+    model = with_images("llava")
+    rows = write_rows("rows.jsonl", chat_rows)
+    for name, targets in (("all", ["all-linear"]), ("some", ["q_proj", "down_proj"])):
+        more = {"output_dir": str(tmp_path / name), "target_modules": targets, "max_steps": 1, "tuner": "lora"}
+        train_alone(resolve_config("sft", **settings(tmp_path, model, rows, **more)))
+        adapted = load_file(tmp_path / name / "model" / "adapter_model.safetensors")
+        assert adapted and all(".language_model." in tensor for tensor in adapted)
+    assert "LoRA leaves out 8 layers that no text goes through" in capsys.readouterr().out
+    run_export(ExportOptions(None, str(tmp_path / "all"), tmp_path / "merged"))
+    assert (tmp_path / "merged" / "preprocessor_config.json").read_text() == PROCESSOR
+    before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in tower_of(before).items())
+
+
+def test_a_resumed_run_has_all_files_too(tmp_path, with_images, write_rows, chat_rows):
+    model = with_images("mistral3")
+    values = settings(tmp_path, model, write_rows("rows.jsonl", chat_rows), max_steps=2, save_steps=1)
+    train_alone(resolve_config("sft", **values, stop_after=None))
+    whole = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000002")
+    shutil.rmtree(tmp_path / "out" / "model")
+    train_alone(resolve_config("sft", **values, resume="auto"))
+    again = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+    assert (tmp_path / "out" / "model" / "preprocessor_config.json").read_text() == PROCESSOR
+
+
+def test_text_alone_takes_no_processor_along(tmp_path, tiny_model, write_rows, chat_rows):
+    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    (model / "preprocessor_config.json").write_text(PROCESSOR)
+    train_alone(resolve_config("sft", **settings(tmp_path, model, write_rows("rows.jsonl", chat_rows), max_steps=1)))
+    assert not (tmp_path / "out" / "model" / "preprocessor_config.json").exists()
+
+
+def test_layouts_equal_one_process(tmp_path, with_images):
+    kind, chosen = Subject("qwen3_vl", "full", FULL), ("fsdp full 2", "ddp 2", "tp 2", "cp 2", "pp 2")
+    for verdict in in_real_processes(tmp_path, 2, chosen, kind, model=with_images("qwen3_vl")):
+        if verdict.case == "pp 2":
+            assert verdict.refused.startswith("Qwen3VLForConditionalGeneration cannot be")
+        else:
+            assert verdict.passed and verdict.difference is not None, verdict
+
+
+def test_it_gives_no_scores(with_images):
+    config = resolve_config("rm", model=str(with_images("mistral3")), dataset=["rows.jsonl"])
+    with pytest.raises(UserError, match="mistral3 is no sequence classifier"):
+        check_model(config, Layout(), torch.device("cpu"), None)
