@@ -485,7 +485,7 @@ def test_unknown_heads_and_leaking_documents_are_found(monkeypatch):
     leaking = random_model(toy_config("llama"))
     leaking.set_attn_implementation("sdpa")  # knows nothing of borders where nothing restarts
     scorer = in_one_process(leaking, 2)[0]
-    probe = scoring._probe
-    monkeypatch.setattr(scoring, "_probe", lambda *a: replace(probe(*a), position_ids=torch.arange(8)[None]))
+    probe = scoring.make_probe
+    monkeypatch.setattr(scoring, "make_probe", lambda *a: replace(probe(*a), position_ids=torch.arange(8)[None]))
     with pytest.raises(UserError, match="lets one packed document see another"):
         scorer.check()
