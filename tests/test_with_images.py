@@ -112,10 +112,10 @@ def test_text_alone_takes_no_processor_along(tmp_path, tiny_model, write_rows, c
 
 
 def test_layouts_equal_one_process(tmp_path, with_images):
-    kind, chosen = Subject("qwen3_vl", "full", FULL), ("fsdp full 2", "ddp 2", "tp 2", "cp 2", "pp 2")
-    for verdict in in_real_processes(tmp_path, 2, chosen, kind, model=with_images("qwen3_vl")):
+    kind, chosen = Subject("mistral3", "full", FULL), ("fsdp full 2", "ddp 2", "tp 2", "cp 2", "pp 2")
+    for verdict in in_real_processes(tmp_path, 2, chosen, kind, model=with_images("mistral3")):
         if verdict.case == "pp 2":
-            assert verdict.refused.startswith("Qwen3VLForConditionalGeneration cannot be")
+            assert verdict.refused.startswith("Mistral3ForConditionalGeneration cannot be")
         else:
             assert verdict.passed and verdict.difference is not None, verdict
 
