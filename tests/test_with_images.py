@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from test_parity import metrics, plain_training, render_chat, settings, train_alone
 from test_verify import FULL, in_real_processes
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
@@ -17,6 +17,7 @@ from swiftlite.errors import UserError
 from swiftlite.models.load import load_config
 from swiftlite.models.toys import toy_config, write_toy
 from swiftlite.serving.export import ExportOptions, run_export
+from swiftlite.training.flops import FlopCounter
 from swiftlite.training.setup import check_model
 from swiftlite.verification.run import Subject
 
@@ -118,6 +119,14 @@ def test_layouts_equal_one_process(tmp_path, with_images):
             assert verdict.refused.startswith("Mistral3ForConditionalGeneration cannot be")
         else:
             assert verdict.passed and verdict.difference is not None, verdict
+
+
+def test_what_no_text_goes_through_is_no_work(with_images):
+    config = load_config(str(with_images("mistral3")))
+    with torch.device("meta"):
+        both = AutoModelForImageTextToText.from_config(config)
+        text = AutoModelForCausalLM.from_config(config.get_text_config())
+    assert FlopCounter(both).step([8, 5]) == FlopCounter(text).step([8, 5]) > 0
 
 
 def test_it_gives_no_scores(with_images):

@@ -17,6 +17,7 @@ from torch import nn
 from swiftlite.models.anatomy import (
     attention_heads,
     attention_windows,
+    beside_text,
     expert_share,
     head_of,
     head_sizes,
@@ -39,10 +40,11 @@ class FlopCounter:
         config = model.config.get_text_config()
         head = head_of(model).weight
         tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+        beside = {id(parameter) for parameter in beside_text(model).values()}
         self._in_layers = self._in_head = 0.0
         met = expert_share(config)
         for name, parameter in model.named_parameters():
-            if parameter.ndim < 2 or (parameter in tables and parameter is not head):
+            if parameter.ndim < 2 or id(parameter) in beside or (parameter in tables and parameter is not head):
                 continue
             share = met if ".experts" in name else 1.0
             flops = (6 if parameter.requires_grad else 4) * parameter.numel() * share
