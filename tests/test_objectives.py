@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from swiftlite.data.batches import empty_micro_batch
 from swiftlite.objectives import logprobs
 from swiftlite.objectives.head import FusedHead, SoftHead, chunk_tokens
 from swiftlite.objectives.logprobs import token_logprobs
 from swiftlite.objectives.scorer import _tolerance
 from swiftlite.objectives.supervised import dynamic_loss, supervised_loss
+from swiftlite.training.losses import TokenLoss
 
 
 def plain(hidden, weight, bias, targets, scale=1.0, softcap=None):
@@ -117,6 +119,15 @@ def test_a_token_as_likely_as_another_is_one_of_the_likeliest():
     for target in (likeliest, likeliest ^ 1):
         assert token_logprobs(hidden, twice, None, target, judged=True)[:, -1].all()
     assert not token_logprobs(hidden, twice, None, (likeliest + 2) % 100, judged=True)[:, -1].any()
+
+
+def test_a_loss_is_the_same_number_whether_or_not_tokens_are_judged():
+    """To the last bit: numbers that lie apart in memory are added up in another order."""
+    batch = empty_micro_batch()
+    for count in (30, 100, 1000, 4000):
+        plain = torch.randn(count, generator=torch.Generator().manual_seed(count)) - 5
+        judged = torch.stack([plain, torch.ones(count)], dim=1)
+        assert TokenLoss(7, judged=True)(judged, batch)[0].item() == TokenLoss(7)(plain, batch)[0].item()
 
 
 def test_frozen_head_gets_no_gradient():

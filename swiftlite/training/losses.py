@@ -85,7 +85,8 @@ class TokenLoss:
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         """logprobs: where they are judged `[trained tokens, 2]`, see `token_logprobs`."""
-        logprobs, right = logprobs.unbind(-1) if self.judged else (logprobs, None)
+        # Side by side in memory: numbers that lie apart are added up in another order.
+        logprobs, right = (x.contiguous() for x in logprobs.unbind(-1)) if self.judged else (logprobs, None)
         loss, known = dynamic_loss if self.dynamic else supervised_loss, logprobs.detach()
         sums = sums_of(self.data_sets, batch.data_set, lambda mine: loss(known.where(mine, 0), 1))
         return loss(logprobs, max(1, self.tokens)), (*(() if right is None else (right.detach().sum(),)), *sums)
