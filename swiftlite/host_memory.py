@@ -16,9 +16,10 @@ from swiftlite.sizes import in_words
 
 MEMINFO = Path("/proc/meminfo")
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# Files of a control group: limit, use, what use is made of, and the word there for what is given back when needed.
-VERSION_2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
-VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")
+# Files of a control group: limit, use, what use is made of, and the words there for what is given back when needed,
+# of files that were read once and more than once, as the kernel counts for MemAvailable.
+VERSION_2 = ("memory.max", "memory.current", "memory.stat", "inactive_file|active_file|slab_reclaimable")
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file|total_active_file")
 
 
 def free_host_bytes() -> int | None:
@@ -47,17 +48,22 @@ def _local_processes() -> int:
 
 
 def _of_meminfo(name: str) -> int | None:
-    if not MEMINFO.is_file():
-        return None
-    found = re.search(rf"^{name}:\s+(\d+) kB$", MEMINFO.read_text(encoding="ascii"), re.MULTILINE)
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _text_of(MEMINFO), re.MULTILINE)
     return None if found is None else int(found[1]) * 1024
+
+
+def _text_of(path: Path) -> str:
+    """None of it where it is not there, or may not be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _own_groups() -> Iterator[tuple[Path, tuple[str, ...]]]:
     """The control groups that this process is in, of either version, and all around them: each may have a limit, that
     of a container or of a job on a cluster."""
-    lines = OWN_GROUPS.read_text(encoding="utf-8", errors="replace").splitlines() if OWN_GROUPS.is_file() else []
-    for line in lines:
+    for line in _text_of(OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         inside = Path(path.lstrip("/"))
         if not controllers:
@@ -71,9 +77,8 @@ def _own_groups() -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 def _free_of_limit(group: tuple[Path, tuple[str, ...]]) -> int:
     folder, (limit, use, stat, given_back) = group
-    try:
-        most, used = int((folder / limit).read_text()), int((folder / use).read_text())
-        cached = re.search(rf"^{given_back} (\d+)$", (folder / stat).read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # no such group, or no limit, which is written as `max`
+    most, used = _text_of(folder / limit).strip(), _text_of(folder / use).strip()
+    if not (most.isdecimal() and used.isdecimal()):  # no such group, or no limit, which is written as `max`
         return sys.maxsize
-    return max(0, most - used + int(cached[1] if cached else 0))
+    back = re.findall(rf"^(?:{given_back}) (\d+)$", _text_of(folder / stat), re.MULTILINE)
+    return max(0, int(most) - int(used) + sum(map(int, back)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_choose import GIB, LLAMA, outlined
 from test_parity import settings
@@ -33,11 +35,14 @@ def machine(tmp_path, monkeypatch):
 
 
 def limited(folder, names, limit, used, given_back):
+    """given_back: what the group has of files that were read, half of it more than once."""
     folder.mkdir(parents=True, exist_ok=True)
-    most, use, stat, word = names
+    most, use, stat, _ = names
     (folder / most).write_text(f"{limit}\n")
     (folder / use).write_text(f"{used}\n")
-    (folder / stat).write_text(f"anon 400\n{word} {given_back}\nfile 300\n")
+    of_all, half = "total_" if names == host_memory.VERSION_1 else "", given_back // 2
+    kinds = {"anon": 400, f"{of_all}inactive_anon": 400, f"{of_all}inactive_file": half, f"{of_all}active_file": half}
+    (folder / stat).write_text("".join(f"{name} {size}\n" for name, size in (kinds | {"file": 300}).items()))
 
 
 def test_free_is_what_the_system_says_shared_by_the_processes(machine, monkeypatch):
@@ -87,6 +92,25 @@ def test_pages_on_the_disk_count_as_room(machine, monkeypatch):
 
 def test_a_machine_that_does_not_say_refuses_nothing(machine):
     host_memory.check_host_memory(1e15, "the weights", "--model x", "use less")
+
+
+def test_what_may_not_be_read_is_no_limit(machine, tmp_path, monkeypatch):
+    machine(8 * GIB)
+    unreadable = {tmp_path / "own"}
+    (tmp_path / "own").write_text("0::/\n")
+    limited(tmp_path / "groups", host_memory.VERSION_2, 1000, 700, 0)
+    read_text = Path.read_text
+
+    def guarded(path, *args, **options):
+        if path in unreadable:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **options)
+
+    assert host_memory.free_host_bytes() == 300
+    monkeypatch.setattr(Path, "read_text", guarded)
+    assert host_memory.free_host_bytes() == 8 * GIB
+    unreadable.add(tmp_path / "meminfo")
+    assert host_memory.free_host_bytes() is None
 
 
 def test_training_is_refused_before_weights_are_read(machine, tiny_model, write_rows, chat_rows, tmp_path):
