@@ -180,6 +180,7 @@ def test_every_recipe_resolves(run, name):
         ("recipes list qwen3 gpt-2", "no recipe has all of these words\nwhere: qwen3 gpt-2\nfix:   give fewer words, "),
         ("infer --input", "error: --input needs a value\nwhere: swiftlite infer\nfix:   write --input VALUE; "),
         ("infer --stream=3", "--stream takes no value\nwhere: swiftlite infer\nfix:   write --stream alone; "),
+        ("--version=3", "--version takes no value\nwhere: swiftlite\nfix:   write --version alone; `swiftlite --help`"),
         ("export --dtpe x", "fix:   did you mean `--dtype`? "),
         ("SFT --model x", "did you mean `swiftlite sft`?"),
         ("infer -m=/nowhere/at/all -p hi", "--model /nowhere/at/all"),

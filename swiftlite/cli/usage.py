@@ -35,7 +35,8 @@ def usage_error(error: Any, words: list[str], commands: Iterable[str]) -> UserEr
     flags, which Typer may not have been told of."""
     text = error.format_message().replace("\n", " ").rstrip(".")
     context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else f"{PROGRAM} {words[0]}"  # where a value is missing
+    named = " ".join([PROGRAM, *(word for word in words[:1] if not word.startswith("-"))])
+    command = named if context is None else context.command_path  # where a value is missing, or there is one too many
     see = f"`{command} --help` shows what there is"
     if wrong := NO_OPTION.fullmatch(text):
         fix = f"{_instead_of_flag(command, wrong[1], wrong[2])}{see}"
