@@ -32,7 +32,7 @@ from swiftlite.config.recipe import load_recipe, recipes_folder, shipped_recipes
 from swiftlite.config.resolve import Resolved, resolve
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import check_trainable_architecture
+from swiftlite.models.anatomy import check_trainable_architecture, why_alone
 from swiftlite.models.architecture import import_architecture
 from swiftlite.models.attention import documents as attention
 from swiftlite.models.load import build_model
@@ -43,6 +43,7 @@ from swiftlite.parallel.pipeline import cut_model
 from swiftlite.parallel.stages import check_pipeline, choose_schedule, plan_stages
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.devices import find_device
+from swiftlite.training.guards.fits import check_alone
 from swiftlite.training.plan import Fleet, Proposal, outline_of, settle
 
 RECIPES = shipped_recipes()
@@ -199,6 +200,8 @@ def check_layout(config, layout, folder, *, count=True) -> None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert trained == sizes(config.model).adapters(config.lora_rank, layers) + score
     check_expert_parallel(base, layout)
+    if why := why_alone(base):
+        check_alone(config, layout, base, why)
     if layout.pp > 1:
         plan = plan_stages(base, layout.pp, choose_schedule(schedule, layers, layout.pp), length=config.max_length)
         stages = [stage for rank in range(layout.pp) for stage in cut_model(model, base, plan, rank)]
@@ -221,6 +224,7 @@ def test_a_layout_fits_the_real_model(name, tmp_path):
         ("qwen3/8b-sft-full-fsdp", "expert_parallel_size", 2, 2, "no experts"),
         ("gemma/3-4b-sft-lora", "pipeline_parallel_size", 2, 2, "cannot be cut"),
         ("qwen3/30b-a3b-sft-lora-ep8", "target_modules", ["all-linear"], 8, "LoRA on the experts"),
+        ("qwen3/next-80b-a3b-sft-lora-fsdp", "expert_parallel_size", 8, 8, "cannot share a row"),
         ("llama3/3.1-8b-sft-full-fsdp", GLOBAL, 12, 8, "multiple"),
     ],
 )
