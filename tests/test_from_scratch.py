@@ -247,14 +247,16 @@ def test_a_shape_that_shows_while_it_is_built_is_no_fault_of_the_folder(tmp_path
 
 
 def test_a_run_goes_on_in_its_own_shape(tmp_path, shape, write_rows, chat_rows):
-    more = {"from_scratch": True, "max_steps": 1, "config_overrides": ["num_hidden_layers=1"]}
+    ours, as_well = ["num_hidden_layers=1", 'rope_parameters={"rope_theta": 5000}'], '{"rope_theta":5000.0}'
+    more = {"from_scratch": True, "max_steps": 1, "config_overrides": ours}
     values = settings(tmp_path, shape("llama"), write_rows("rows.jsonl", chat_rows), **more)
     train_alone(resolve_config("sft", **values))
-    for other in (["num_hidden_layers=2"], []):
+    for other in (["num_hidden_layers=2", ours[1]], ours[:1], []):
         on = {"resume": "auto", "max_steps": 2, "config_overrides": other}
         with pytest.raises(UserError, match="cannot go on with other settings.*--config-overrides num_hidden_layers=1"):
             train_alone(resolve_config("sft", **values | on))
-    train_alone(resolve_config("sft", **values | {"resume": "auto", "max_steps": 2}))
+    written_otherwise = {"config_overrides": [f"rope_parameters={as_well}", ours[0]]}
+    train_alone(resolve_config("sft", **values | written_otherwise | {"resume": "auto", "max_steps": 2}))
     assert len(metrics(tmp_path / "out")) == 2
 
 

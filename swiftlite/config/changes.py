@@ -12,6 +12,7 @@ from swiftlite.config.notes import LORA_SHAPE
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.save import DERIVED, NOT_SAVED
 from swiftlite.config.schema import RunConfig
+from swiftlite.config.types import said_value
 from swiftlite.config.validate import build_config
 from swiftlite.errors import UserError
 
@@ -78,6 +79,8 @@ def other_settings(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[st
 def _same(name: str, one: Any, other: Any) -> bool:
     if name in SOURCES and one and other:
         return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+    if name == "config_overrides":  # of which JSON may be written in several ways
+        one, other = ({key: said_value(text) for key, text in said.items()} for said in (one, other))
     return one == other
 
 
