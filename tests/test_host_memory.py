@@ -139,6 +139,17 @@ def test_states_that_wait_on_the_host_count_there(machine, tmp_path):
     check_host(resolved.config, outline, Choice(resolved.layout, False, "none", nothing))
 
 
+def test_ranks_of_a_pipeline_share_a_machine(tmp_path):
+    """The first has the embedding, the last the head: both together have what one process has."""
+    several = {"nproc_per_node": 2, "pipeline_parallel_size": 2}
+    resolved, outline = outlined(tmp_path, LLAMA, "cpu", tuner="full", precision="fp32", **several)
+    stages = outline.stages(resolved.config, resolved.layout)
+    settled = resolved.config.model_copy(update={"activation_checkpointing": "none"})
+    fullest = outline.holds(settled, resolved.layout, stages)
+    needed = outline.on_host(resolved.config, Choice(resolved.layout, False, "none", fullest))
+    assert needed == pytest.approx(16 * outline.trained / 2, rel=0.01) and needed < fullest.states
+
+
 def test_answers_need_memory_for_what_is_no_part_of_a_file(machine, tiny_model):
     """Numbers of the files' own type stay there until they are used."""
     folder = str(tiny_model("llama"))  # in fp32

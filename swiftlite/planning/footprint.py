@@ -149,8 +149,13 @@ class Footprint:
 
 def footprint(blocks: Blocks, layout: Layout, plan: StagePlan | None, of: NumberBytes, work: Work) -> Footprint:
     """Of the device that holds most. plan: of the pipeline, None where there is none."""
+    return max(footprints(blocks, layout, plan, of, work), key=lambda rank: rank.total)
+
+
+def footprints(blocks: Blocks, layout: Layout, plan: StagePlan | None, of: NumberBytes, work: Work) -> list[Footprint]:
+    """Of a device of each pipeline rank."""
     if plan is None:
-        return _Device(blocks, layout, of, work, range(len(blocks.layers)), 1.0).holds()
+        return [_Device(blocks, layout, of, work, range(len(blocks.layers)), 1.0).holds()]
     ranks = []
     for place in range(layout.pp):
         stages = plan.stages_of(place)
@@ -158,7 +163,7 @@ def footprint(blocks: Blocks, layout: Layout, plan: StagePlan | None, of: Number
         ends = 0 in stages, plan.stages - 1 in stages
         device = _Device(blocks, layout, of, work, layers, in_flight(plan, place, work.micro_batches), ends)
         ranks.append(device.holds())
-    return max(ranks, key=lambda rank: rank.total)
+    return ranks
 
 
 def in_flight(plan: StagePlan, place: int, micro_batches: int) -> float:

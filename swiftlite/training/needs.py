@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from swiftlite.planning.footprint import (
     NumberBytes,
     Work,
     footprint,
+    footprints,
     matrix_moment_bytes,
     moment_bytes,
 )
@@ -190,15 +192,17 @@ class Outline:
         return 0 if self.beside is None else self.beside.weights / shards
 
     def on_host(self, config: RunConfig, choice: Choice) -> float:
-        """Bytes of a process's weights, gradients and optimizer state that lie in its machine's memory."""
-        on_cpu = self.device.type == "cpu"
-        if on_cpu or not choice.offload:
-            return choice.held.states if on_cpu else 0
-        layout = choice.layout
+        """Bytes of weights, gradients and optimizer state in a machine's memory, of a process on average: the ranks of
+        a pipeline, of which one may hold twice what another does, share it."""
+        on_cpu, layout = self.device.type == "cpu", choice.layout
+        if not (on_cpu or choice.offload):
+            return 0
         settled = config.model_copy(update={"activation_checkpointing": choice.checkpointing})
         work = replace(self._work(settled), offload=False)  # which counts states where they are kept
-        held = footprint(self.blocks, layout, self.stages(config, layout), self.number_bytes(config), work)
-        return held.weights + held.moments + self._beside_on_each(layout)
+        ranks = footprints(self.blocks, layout, self.stages(config, layout), self.number_bytes(config), work)
+        states = fmean(rank.states if on_cpu else rank.weights + rank.moments for rank in ranks)
+        of_answers = self._weights_for_answers(config, layout) if on_cpu and answers(config) else 0
+        return states + self._beside_on_each(layout) + of_answers
 
     def _of_rounding(self, config: RunConfig, tokens: float) -> float:
         """Bytes for the largest matrix, which is rounded anew for each product, and for what it meets."""
@@ -219,12 +223,16 @@ class Outline:
     def _with_answers(self, held: Footprint, config: RunConfig, layout: Layout) -> Footprint:
         """With reward models, and the whole copy that answers where a model is divided, or its states are elsewhere;
         and at least what a batch of answers takes, at which time nothing is kept for a backward pass."""
-        size, rows = self.precision.dtype.itemsize, self._answers_at_once(config, layout)
-        copied = layout.world > 1 or config.offload == "cpu"
+        rows = self._answers_at_once(config, layout)
         cache = cache_bytes_per_token(self.model_config, self.precision.dtype) * rows * config.max_length
         drawn = rows * self.model_config.get_text_config().vocab_size * DRAWN_BYTES
-        weights = held.weights + self.judges + (self.trained + self.frozen) * size * copied
+        weights = held.weights + self._weights_for_answers(config, layout)
         return replace(held, weights=weights, activations=max(held.activations, cache + drawn))
+
+    def _weights_for_answers(self, config: RunConfig, layout: Layout) -> float:
+        """Bytes of reward models and of the copy that answers."""
+        copied = layout.world > 1 or config.offload == "cpu"
+        return self.judges + (self.trained + self.frozen) * self.precision.dtype.itemsize * copied
 
     def _answers_at_once(self, config: RunConfig, layout: Layout) -> int:
         """That a process draws, of a step or of an evaluation."""
