@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,13 @@ def test_answers_need_memory_for_what_is_no_part_of_a_file(machine, tiny_model):
     with pytest.raises(UserError, match="the model's weights in bfloat16 take about"):
         load_for_answers(find_source(folder, None), precision="bf16")
     load_for_answers(find_source(folder, None), precision="fp32")
+
+
+def test_reward_models_are_no_reason_to_refuse_a_run_of_several_processes(machine, tiny_model, tmp_path):
+    """They may stay in their files; and one that does not is loaded while others load theirs."""
+    resolved, outline = outlined(tmp_path, LLAMA, "cpu", method="grpo", reward=["last_number"], nproc_per_node=2)
+    choice = Choice(resolved.layout, False, "none", Footprint(0, 0, 0, 0, 0, 0))
+    judged = replace(outline, judges=GIB)
+    assert judged.on_host(resolved.config, choice) == outline.on_host(resolved.config, choice)
+    machine(100 * KIB)
+    load_for_answers(find_source(str(tiny_model("llama")), None), precision="bf16", alone=False)

@@ -46,7 +46,7 @@ def loaded(word, **more):
     values = {"model": "m", "dataset": ["d"], "precision": "fp32", "answers_at_once": 4} | more
     config = resolve_config("grpo", reward=[str(word)], **values)
     (reward,) = load_rewards(config.reward)
-    reward.judge.load(config, CPU)
+    reward.judge.load(config, CPU, alone=True)
     return reward
 
 

@@ -49,10 +49,12 @@ def load_for_answers(
     revision: str | None = None,
     trust_remote_code: bool = False,
     device: torch.device | None = None,
+    alone: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in evaluation mode on its device (a GPU where there is one), and the tokenizer.
 
-    chat_template: a built-in name, a Jinja file, or `none` for plain completion. Raises UserError.
+    chat_template: a built-in name, a Jinja file, or `none` for plain completion; alone: False where other processes
+    load theirs at the same time, so that nobody knows whose memory is free. Raises UserError.
     """
     tensors = check_base_folder(source, revision)
     config = load_config(source.base, revision=revision, trust_remote_code=trust_remote_code)
@@ -68,7 +70,8 @@ def load_for_answers(
         tokenizer.chat_template = None
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = answer_dtype(precision, device, config)
-    _check_memory(tensors, dtype, source)
+    if alone:
+        _check_memory(tensors, dtype, source)
     classifier = source.is_classifier()
     if classifier and source.adapter is not None:
         config.num_labels = 1  # a reward model's

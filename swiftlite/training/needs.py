@@ -193,7 +193,8 @@ class Outline:
 
     def on_host(self, config: RunConfig, choice: Choice) -> float:
         """Bytes of weights, gradients and optimizer state in a machine's memory, of a process on average: the ranks of
-        a pipeline, of which one may hold twice what another does, share it."""
+        a pipeline, of which one may hold twice what another does, share it. Without reward models, which may stay in
+        their files."""
         on_cpu, layout = self.device.type == "cpu", choice.layout
         if not (on_cpu or choice.offload):
             return 0
@@ -201,8 +202,8 @@ class Outline:
         work = replace(self._work(settled), offload=False)  # which counts states where they are kept
         ranks = footprints(self.blocks, layout, self.stages(config, layout), self.number_bytes(config), work)
         states = fmean(rank.states if on_cpu else rank.weights + rank.moments for rank in ranks)
-        of_answers = self._weights_for_answers(config, layout) if on_cpu and answers(config) else 0
-        return states + self._beside_on_each(layout) + of_answers
+        copied = self._copy_for_answers(config, layout) if on_cpu and answers(config) else 0
+        return states + self._beside_on_each(layout) + copied
 
     def _of_rounding(self, config: RunConfig, tokens: float) -> float:
         """Bytes for the largest matrix, which is rounded anew for each product, and for what it meets."""
@@ -226,13 +227,13 @@ class Outline:
         rows = self._answers_at_once(config, layout)
         cache = cache_bytes_per_token(self.model_config, self.precision.dtype) * rows * config.max_length
         drawn = rows * self.model_config.get_text_config().vocab_size * DRAWN_BYTES
-        weights = held.weights + self._weights_for_answers(config, layout)
+        weights = held.weights + self.judges + self._copy_for_answers(config, layout)
         return replace(held, weights=weights, activations=max(held.activations, cache + drawn))
 
-    def _weights_for_answers(self, config: RunConfig, layout: Layout) -> float:
-        """Bytes of reward models and of the copy that answers."""
+    def _copy_for_answers(self, config: RunConfig, layout: Layout) -> float:
+        """Bytes of the whole model that answers, if that is another."""
         copied = layout.world > 1 or config.offload == "cpu"
-        return self.judges + (self.trained + self.frozen) * self.precision.dtype.itemsize * copied
+        return (self.trained + self.frozen) * self.precision.dtype.itemsize * copied
 
     def _answers_at_once(self, config: RunConfig, layout: Layout) -> int:
         """That a process draws, of a step or of an evaluation."""

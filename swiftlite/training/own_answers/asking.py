@@ -195,7 +195,7 @@ def build_asker(
     reward model cannot be loaded."""
     tokenizer = load()
     for judge in filter(None, (reward.judge for reward in rewards)):
-        judge.load(config, world.device)
+        judge.load(config, world.device, alone=world.size == 1)
     stops = stop_tokens(trainee.base.generation_config, tokenizer)
     answerer = build_answerer(config, model_config, trainee, load, world, stops)
     return Asker(config, answerer, tokenizer, rewards, columns, trainee.mesh, stops)

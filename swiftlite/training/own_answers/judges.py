@@ -46,9 +46,10 @@ class Judge:
         """The longest conversation that it scores; None where its config.json does not say."""
         return most_positions(self._config.get_text_config().to_dict())
 
-    def load(self, config: RunConfig, device: torch.device) -> None:
-        """config: of the run. Raises UserError."""
-        self._model, tokenizer = load_for_answers(self._source, precision=config.precision, device=device)
+    def load(self, config: RunConfig, device: torch.device, *, alone: bool) -> None:
+        """config: of the run; alone: in its only process. Raises UserError."""
+        known = {"precision": config.precision, "device": device, "alone": alone}
+        self._model, tokenizer = load_for_answers(self._source, **known)
         self._tokenize = RowTokenizer(tokenizer, token_options(config), [])
         self._has_template = tokenizer.chat_template is not None
         self._at_once = config.answers_at_once
