@@ -28,11 +28,16 @@ def free_host_bytes() -> int | None:
     return None if free is None else min([free, *map(_free_of_limit, _own_groups())]) // _local_processes()
 
 
+def fits_host_memory(needed: float) -> bool:
+    """Whether there are so many bytes more for a process, pages on the disk included."""
+    room = _room()
+    return room is None or needed <= room
+
+
 def check_host_memory(needed: float, what: str, where: str, fix: str) -> None:
-    """Raises UserError where a process is about to take more bytes than there are for it, pages on the disk included.
-    what: who takes them, in the plural."""
-    free, swap = free_host_bytes(), _of_meminfo("SwapFree")
-    if free is None or needed <= (room := free + (swap or 0) // _local_processes()):
+    """Raises UserError where a process is about to take more than fits. what: who takes it, in the plural."""
+    room = _room()
+    if room is None or needed <= room:
         return
     each = f" in each of {count} processes" if (count := _local_processes()) > 1 else ""
     raise UserError(
@@ -41,6 +46,11 @@ def check_host_memory(needed: float, what: str, where: str, fix: str) -> None:
         where=where,
         fix=fix,
     )
+
+
+def _room() -> int | None:
+    free = free_host_bytes()
+    return None if free is None else free + (_of_meminfo("SwapFree") or 0) // _local_processes()
 
 
 def _local_processes() -> int:

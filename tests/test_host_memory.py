@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from test_choose import GIB, LLAMA, outlined
 from test_parity import settings
 from test_run import train
@@ -158,6 +161,19 @@ def test_answers_need_memory_for_what_is_no_part_of_a_file(machine, tiny_model):
     with pytest.raises(UserError, match="the model's weights in bfloat16 take about"):
         load_for_answers(find_source(folder, None), precision="bf16")
     load_for_answers(find_source(folder, None), precision="fp32")
+
+
+def test_what_a_model_leaves_in_its_files_takes_no_memory(machine, tiny_model, tmp_path):
+    """As a language model does with what sees images."""
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "more")
+    weights = load_file(folder / "model.safetensors")
+    taken = sum(tensor.numel() * 2 for tensor in weights.values())
+    save_file(weights | {"visual.merger": torch.zeros(taken)}, folder / "model.safetensors", {"format": "pt"})
+    machine(round(taken * 0.9))
+    with pytest.raises(UserError, match="the model's weights in bfloat16 take about"):
+        load_for_answers(find_source(str(folder), None), precision="bf16")
+    machine(round(taken * 1.1))
+    load_for_answers(find_source(str(folder), None), precision="bf16")
 
 
 def test_reward_models_are_no_reason_to_refuse_a_run_of_several_processes(machine, tiny_model, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from swiftlite.checkpoint.tensor_writer import NAMES
 from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.names import PLAIN_MODEL, codes_section
 from swiftlite.errors import UserError, first_line
-from swiftlite.host_memory import check_host_memory
+from swiftlite.host_memory import check_host_memory, fits_host_memory
 from swiftlite.imports import import_package
 from swiftlite.models.anatomy import SCORE_HEAD, check_plain_weights, unread_codes
 from swiftlite.models.architecture import auto_class
@@ -31,7 +33,7 @@ from swiftlite.models.load import (
     quiet,
 )
 from swiftlite.models.tokenizer import load_tokenizer
-from swiftlite.models.tuners import grow_vocabulary
+from swiftlite.models.tuners import count_parameters, grow_vocabulary
 from swiftlite.quick_imports import quick_imports
 from swiftlite.serving.source import ModelSource, check_base_folder
 
@@ -70,13 +72,14 @@ def load_for_answers(
         tokenizer.chat_template = None
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = answer_dtype(precision, device, config)
-    if alone:
-        _check_memory(tensors, dtype, source)
     classifier = source.is_classifier()
     if classifier and source.adapter is not None:
         config.num_labels = 1  # a reward model's
-    weights = _codes_of(source.base, config, revision)
     known = {"revision": revision, "trust_remote_code": trust_remote_code, "classifier": classifier}
+    if alone:
+        build = partial(build_model, source.base, config, dtype=dtype, attention="eager", **known)
+        _check_memory(tensors, dtype, source, build)
+    weights = _codes_of(source.base, config, revision)
     beside = SCORE_HEAD if source.adapter else None
     if weights is None:
         model = _load_whole(source.base, config, dtype, from_adapter=beside, **known)
@@ -89,10 +92,14 @@ def load_for_answers(
     return model.to(device).eval(), tokenizer
 
 
-def _check_memory(tensors: dict[str, TensorEntry], dtype: torch.dtype, source: ModelSource) -> None:
+def _check_memory(
+    tensors: dict[str, TensorEntry], dtype: torch.dtype, source: ModelSource, build: Callable[[], PreTrainedModel]
+) -> None:
     """Raises UserError where numbers in another type than that of the files are more than this machine has memory for:
-    those of the same type may stay where they are, on the disk."""
+    those of the same type may stay where they are, on the disk. build: makes the model on `meta`."""
     other = sum(prod(entry.shape) for entry in tensors.values() if entry.dtype in FLOATS - {NAMES[dtype]})
+    if not fits_host_memory(other * dtype.itemsize):  # the model may leave some of them out, as those that see images
+        other = min(other, count_parameters(build())[1])
     check_host_memory(
         other * dtype.itemsize,
         f"the model's weights in {str(dtype).removeprefix('torch.')}",
