@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
+SECONDS_FOR_THE_FIRST = 5  # of a machine's processes, to tell why all of them end, before another one ends or tells it
 
 # What asks a run to end. The last comes where the terminal or the ssh connection is gone; Windows has none.
 STOPPING = tuple(number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP"))

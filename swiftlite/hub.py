@@ -1,10 +1,11 @@
-"""The Hugging Face hub where there is no network."""
+"""The Hugging Face hub where there is no network, or where nothing is to be asked of it."""
 
 from __future__ import annotations
 
 import functools
 import os
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -25,3 +26,12 @@ def stay_offline_without_network() -> None:
         socket.getaddrinfo(host, None)
     except OSError:
         constants.HF_HUB_OFFLINE = True
+
+
+def kept_file(source: str, name: str, revision: str | None) -> Path | None:
+    """A file of a folder, or of a hub id whose files have been downloaded; None where it is not there."""
+    from transformers.utils import cached_file
+
+    known = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    path = cached_file(source, name, revision=revision, **known)
+    return None if path is None else Path(path)

@@ -15,6 +15,7 @@ from torch import nn
 from swiftlite.checkpoint.catalog import Entry, catalog_adapter, catalog_model, stored_tensors
 from swiftlite.checkpoint.tensor_writer import FilePlan, parse_size
 from swiftlite.config.names import GENERATION_CONFIG
+from swiftlite.hub import kept_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -70,15 +71,9 @@ def _processors_of(config: PretrainedConfig) -> dict[str, str]:
     """From where the model is from, a folder or hub id; none of a model that takes text alone."""
     if config.get_text_config() is config or not config.name_or_path:
         return {}
-    from transformers.utils import cached_file
-
-    known = {
-        "revision": getattr(config, "_commit_hash", None),
-        "local_files_only": True,
-        "_raise_exceptions_for_missing_entries": False,
-    }
-    found = {name: cached_file(config.name_or_path, name, **known) for name in PROCESSORS}
-    return {name: Path(path).read_text(encoding="utf-8") for name, path in found.items() if path is not None}
+    revision = getattr(config, "_commit_hash", None)
+    found = {name: kept_file(config.name_or_path, name, revision) for name in PROCESSORS}
+    return {name: path.read_text(encoding="utf-8") for name, path in found.items() if path is not None}
 
 
 def create_model_files(

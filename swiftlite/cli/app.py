@@ -18,14 +18,13 @@ from swiftlite.cli.line import MAY_BE_EMPTY, RECIPE
 from swiftlite.cli.options import RunCommand, Session
 from swiftlite.cli.usage import usage_error
 from swiftlite.config.layout import follows, leave_torchrun, under_torchrun
-from swiftlite.ending import end_on_signals, seen_signal
+from swiftlite.ending import SECONDS_FOR_THE_FIRST, end_on_signals, seen_signal
 from swiftlite.errors import UserError
 from swiftlite.streams import settle_streams
 
 ABOUT = "Fine-tune Hugging Face language models from one command."
 EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  ·  every command has [bold]--help[/bold]"
 
-SECONDS_FOR_THE_FIRST = 5
 NO_READER = 141  # the reader of our output has left, as `| head` does: what a shell says of tools that end by SIGPIPE
 SHORT = re.compile("-[a-zA-Z]")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.names import check_name
 from swiftlite.errors import UserError
+from swiftlite.hub import kept_file
 from swiftlite.models.load import check_model_path, hub_errors
 from swiftlite.quick_imports import quick_imports
 from swiftlite.untrusted import existing, read_json_file
@@ -122,14 +123,12 @@ def _other_than_its_file(tokenizer: PreTrainedTokenizerBase, source: str, revisi
     if kind in AS_WRITTEN or getattr(tokenizer, "backend_tokenizer", None) is None:
         return None
     from tokenizers import Tokenizer
-    from transformers.utils import cached_file
 
-    known = {"revision": revision, "local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    settings, whole = (cached_file(source, name, **known) for name in ("tokenizer_config.json", "tokenizer.json"))
-    named = None if settings is None else read_json_file(Path(settings)).get("tokenizer_class")
+    settings, whole = (kept_file(source, name, revision) for name in ("tokenizer_config.json", "tokenizer.json"))
+    named = None if settings is None else read_json_file(settings).get("tokenizer_class")
     if whole is None or (named is not None and named.removesuffix("Fast") == kind):
         return None
-    mine, theirs = (one.encode(PROBE).tokens for one in (tokenizer.backend_tokenizer, Tokenizer.from_file(whole)))
+    mine, theirs = (one.encode(PROBE).tokens for one in (tokenizer.backend_tokenizer, Tokenizer.from_file(str(whole))))
     if mine == theirs:
         return None
     place = next((place for place, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)

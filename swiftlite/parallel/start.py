@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from swiftlite.ending import (
+    SECONDS_FOR_THE_FIRST,
     STOPPING,
     EndedAtOnce,
     answered,
@@ -33,7 +34,6 @@ from swiftlite.streams import settle_streams
 
 DEFAULT_PORT = 29500
 SECONDS_TO_MEET = 900  # of several machines
-SECONDS_FOR_THE_FIRST = 5
 SECONDS_TO_ANSWER = 2  # that a handler of signals has, where the main thread is not waiting outside Python
 ENDED_WELL = (None, 0, *(128 + number for number in STOPPING))
 

@@ -78,9 +78,12 @@ def added_groups(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     for key in sorted({key for row in rows for key in row if is_added(key)}):
         kind, _, name = key.partition("/")
         of = kind.removeprefix("eval_")
-        is_share = (of, name) == ("rewards", "accuracy")
-        shares = f"answers/{name}" if of == "answers" else "accuracy" if is_share else None
-        scale = shares or (of if of == TOKEN_ACCURACY else kind)
+        if of == "answers":
+            scale = f"answers/{name}"
+        elif (of, name) == ("rewards", "accuracy"):
+            scale = "accuracy"
+        else:  # an evaluation's accuracy beside that of training
+            scale = of if of == TOKEN_ACCURACY else kind
         groups.setdefault(scale, []).append(key)
     return groups
 

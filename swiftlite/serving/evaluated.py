@@ -84,23 +84,23 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
 
 def system_of_training(source: ModelSource) -> str | None:
     """The system message that a run gave to conversations without one; None where it gave none, or this is no run's."""
-    run = run_of(source.adapter or Path(source.base))
-    if run is None:
-        return None
-    with suppress(UserError):  # a file that is spoilt does not keep a model from answering
-        recipe = load_recipe(str(run / "config.yaml"))
-        return None if _said(recipe, "method") == "pretrain" else _said(recipe, "system")
-    return None
+    recipe = _recipe_of_training(source.adapter or Path(source.base))
+    return None if recipe is None or _said(recipe, "method") == "pretrain" else _said(recipe, "system")
 
 
 def rounding_of_training(source: ModelSource) -> str:
     """The form of `--qat` in which a run trained these weights; `none` where it was none, or this is no run's."""
-    run = None if source.adapter is not None else run_of(Path(source.base))
-    if run is None:
-        return "none"
-    with suppress(UserError):  # a file that is spoilt does not keep a model from being exported
-        return str(_said(load_recipe(str(run / "config.yaml")), "qat") or "none")
-    return "none"
+    recipe = None if source.adapter is not None else _recipe_of_training(Path(source.base))
+    return "none" if recipe is None else str(_said(recipe, "qat") or "none")
+
+
+def _recipe_of_training(folder: Path) -> Recipe | None:
+    """What the run says that trained these weights; None where this is no run's. A file that is spoilt does not keep a
+    model from answering or from being exported."""
+    run = run_of(folder)
+    with suppress(UserError):
+        return None if run is None else load_recipe(str(run / "config.yaml"))
+    return None
 
 
 def _said(recipe: Recipe, name: str) -> object:
