@@ -463,8 +463,8 @@ def test_architectures_refused(monkeypatch):
     with pytest.raises(UserError, match="layers that share weights: 0 and 1"):
         in_one_process(shared, 2)
     outside = random_model(toy_config("llama"))
-    outside.bridge = torch.nn.Linear(2, 2)
-    with pytest.raises(UserError, match="weights outside its layers, embedding, norm and head: bridge.weight"):
+    outside.model.bridge = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(UserError, match="weights outside its layers, embedding, norm and head: model.bridge"):
         in_one_process(outside, 2)
 
 

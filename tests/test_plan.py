@@ -177,7 +177,7 @@ def test_micro_batches_in_flight_are_those_of_pytorchs_schedules(schedule, ranks
 LAYER = Parameters(1000, 1000, 0, 0)
 ENDS = Parameters(600, 600, 0, 0)
 NOTHING = Parameters(0, 0, 0, 0)
-BLOCKS = Blocks((LAYER,) * 4, (NOTHING,) * 4, ENDS, ENDS, NOTHING, tied=False)
+BLOCKS = Blocks((LAYER,) * 4, (NOTHING,) * 4, ENDS, ENDS, NOTHING, tied=False, idle=NOTHING)
 BYTES = NumberBytes(weight=4, gradient=4, moments=8, frozen=2, stored=4, compute=2)
 WORK = Work(tokens=64, micro_batches=4, kept=Kept(10, 30), recomputed=Kept(10, 30), hidden=8, chunk=0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -107,6 +108,21 @@ def beside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     anatomy = dissect(model)
     used = {id(p) for part in (anatomy.decoder, anatomy.embedding, anatomy.head) for p in part.parameters()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in used}
+
+
+def parts_beside_text(model: PreTrainedModel) -> list[nn.Module]:
+    """The largest modules that have some of these parameters and no others."""
+    beside = {id(parameter) for parameter in beside_text(model).values()}
+
+    def below(module: nn.Module) -> Iterator[nn.Module]:
+        for part in module.children():
+            of_part = [id(parameter) in beside for parameter in part.parameters()]
+            if of_part and all(of_part):
+                yield part
+            elif any(of_part):
+                yield from below(part)
+
+    return list(below(model)) if beside else []
 
 
 def _find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:

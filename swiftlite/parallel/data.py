@@ -22,6 +22,7 @@ from swiftlite.parallel.experts import experts_of, hand_out_copies
 from swiftlite.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
@@ -60,11 +61,13 @@ class DataParallel:
         return self.unit(device) | {"reshard_after_forward": False, "mp_policy": _policy(torch.float32)}
 
 
-def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, options: DataParallel) -> None:
+def shard_over_data(
+    root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, options: DataParallel, idle: Iterable[nn.Module] = ()
+) -> None:
     """Make each layer a unit of its own and the rest of `root` (embedding, norm, head) another, in place.
 
-    root: the module whose `forward` starts a step; layers: decoder layers, in order. A layer's experts are a unit too,
-    so that attention and router can run while they are gathered.
+    root: the module whose `forward` starts a step; layers: decoder layers, in order; idle: modules that never run. A
+    layer's experts are a unit too, so that attention and router can run while they are gathered.
     """
     if mesh.size("dp_replicate") * mesh.size("fsdp") == 1 and not options.offload:
         return
@@ -79,7 +82,7 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
         hand_out_copies(experts)
     for unit in reversed(units):  # the inner before the outer
         fully_shard(unit, mesh=shared, **options.unit(mesh.device))
-    fully_shard(root, mesh=shared, **options.root(mesh.device))
+    fully_shard(root, mesh=shared, ignored_params=_shard_idle(idle, shared), **options.root(mesh.device))
     for unit in (root, *units):
         if shared.size() > 1:  # else FSDP would divide all the same
             unit.set_gradient_divide_factor(1.0)
@@ -91,6 +94,21 @@ def shard_over_data(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, op
         root._set_unshard_async_op(True)
     if in_background:
         _sum_in_background([root, *units], mesh)
+
+
+def _shard_idle(parts: Iterable[nn.Module], mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Divide weights that are never gathered, in place, as FSDP would: its units all have to run. Returns them."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    divided: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (module for part in parts for module in part.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in divided:
+                placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if parameter.ndim else Replicate()]
+                shards = distribute_tensor(parameter.detach(), mesh, placements)
+                divided[parameter] = nn.Parameter(shards, requires_grad=parameter.requires_grad)
+            setattr(module, name, divided[parameter])
+    return set(divided.values())
 
 
 def _sum_in_background(units: list[nn.Module], mesh: Mesh) -> None:

@@ -1,10 +1,10 @@
 """A Hugging Face model cut into pipeline stages, each of which still runs the model's own decoder.
 
 A stage is a copy of the model with the layers of its range only. Hidden states enter it as `inputs_embeds`, a keyword
-that every decoder has. What stands before the layers (embedding, learnt positions) stays on the first stage, what
-stands behind them (the last norm) and the output head on the last; everything without weights (rotary embeddings) is
-on all. That a decoder does nothing else to hidden states on their way in and out is proven on each model before it is
-cut: a stage without any layer has to be the identity.
+that every decoder has. What stands before the layers (embedding, learnt positions) stays on the first stage, as does
+what no text goes through (a tower for images); what stands behind them (the last norm) and the output head on the last;
+everything without weights (rotary embeddings) is on all. That a decoder does nothing else to hidden states on their way
+in and out is proven on each model before it is cut: a stage without any layer has to be the identity.
 
 A weight that embedding and head share has a copy on the first and on the last stage. Both get the sum of their
 gradients, so they stay equal.
@@ -25,7 +25,15 @@ from torch import nn
 
 from swiftlite.dtensors import local
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import decoder_of, dissect, head_of, keep_layers, set_head
+from swiftlite.models.anatomy import (
+    beside_text,
+    decoder_of,
+    dissect,
+    head_of,
+    keep_layers,
+    parts_beside_text,
+    set_head,
+)
 from swiftlite.parallel.stages import StagePlan
 
 if TYPE_CHECKING:
@@ -111,6 +119,8 @@ def _prune(base: PreTrainedModel, layers: range, before: set[str], *, first: boo
     """Leave a range of layers, and what stands before and behind them where it belongs."""
     anatomy = dissect(base)
     decoder = anatomy.decoder
+    if not first:
+        _leave_to_first(base)
     for name, part in list(decoder.named_children()):
         if part is anatomy.layers:
             setattr(decoder, name, nn.ModuleList(list(part)[layers.start : layers.stop]))
@@ -125,6 +135,18 @@ def _prune(base: PreTrainedModel, layers: range, before: set[str], *, first: boo
         set_head(base, Absent())
     for config in {id(c): c for c in (base.config.get_text_config(), decoder_of(base).config)}.values():
         keep_layers(config, layers)  # layers themselves read theirs when they were built
+
+
+def _leave_to_first(base: PreTrainedModel) -> None:
+    """Be without what no text goes through."""
+    idle = set(parts_beside_text(base))
+    for module in list(base.modules()):
+        for name, part in list(module.named_children()):
+            if part in idle:
+                setattr(module, name, Absent())
+    for name in beside_text(base):  # parameters beside modules
+        place, _, leaf = name.rpartition(".")
+        setattr(base.get_submodule(place), leaf, None)
 
 
 def _is_placed(part: nn.Module) -> bool:
@@ -173,7 +195,7 @@ def _check_parts(base: PreTrainedModel) -> None:
     """Refuse weights that no stage would have, or that two layers would share. Raises UserError."""
     anatomy = dissect(base)
     holders = [*anatomy.decoder.children(), anatomy.head]
-    known = {id(p) for holder in holders for p in holder.parameters()}
+    known = {id(p) for p in (*(p for holder in holders for p in holder.parameters()), *beside_text(base).values())}
     lost = [name for name, p in base.named_parameters() if id(p) not in known]
     if lost:
         raise _refusal(base, f"has weights outside its layers, embedding, norm and head: {lost[0]}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from swiftlite.models.anatomy import attention_heads, dissect, head_sizes
+from swiftlite.models.anatomy import attention_heads, dissect, head_sizes, parts_beside_text
 from swiftlite.models.experts import find_experts
 from swiftlite.models.matrices import is_matrix
 from swiftlite.parallel.context import divide_heads
@@ -107,11 +107,12 @@ class ModelShape:
         mixtures = [experts for _, experts in find_experts(anatomy.layers)]
         in_experts = {id(p) for mixture in mixtures for p in mixture.parameters()}
         in_layers = {id(p) for p in anatomy.layers.parameters()}
+        idle = {id(p) for part in parts_beside_text(base) for p in part.parameters()}
         shared = {id(p) for p in anatomy.embedding.parameters()} & {id(p) for p in anatomy.head.parameters()}
         return ModelShape(
             layers=Parameters.of([anatomy.layers], in_experts),
             experts=Parameters.of(mixtures),
-            ends=Parameters.of([base], in_layers),
+            ends=Parameters.of([base], in_layers | idle),
             tied=sum(p.numel() for p in anatomy.head.parameters() if id(p) in shared and p.requires_grad),
             depth=len(anatomy.layers),
             mixtures=len(mixtures),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from swiftlite.models.anatomy import dissect
+from swiftlite.models.anatomy import dissect, parts_beside_text
 from swiftlite.models.experts import find_experts
 from swiftlite.parallel.stages import StagePlan
 from swiftlite.planning.communication import REDUCED, Parameters, row_in_pipeline
@@ -49,7 +49,8 @@ def matrix_moment_bytes(optimizer: str, device_type: str) -> float:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Parameters of a model, part by part. layers: without their experts; tied: the head has none of its own."""
+    """Parameters of a model, part by part. layers: without their experts; tied: the head has none of its own; idle:
+    those that no text goes through."""
 
     layers: tuple[Parameters, ...]
     experts: tuple[Parameters, ...]
@@ -57,6 +58,7 @@ class Blocks:
     head: Parameters
     rest: Parameters
     tied: bool
+    idle: Parameters
 
     @staticmethod
     def of(base: PreTrainedModel) -> Blocks:
@@ -65,13 +67,16 @@ class Blocks:
         mixtures = [[experts for _, experts in find_experts(layer)] for layer in anatomy.layers]
         in_experts = {id(p) for mixture in mixtures for experts in mixture for p in experts.parameters()}
         embedded, headed, layered = (_ids(part) for part in (anatomy.embedding, anatomy.head, anatomy.layers))
+        idle = parts_beside_text(base)
+        elsewhere = embedded | headed | layered | {key for part in idle for key in _ids(part)}
         return Blocks(
             layers=tuple(Parameters.of([layer], in_experts) for layer in anatomy.layers),
             experts=tuple(Parameters.of(mixture) for mixture in mixtures),
             embedding=Parameters.of([anatomy.embedding]),
             head=Parameters.of([anatomy.head], embedded),
-            rest=Parameters.of([base], embedded | headed | layered),
+            rest=Parameters.of([base], elsewhere),
             tied=bool(embedded & headed),
+            idle=Parameters.of(idle),
         )
 
 
@@ -195,7 +200,7 @@ class _Device:
         ends: tuple[bool, bool] = (True, True),
     ) -> None:
         self.blocks, self.layout, self.of, self.work, self.flights = blocks, layout, of, work, flights
-        self.has_head = ends[1]
+        self.has_head, self.idle = ends[1], blocks.idle.count if ends[0] else 0
         self.layers, self.shards = list(layers), layout.dp_shard * layout.cp
         self.by_fsdp = self.shards * layout.dp_replicate > 1 or work.offload
         self.units = [self._layer(layer, layout.expert_parallel) for layer in self.layers]
@@ -221,7 +226,8 @@ class _Device:
         in_layers, trained_there = _sum(self.stored)
         trained = trained_there + self.ends[1]
         weights = trained * self.of.weight
-        weights += (in_layers - trained_there) * self.of.frozen + (self.ends[0] - self.ends[1]) * self.of.stored
+        weights += (in_layers - trained_there) * self.of.frozen
+        weights += (self.ends[0] - self.ends[1] + self.idle) * self.of.stored
         matrices = sum(math.prod(shape) for layer in self.layers for shape in self._matrices(layer)) / self.layout.tp
         moments = (trained - matrices) * self.of.moments + matrices * self.of.matrix_moments
         return weights / self.shards, trained * self.of.gradient / self.shards, moments / self.shards

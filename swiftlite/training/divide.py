@@ -20,7 +20,7 @@ from swiftlite.checkpoint.catalog import stored_tensors
 from swiftlite.config.losses import weighs_by_probability
 from swiftlite.config.methods import PAIRED, PREFERENCE, SAMPLING, pack_capacity
 from swiftlite.dtensors import is_fsdp_module
-from swiftlite.models.anatomy import balances_router, dissect, why_alone
+from swiftlite.models.anatomy import balances_router, dissect, parts_beside_text, why_alone
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.compiled import compile_layers
 from swiftlite.models.experts import use_autocast_experts
@@ -244,7 +244,7 @@ def _divide_part(
         compile_layers(anatomy.layers)
     if experts:
         shard_experts(experts, expert_mesh, **options.unit(mesh.device))
-    shard_over_data(part.scorer, anatomy.layers, mesh, options)
+    shard_over_data(part.scorer, anatomy.layers, mesh, options, parts_beside_text(part.base))
     if is_fsdp_module(part.scorer):
         torch.distributed.fsdp.register_fsdp_forward_method(part.scorer, "check")
 
