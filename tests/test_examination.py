@@ -425,6 +425,10 @@ def test_what_no_function_says_counts_in_no_mean():
     assert Evaluation().loss != Evaluation().loss
 
 
+def no_others(_batch):
+    return iter(())
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_answers_without_an_end_are_learnt_or_not(skips):
     """Of two to a prompt one has none; of the third prompt neither is better."""
@@ -433,10 +437,41 @@ def test_answers_without_an_end_are_learnt_or_not(skips):
     nan = float("nan")
     batch = StepBatch(1, 0.0, [[Sequence(np.asarray([1]), np.asarray([False]), "")]] * 3)
     known = [[[1.0, 2.0], [nan, nan]], [[1.0, 0.0], [nan, nan]], [[1.0, 1.0], [nan, nan]]]
-    lessons = Rollouts(config, Said(known), None)(batch)
+    lessons = Rollouts(config, Said(known), None, no_others)(batch)
     learnt = [[document.input_ids.tolist() for pack in lesson.packs for document in pack] for lesson in lessons]
     assert learnt == [[[1, 5, 6, 2]] * 2] if skips else [[[1, 5, 6, 2, 1, 5]] * 2]
     assert (lessons[0].policy.answers, lessons[0].policy.tokens) == ((2, 6) if skips else (4, 8))
+
+
+class SaidOf(Said):
+    """What is said of answers to a prompt is known by its first token."""
+
+    def __call__(self, prompts, draw):
+        self.keys = [*getattr(self, "keys", []), [draw.key(prompt, place) for place, prompt in enumerate(prompts)]]
+        self._known, known = [self._known[int(prompt.input_ids[0])] for prompt in prompts], self._known
+        try:
+            return super().__call__(prompts, draw)
+        finally:
+            self._known = known
+
+
+@pytest.mark.parametrize(
+    ("times", "asked", "learnt"), [(0, 3, [0]), (1, 5, [0, 4]), (2, 6, [0, 4, 5]), (9, 6, [0, 4, 5])]
+)
+def test_prompts_whose_answers_are_alike_are_asked_in_place_of(times, asked, learnt):
+    nan, names = float("nan"), [0, 1, 2, 3, 4, 5]
+    rewards = [[1.0, 2.0], [1.0, 1.0], [nan, nan], [0.0, 0.0], [3.0, 1.0], [1.0, 0.0]]
+    documents = [Sequence(np.asarray([name, 1]), np.asarray([False, False]), "") for name in names]
+    batch = StepBatch(7, 1.0, [[document] for document in documents[:3]])
+    config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"], max_resample_times=times, packing=False)
+    ask = SaidOf([[each, [nan, nan]] for each in rewards])
+    rollouts = Rollouts(config, ask, None, lambda _: iter(documents[3:]))
+    (lesson,) = rollouts(batch)
+    assert [int(document.input_ids[0]) for pack in lesson.packs for document in pack] == learnt
+    assert lesson.policy.answers == 6  # of as many prompts as the step has, whatever their answers teach
+    assert [key for keys in ask.keys for key in keys] == [(config.seed, 7, place) for place in range(asked)]
+    assert rollouts.told.get("answers/resampled", 0) == asked - 3
+    assert rollouts.told["answers/equal"] == pytest.approx((asked - len(learnt)) / asked)
 
 
 def test_a_reward_of_nothing_is_told_as_that(capsys):

@@ -176,10 +176,11 @@ def test_a_run_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows,
     assert config.epsilon is None or 0.05 < row["clipped"] < 0.5
 
 
-def test_two_processes_learn_the_same(tmp_path):
+def test_two_processes_learn_the_same(tmp_path, functions):
     chosen = ("ddp 2", "fsdp full 2, offloaded", "tp 2", "pp 2", "cp 2")
-    once = Subject("llama-tied", "full", FULL | SAMPLED, "grpo")
-    again = replace(once, name="gspo", flags=once.flags | AGAIN | {"loss": ["gspo"], "update_epochs": 3})
+    resampled = {"reward": [f"{functions}:sometimes"], "max_resample_times": 2}
+    once = Subject("llama-tied", "full", FULL | SAMPLED | resampled, "grpo")
+    again = replace(once, name="gspo", flags=FULL | SAMPLED | AGAIN | {"loss": ["gspo"], "update_epochs": 3})
     for verdict in in_real_processes(tmp_path, 2, chosen, once, again):
         assert verdict.passed and verdict.difference is not None, verdict
 
@@ -190,17 +191,17 @@ def test_four_processes_learn_the_same(tmp_path):
         assert verdict.passed and verdict.difference is not None, verdict
 
 
-def test_a_run_goes_on_bit_for_bit(tmp_path, tiny_model, write_rows, chat_rows):
+def test_a_run_goes_on_bit_for_bit(tmp_path, tiny_model, write_rows, chat_rows, functions):
     values = sampled(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), save_steps=1, tuner="lora")
     values |= {"beta": 0.1, "max_steps": 4, "lora_dropout": 0.2, "learning_rate": 1e-2, "keep_checkpoints": 9}
-    values |= {"minibatches": 2, "update_epochs": 2}
+    values |= {"minibatches": 2, "update_epochs": 2, "max_resample_times": 2, "reward": [f"{functions}:sometimes"]}
     train_alone(resolve_config("grpo", **values))
     answers = (tmp_path / "out" / "answers.jsonl").read_text()
     checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
     train_alone(resolve_config("grpo", **values | {"output_dir": str(tmp_path / "again"), "resume": str(checkpoint)}))
-    kept = ("step", "loss", "reward", "grad_norm", "kl/reference", "entropy", "clipped")
+    kept = ("step", "loss", "reward", "grad_norm", "kl/reference", "entropy", "clipped", "answers/resampled")
     first, again = ([[row[name] for name in kept] for row in metrics(tmp_path / name)] for name in ("out", "again"))
-    assert again == first[2:]
+    assert again == first[2:] and all(row[-1] > 0 for row in first)
     assert (tmp_path / "again" / "answers.jsonl").read_text().splitlines() == answers.splitlines()[2:]
     for newer in (3, 4):
         shutil.rmtree(checkpoint.with_name(f"step-0000000{newer}"))
@@ -299,6 +300,11 @@ from swiftlite.verification.cases import vowels
 def right(prompts, completions, answer, **others):
     """As TRL's functions are."""
     return [float(c[0]["content"] == a) + bonus for c, a in zip(completions, answer)]
+
+def sometimes(prompts, completions, **others):
+    """Of half of the prompts no answer is better than another."""
+    pairs = zip(prompts, vowels(completions), strict=True)
+    return [found * (len(prompt[-1]["content"]) % 2) for prompt, found in pairs]
 
 def nothing(completions, **others):
     return [None for _ in completions]
@@ -775,7 +781,7 @@ def test_more_updates_take_more_time(tmp_path, tiny_model):
         ("importance_sampling_level token", None),
         ("generation_batch_size 32", "global_batch_size"),
         ("use_bias_correction_kl true", "a term of the loss"),
-        ("dynamic_sample true", "teach nothing"),
+        ("dynamic_sample true", "write `max_resample_times: 3`"),
         ("external_plugins plugin.py", "FILE.py:NAME"),
         ("reward_model_path judge", "reward: FOLDER"),
         ("soft_cache_length 8", "write `reward: soft_overlong`"),

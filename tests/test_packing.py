@@ -257,3 +257,16 @@ def test_how_packs_are_shared_out_changes_no_label():
     apart = [collate([pack]) for pack in steps[0].packs]
     assert together.trained_tokens == sum(batch.trained_tokens for batch in apart)
     assert together.labels[0].tolist() == [label for batch in apart for label in batch.labels[0].tolist()]
+
+
+def test_others_are_the_rest_of_an_epoch_in_an_order_of_the_steps_own():
+    options, orders = {"packing": False, "global_batch_size": 3, "epochs": 2}, []
+    once = plan([5] * 8, **options)
+    for step in once.steps():
+        there = {document.identity for pack in step.packs for document in pack}
+        orders.append([document.identity for document in once.others(step)])
+        assert not there & {*orders[-1]} and len(orders[-1]) == len({*orders[-1]}) == 8 - len(there)
+    assert len({*map(tuple, orders)}) == len(orders) == 6
+    assert [document.identity for document in once.others(next(plan([5] * 8, **options).steps(2)))] == orders[2]
+    repeated = plan([5] * 4, weight=2.0, **options)
+    assert len([*repeated.others(next(repeated.steps()))]) < 4

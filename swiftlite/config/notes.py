@@ -38,6 +38,7 @@ METHOD_SETTINGS = {  # what acts in which methods
     **dict.fromkeys(
         ("minibatches", "update_epochs", "epsilon", "epsilon_high", "scale_rewards", "cut_answers"), SAMPLING
     ),
+    "max_resample_times": SAMPLING,
     "answers_at_once": EXAMINED,
 }
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
@@ -117,6 +118,7 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "teacher_tokens", f"with {config.method}, of whose answers the teacher tells each token"
         if not config.reward:
             yield "teacher_weight", "without --reward: the teacher counts all"
+            yield "max_resample_times", "without --reward"
     if config.lr_scheduler != "wsd":
         yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"
     if config.lr_scheduler.startswith("constant"):

@@ -130,6 +130,16 @@ class BatchPlan:
             done += count
             epoch += 1
 
+    def others(self, batch: StepBatch) -> Iterator[Sequence]:
+        """What is in the same epoch as a step, each once, in an order of the step's own; without packing."""
+        packs = self._packs(math.ceil(batch.epoch) - 1)
+        seen = {document.identity for pack in batch.packs for document in pack}
+        for place in permutation(len(packs), self._options.seed, batch.step, "others"):
+            (document,) = self._read_pack(packs[place])
+            if document.identity not in seen:
+                seen.add(document.identity)
+                yield document
+
     def recount(self, step: int) -> None:
         """All rows are counted before the first step."""
 

@@ -112,7 +112,8 @@ def _reinforced(parts: MethodParts, ask: Asker) -> Reinforced:
     elif is_held(config):
         reference = _live_reference(parts)
     sampler = _itself(parts.trainee) if learns_again(config) else None
-    return Reinforced(Rollouts(config, ask, parts.tell), reference, sampler, config)
+    rollouts = Rollouts(config, ask, parts.tell, parts.prepared.train.others)
+    return Reinforced(rollouts, reference, sampler, config)
 
 
 def build_evaluations(parts: MethodParts, method: Method) -> list[tuple[BatchPlan, Evaluator]]:

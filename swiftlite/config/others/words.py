@@ -62,9 +62,9 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
         _OUT + "the KL is a term of the loss, as in GRPO's paper; {beta: 0.04} weighs it",
     ),
     **dict.fromkeys(
-        ("dynamic_sample", "dynamic_filtering", "dynamic_filtering_reward_range", "max_resample_times",
-         "filter_groups"),
-        _OUT + "prompts whose answers have the same reward teach nothing, and are counted",
+        ("dynamic_sample", "dynamic_filtering", "dynamic_filtering_reward_range", "filter_groups"),
+        "write {max_resample_times: 3}, and other prompts are asked in place of those whose answers have the same "
+        "reward; without, these teach nothing, and are counted",
     ),
     **dict.fromkeys(
         ("eval_causal_lm_metrics", "do_causal_lm_eval"),

@@ -13,6 +13,7 @@ from swiftlite.config.types import (
     OptionalPositive,
     Positive,
     Spelling,
+    Whole,
     switch,
 )
 
@@ -71,5 +72,9 @@ class SamplingSettings(BaseModel):
     cut_answers: Annotated[Literal["learn", "skip"], Spelling(switch("skip", "learn"))] = flag(
         "learn", REINFORCEMENT, "Learn answers without an end before `--max-new-tokens` as others, or skip them.",
         "mask_truncated_completions", "overlong_filter", "overlong_filtering",
+    )  # fmt: skip
+    max_resample_times: Whole = flag(
+        0, REINFORCEMENT, "How often other prompts are asked in place of those whose answers all have the same reward, "
+        "which teach nothing (DAPO's dynamic sampling).",
     )  # fmt: skip
     answers_at_once: Count = flag(64, REINFORCEMENT, "Answers that a process samples at a time.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,9 +40,15 @@ class Lesson(StepBatch):
 class Rollouts:
     """Answers each step's prompts."""
 
-    def __init__(self, config: RunConfig, ask: Asker, tell: Callable[[dict[str, Any]], None] | None) -> None:
-        """tell: gets a row of answers.jsonl each step."""
-        self._config, self._ask, self._tell = config, ask, tell
+    def __init__(
+        self,
+        config: RunConfig,
+        ask: Asker,
+        tell: Callable[[dict[str, Any]], None] | None,
+        others: Callable[[StepBatch], Iterator[Document]],
+    ) -> None:
+        """tell: gets a row of answers.jsonl each step; others: prompts that may take the place of a step's."""
+        self._config, self._ask, self._tell, self._others = config, ask, tell, others
         self.told: dict[str, float | None] = {}
 
     def __call__(self, batch: StepBatch) -> list[Lesson]:
@@ -53,12 +60,10 @@ class Rollouts:
         an answer, of which nothing is learnt.
         """
         config, began = self._config, time.perf_counter()
-        prompts = [document for pack in batch.packs for document in pack]
-        draw = Draw(config.samples, config.temperature, lambda _, place: (config.seed, batch.step, place))
-        groups = self._ask(prompts, draw)
+        prompts, groups = self._asked(batch)
         seconds = time.perf_counter() - began
         totals = self._ask.totals(groups)
-        equal = np.ma.ptp(totals, axis=1).filled(0.0) == 0
+        equal, wanted = _equal(totals), sum(map(len, batch.packs))
         advantages = self._advantages(totals, equal)
         answers = [ids for group in groups for ids in group.ids]
         self.told = self._of_rewards(totals, equal, groups, of_sets(prompts, batch.data_sets)) if config.reward else {}
@@ -67,12 +72,36 @@ class Rollouts:
             "answers/cut": sum(map(self._ask.is_cut, answers)) / len(answers),
             "sampling_seconds": round(seconds, 6),
         }
+        if config.max_resample_times:
+            self.told["answers/resampled"] = len(groups) - wanted
         if self._tell is not None:
             self._tell({"step": batch.step} | groups[0].told(totals[0].tolist()))
-        parts = np.array_split(np.arange(len(groups)), min(config.minibatches, len(groups)))
+        kept = np.sort(np.argsort(equal, kind="stable")[:wanted])
+        parts = np.array_split(kept, min(config.minibatches, wanted))
         lessons = [self._lesson(batch, prompts, [groups[i] for i in part], advantages[part]) for part in parts]
         untaught = replace(lessons[0], packs=[[_untaught(prompts[0], answers[0])]])
         return [lesson for lesson in lessons if lesson.packs] or [untaught]
+
+    def _asked(self, batch: StepBatch) -> tuple[list[Document], list[Answers]]:
+        """(the step's prompts, and behind them those asked in place of the ones whose answers all have one reward; the
+        answers to each). Source: dynamic sampling in DAPO, arXiv 2503.14476, section 3.2."""
+        config, others = self._config, self._others(batch)
+        prompts = [document for pack in batch.packs for document in pack]
+        groups, wanted = self._drawn(batch, prompts, 0), len(prompts)
+        for _ in range(config.max_resample_times if config.reward else 0):
+            missing = wanted - int((~_equal(self._ask.totals(groups))).sum())
+            more = list(islice(others, missing))
+            if not more:
+                break
+            groups += self._drawn(batch, more, len(prompts))
+            prompts += more
+        return prompts, groups
+
+    def _drawn(self, batch: StepBatch, prompts: list[Document], first: int) -> list[Answers]:
+        """The answers to prompts whose places in the step begin at `first`."""
+        config = self._config
+        draw = Draw(config.samples, config.temperature, lambda _, place: (config.seed, batch.step, first + place))
+        return [replace(group, place=first + group.place) for group in self._ask(prompts, draw)]
 
     def _lesson(
         self, batch: StepBatch, prompts: list[Document], groups: list[Answers], advantages: np.ndarray
@@ -136,6 +165,11 @@ class Rollouts:
             "answers/equal": float(equal.mean()),
             "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
         }
+
+
+def _equal(totals: np.ma.MaskedArray) -> np.ndarray:
+    """Whether the answers to a prompt all have one reward, bool `[prompts]`. totals: of `Asker.totals`."""
+    return np.ma.ptp(totals, axis=1).filled(0.0) == 0
 
 
 def _known(mean: float) -> float | None:
