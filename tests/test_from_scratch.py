@@ -177,6 +177,7 @@ def test_a_shape_of_one_s_own(tmp_path, tiny_model, shape, write_rows, chat_rows
     assert (again.n_embd, again.n_layer, again.scale_attn_weights, again.n_head) == (48, 1, False, 4)
     joined = overridden(tiny_model("gpt2"), "n_embd=48 n_layer=1", "n_head=2,scale_attn_weights=False")
     assert (joined.n_embd, joined.n_layer, joined.n_head, joined.scale_attn_weights) == (48, 1, 2, False)
+    assert overridden(tiny_model("llama"), "eos_token_id=[2, 1]").eos_token_id == [2, 1]
     fewer = overridden(tiny_model("gemma3"), "num_hidden_layers=1", "initializer_range=1")
     assert len(fewer.layer_types) == 1 and type(fewer.initializer_range) is float
 
@@ -206,6 +207,9 @@ def test_an_override_wins_over_another_name(tmp_path, tiny_model):
     assert overridden(folder, "hidden_size=32").rope_parameters == older | {"rope_theta": 5e5}
     wanted = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     assert overridden(folder, f"rope_parameters={json.dumps(wanted)}").rope_parameters == wanted
+    assert overridden(folder, 'rope_scaling={"type": "linear", "factor": 3}').rope_parameters == {
+        "rope_type": "linear", "factor": 3, "rope_theta": 5e5
+    }  # fmt: skip
     layers = with_settings(tmp_path / "two", tiny_model("gpt2"), num_hidden_layers=5)
     assert overridden(layers, "n_layer=3").num_hidden_layers == 3
 
@@ -230,8 +234,12 @@ def test_shapes_that_are_none(tiny_model, family, said, what):
     with pytest.raises(UserError, match=what) as error:
         overridden(tiny_model(family), *said)
     assert error.value.where.startswith(f"--config-overrides {said[0].partition('=')[0]}")
+
+
+@pytest.mark.parametrize("said", ["num_hidden_layers=1", "n_embd=48", "vocab_size=600", "head_dim=8"])
+def test_weights_keep_their_shape(said):
     with pytest.raises(UserError, match="changes the shape of a model whose weights"):
-        resolve_config("pretrain", model=str(tiny_model(family)), dataset=["c/d"], config_overrides=said)
+        resolve_config("pretrain", model="m", dataset=["c/d"], config_overrides=[said])
 
 
 @pytest.mark.parametrize("said", ["hidden_act=foo", "rope_parameters={rope_type: foo}", "num_key_value_heads=3"])
@@ -281,3 +289,39 @@ def test_what_no_rule_reaches_is_found_in_a_part_and_in_whole_numbers(tiny_model
     monkeypatch.setattr(modeling_llama, "LlamaMLP", Masked)
     with pytest.raises(UserError, match=r"nothing says what \S+mlp\.mask starts with"):
         initial(tiny_model())
+
+
+def test_a_model_learns_longer_texts(tmp_path, tiny_model, write_rows, chat_rows):
+    """YaRN by what is said equals that of the file, scaled from the frequencies and the length that the model has."""
+    scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 512}
+    base = with_settings(
+        tmp_path / "base", tiny_model("llama"), rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    )
+    longer = {"rope_parameters": scaled, "max_position_embeddings": 2048}
+    written = with_settings(tmp_path / "written", base, **longer)
+    values = settings(tmp_path, base, write_rows("rows.jsonl", chat_rows), max_steps=2, max_length=2000)
+    said = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 2048}
+    rows = []
+    for model, overrides in ((written, {}), (base, said), (base, {"max_position_embeddings": 2048})):
+        place = {"model": str(model), "output_dir": str(tmp_path / f"out{len(rows)}"), "config_overrides": overrides}
+        train_alone(resolve_config("sft", **values | place))
+        rows.append([row["loss"] for row in metrics(tmp_path / f"out{len(rows)}")])
+    assert rows[0] == rows[1] != rows[2]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out1" / "model").config
+    assert saved.rope_parameters == scaled and saved.max_position_embeddings == 2048
+    for more, what in (
+        ({"tuner": "lora"}, "an adapter is loaded with"),
+        ({"config_overrides": {}}, "the 512 positions"),
+    ):
+        with pytest.raises(UserError, match=what):
+            train_alone(resolve_config("sft", **values | {"config_overrides": said} | more))
+
+
+def test_rotary_embeddings_of_each_kind_of_layer(tiny_model):
+    longer = {"full_attention": {"rope_type": "linear", "factor": 8.0}}
+    has = load_config(str(tiny_model("gemma3"))).rope_parameters
+    made = overridden(tiny_model("gemma3"), f"rope_parameters={json.dumps(longer)}").rope_parameters
+    assert made == has | {"full_attention": has["full_attention"] | longer["full_attention"]}
+    with pytest.raises(UserError, match="for each kind of layer, and factor is none") as error:
+        overridden(tiny_model("gemma3"), 'rope_scaling={"factor": 8.0, "rope_type": "linear"}')
+    assert "full_attention and sliding_attention" in error.value.fix

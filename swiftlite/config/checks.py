@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.losses import LOSSES, losses_of
 from swiftlite.config.methods import PREFERENCE, SAMPLING
+from swiftlite.config.names import SIZE
 from swiftlite.config.own_answers import examination_rules, sampling_rules, teacher_rules
 from swiftlite.config.types import NEVER
 from swiftlite.errors import UserError, all_in_one
@@ -175,10 +176,16 @@ def _scratch_rules(config: RunConfig) -> list[Rule]:
             "use --tuner full, or leave --from-scratch out",
         ),
         (
-            bool(config.config_overrides) and not config.from_scratch,
+            not config.from_scratch and any(map(SIZE.search, config.config_overrides)),
             "--config-overrides changes the shape of a model whose weights have the one that it has",
             ("config_overrides",),
             "add --from-scratch, or leave it out",
+        ),
+        (
+            bool(config.config_overrides) and config.tuner == "lora",
+            "--config-overrides makes another model, and an adapter is loaded with the one that is published",
+            ("config_overrides", "tuner"),
+            "use --tuner full or freeze, or write it into the config.json of a local copy of the model",
         ),
         (
             config.from_scratch and config.method in (*PREFERENCE, *SAMPLING),

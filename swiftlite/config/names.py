@@ -30,6 +30,7 @@ COMPRESSED_TENSORS = "compressed-tensors"  # `quant_method` of a config.json who
 CODES_SECTIONS = ("quantization_config", "compression_config")
 PLAIN_MODEL = "name the model that it was made from, in bf16 or fp32"  # what to do where codes are not read
 COMPRESSED_PACKAGE = "compressed_tensors"  # by which transformers reads them
+SIZE = re.compile(r"(_size|_dim|_embd|_layers?|_heads?)$")  # what configs call numbers that cannot be 0
 LONGEST_SYSTEM = 24 * 1024  # bytes of a system message, which is saved with the settings
 LONGEST_NAME = 255  # bytes between two slashes, of every file system in use
 LONGEST_PATH = 4095  # bytes that Linux takes of a whole path

@@ -118,7 +118,7 @@ class RunConfig(
         "train_from_scratch", "reinit_weights",
     )  # fmt: skip
     config_overrides: Overrides = flag(
-        {}, MODEL, "With --from-scratch, what config.json is to say instead: `hidden_size=256 num_hidden_layers=8`.",
+        {}, MODEL, "What config.json is to say instead: `max_position_embeddings=65536`; from scratch also sizes.",
         "overrides_of_model_config", shown="none", metavar="KEY=VALUE ...", nested=True,
     )  # fmt: skip
     new_tokens: Names = flag(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.config.flags import nearest
 from swiftlite.config.names import ADAPTER_CONFIG, CODES_SECTIONS, HUB_ID, check_name
-from swiftlite.config.types import said_value
 from swiftlite.errors import SwiftliteError, UserError, is_out_of_memory, kind_and_words
 from swiftlite.hub import stay_offline_without_network
 from swiftlite.models.architecture import auto_class
+from swiftlite.models.overrides import overridden
 from swiftlite.postponed import register_meta_kernels
 from swiftlite.untrusted import read_json_file
 
@@ -26,14 +24,11 @@ if TYPE_CHECKING:
 
 FILES = ["*.safetensors", "*.json"]
 CHECK_FILES = "check the files of the folder"
-CHANGE_THESE = "change what config.json is to say"
 CHECK_NAME = "check the name and the network, log in with `hf auth login` for a gated model, or give a local folder"
 FIXES = {  # by words of transformers
     "contains custom code": "read that code, and add --trust-remote-code to run it",
     "does not recognize this architecture": "a newer transformers may know it: pip install --upgrade transformers",
 }
-FIXED = {"model_type", "architectures", "auto_map", "transformers_version", "dtype"}  # no part of a model's shape
-SIZE = re.compile(r"(_size|_dim|_embd|_layers?|_heads?)$")  # what configs call numbers that cannot be 0
 NOT_OURS = ["*/*", "consolidated*"]  # the same weights once more, in their maker's own format
 ADDS_TO_MASK = {"doge"}  # transformers 5.17 hands it no mask with sdpa, and its tokens see later ones
 
@@ -111,7 +106,7 @@ def load_config(
     check_model_path(model)
     with hub_errors(model, "config"):
         config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
-        return _overridden(config, model, revision, overrides) if overrides else config
+        return overridden(config, model, revision, overrides) if overrides else config
 
 
 def load_config_of(config: RunConfig) -> PretrainedConfig:
@@ -122,109 +117,6 @@ def load_config_of(config: RunConfig) -> PretrainedConfig:
         trust_remote_code=config.trust_remote_code,
         overrides=config.config_overrides,
     )
-
-
-def _overridden(
-    config: PretrainedConfig, model: str, revision: str | None, overrides: Mapping[str, str]
-) -> PretrainedConfig:
-    """A config of the same class out of its file's own settings with others among them, so that what the class makes of
-    them is made anew. Raises UserError."""
-    settings, _ = config.get_config_dict(model, revision=revision)
-    text, known = settings.get("text_config") or settings, config.get_text_config()
-    where, wanted = _as_written(overrides), {}
-    for key, said in overrides.items():
-        name = known.attribute_map.get(key, key)
-        if name in wanted:
-            raise UserError(f"{known.model_type} calls two of these the same: {name}", where=where, fix="give one")
-        wanted[name] = _checked_override(known, key, said_value(said), text)
-    _fit_layers(text, known, wanted)
-    _fit_heads(text, known, wanted)
-    for other, name in (known.attribute_map | {"rope_scaling": "rope_parameters"}).items():
-        if name in wanted:
-            text.pop(other, None)  # another name for it, which would win
-    text |= wanted
-    try:
-        made = type(config).from_dict(settings)
-    except Exception as error:  # classes raise whatever they like
-        what = f"no {known.model_type} can be like that: {' '.join(str(error).split())[:300]}"
-        raise UserError(what, where=where, fix=CHANGE_THESE) from error
-    has = made.get_text_config()
-    if lost := [name for name, value in wanted.items() if value is not None and not _holds(getattr(has, name), value)]:
-        what = f"the class of {known.model_type} makes {getattr(has, lost[0])!r:.200} of {lost[0]}"
-        raise UserError(what, where=where, fix=f"leave {lost[0]} out, or see what else config.json says of it")
-    made._name_or_path = config.name_or_path
-    return made
-
-
-def _as_written(overrides: Mapping[str, str]) -> str:
-    return "--config-overrides " + " ".join(f"{key}={said}" for key, said in overrides.items())
-
-
-@contextlib.contextmanager
-def told_of_overrides(config: RunConfig) -> Iterator[None]:
-    """What a class raises while it is built or run names `--config-overrides`, if there are any: no file is to blame,
-    nor the architecture."""
-    try:
-        yield
-    except UserError as error:
-        if not config.config_overrides or error.__cause__ is None:
-            raise
-        raise UserError(error.what, where=_as_written(config.config_overrides), fix=CHANGE_THESE) from error
-
-
-def _holds(found: Any, wanted: Any) -> bool:
-    """Whether a setting is as wanted, to which classes may add."""
-    if not isinstance(wanted, dict):
-        return found == wanted
-    found = {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
-    return all(key in found and found[key] == value for key, value in wanted.items())
-
-
-def _checked_override(known: PretrainedConfig, key: str, value: Any, written: Mapping[str, Any]) -> Any:
-    """The value in the type that the class has. written: what the file says."""
-    where, says, name = f"--config-overrides {key}", known.to_dict(), known.attribute_map.get(key, key)
-    if name not in says or name in FIXED:
-        guess = nearest(key, says.keys() - FIXED)
-        fix = f"did you mean {guess}?" if guess else f"config.json has {', '.join(sorted(written.keys() - FIXED))}"
-        raise UserError(f"{known.model_type} has no setting {key} that can be another", where=where, fix=fix)
-    kind = type(says[name])
-    if kind is float and type(value) is int:
-        return float(value)
-    if None not in (says[name], value) and type(value) is not kind:
-        what = f"{value!r} is no {kind.__name__}, which {key} is"
-        raise UserError(what, where=where, fix="write it as config.json does")
-    least = 1 if SIZE.search(key) else 0
-    if kind is int and value is not None and value < least <= says[name]:
-        raise UserError(f"{key} cannot be {value}", where=where, fix=f"give {least} or more")
-    return value
-
-
-def _fit_heads(text: dict[str, Any], known: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
-    """Keep the size of a head what the other sizes make of it, where it is. Some classes have a number of their own."""
-    names = [known.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads")]
-    width, count = (getattr(known, name, None) for name in names)
-    if not (width and count and wanted.keys() & set(names)) or text.get("head_dim") != width // count:
-        return
-    width, count = (wanted.get(name, old) for name, old in zip(names, (width, count), strict=True))
-    if width and count and width % count == 0:
-        text["head_dim"] = width // count
-
-
-def _fit_layers(settings: dict[str, Any], known: PretrainedConfig, wanted: Mapping[str, Any]) -> None:
-    """Cut what a file says layer by layer to fewer layers. Raises UserError where it does not say it of as many."""
-    count = wanted.get(known.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
-    if count is None:
-        return
-    depth = known.num_hidden_layers
-    for key, value in settings.items():
-        if isinstance(value, list) and len(value) == depth and key not in wanted:
-            if count > depth:
-                raise UserError(
-                    f"config.json says {key} of {depth} layers",
-                    where=f"--config-overrides num_hidden_layers={count}",
-                    fix=f"override {key} too, with a list of {count} as JSON",
-                )
-            settings[key] = value[:count]
 
 
 def build_model(

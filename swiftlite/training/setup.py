@@ -37,14 +37,9 @@ from swiftlite.models.dtypes import DTYPES, source_dtype
 from swiftlite.models.kernels import fp8
 from swiftlite.models.kernels.liger import PACKAGE, apply_liger, choose_kernels
 from swiftlite.models.kernels.lora import is_lora_b
-from swiftlite.models.load import (
-    build_model,
-    load_config_of,
-    model_folder,
-    own_attention,
-    told_of_overrides,
-)
+from swiftlite.models.load import build_model, load_config_of, model_folder, own_attention
 from swiftlite.models.matrices import hidden_matrices
+from swiftlite.models.overrides import told_of_overrides
 from swiftlite.models.quantize import NF4, packing
 from swiftlite.models.rotary import scale_by_document
 from swiftlite.models.tuners import apply_tuner, grow_vocabulary, to_master_precision

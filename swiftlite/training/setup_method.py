@@ -199,6 +199,7 @@ def _key(parts: MethodParts) -> str:
     facts = {
         "data": parts.prepared.fingerprint,
         "method": config.method,
+        "config": config.config_overrides,
         "precision": [parts.trainee.precision.words, config.quantization],
         "rounding": [] if config.qat == "none" else [config.qat, str(parts.trainee.files.dtype)],
         "kernels": [parts.trainee.kernels, config.compile],

@@ -182,7 +182,7 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
         _OUT + "of a pair too long for {max_length} the prompt is cut first; {overlong: drop} leaves such rows out",
     ),
     "max_model_len": _OUT + "the model's config.json says what it can, {max_length} what is trained",
-    "rope_scaling": "write it into the model's config.json",
+    "rope_scaling": "write it into {config_overrides}, or under {tuner: lora} into the config.json of a local model",
     "output_router_logits": "write {router_aux_loss_coef: 0.001} to balance routers, 0 not to",
     **dict.fromkeys(
         ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "ffn_hidden_size",

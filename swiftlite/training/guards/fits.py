@@ -108,5 +108,5 @@ def _check_length(config: RunConfig, model_config: PretrainedConfig) -> None:
         raise UserError(
             f"--max-length {config.max_length} is more than the {longest} positions of the model",
             where=config.model,
-            fix=f"give --max-length {longest} or less",
+            fix=f"give --max-length {longest} or less, or teach it more by --config-overrides (docs/data.md)",
         )
