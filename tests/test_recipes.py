@@ -126,14 +126,22 @@ def test_a_header_is_true(name):
         trained += f" + {in_words(sizes(config.teacher).total)} of the teacher x {FROZEN_BYTES} bytes"
     trained = f"({trained})" if " + " in trained and parts > 1 else trained
     among = f" / {parts} GPUs" if parts > 1 else ""
+    if has_copy(config, layout):
+        among += f" + {in_words(sizes(config.model).total)} of a copy that answers x {FROZEN_BYTES} bytes"
     assert said.memory.startswith(f"{trained}{among} = {all_gib(name):.1f} GiB ")
 
 
+def has_copy(config, layout) -> bool:
+    """Whether each process has the model once more, whole."""
+    return config.method == "grpo" and layout.world > 1
+
+
 def all_gib(name: str) -> float:
-    """What the states of a recipe take of a GPU, and its teacher's weights."""
+    """What the states of a recipe take of a GPU, and the weights of its teacher and of what answers."""
     config, layout = resolved(name).config, resolved(name).layout
     taught = 0 if config.teacher is None else FROZEN_BYTES * sizes(config.teacher).total / layout.shards / 2**30
-    return state_gib(config, layout) + taught
+    copied = FROZEN_BYTES * sizes(config.model).total / 2**30 if has_copy(config, layout) else 0
+    return state_gib(config, layout) + taught + copied
 
 
 def planned(name: str, gib: float, folder: Path) -> Proposal:
@@ -222,7 +230,7 @@ def test_a_layout_fits_the_real_model(name, tmp_path):
         ("llama3/3.1-70b-sft-full-tp8-pp4", "pipeline_parallel_size", 81, 81 * 8, "layers"),
         ("qwen3/30b-a3b-sft-full-ep8", "expert_parallel_size", 3, 3, "128 experts"),
         ("qwen3/8b-sft-full-fsdp", "expert_parallel_size", 2, 2, "no experts"),
-        ("gemma/3-4b-sft-lora", "pipeline_parallel_size", 2, 2, "cannot be cut"),
+        ("gemma/3-4b-sft-lora", "pipeline_parallel_size", 35, 35, "gemma3 has 34"),
         ("qwen3/30b-a3b-sft-lora-ep8", "target_modules", ["all-linear"], 8, "LoRA on the experts"),
         ("qwen3/next-80b-a3b-sft-lora-fsdp", "expert_parallel_size", 8, 8, "cannot share a row"),
         ("llama3/3.1-8b-sft-full-fsdp", GLOBAL, 12, 8, "multiple"),
@@ -237,6 +245,13 @@ def test_a_layout_that_does_not_fit_is_refused(name, key, value, world, why, tmp
     with pytest.raises(UserError, match=why):
         found = resolve(None, changed, load_recipe(name), env=env)
         check_layout(found.config, found.layout, tmp_path, count=False)
+
+
+def test_a_model_that_takes_images_too_can_be_cut(tmp_path):
+    given = {"pipeline_parallel_size": Given(2, "pipeline_parallel_size", "flag")}
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    found = resolve(None, given, load_recipe("gemma/3-4b-sft-lora"), env=env)
+    check_layout(found.config, found.layout, tmp_path)
 
 
 def test_a_gpu_that_is_too_small_shows(tmp_path):
