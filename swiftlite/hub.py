@@ -30,8 +30,16 @@ def stay_offline_without_network() -> None:
 
 def kept_file(source: str, name: str, revision: str | None) -> Path | None:
     """A file of a folder, or of a hub id whose files have been downloaded; None where it is not there."""
+    return _found(source, name, revision, local_files_only=True)
+
+
+def fetched_file(source: str, name: str, revision: str | None) -> Path | None:
+    """The same; of a hub id it is downloaded where it has not been."""
+    return _found(source, name, revision, _raise_exceptions_for_connection_errors=False)
+
+
+def _found(source: str, name: str, revision: str | None, **options: bool) -> Path | None:
     from transformers.utils import cached_file
 
-    known = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    path = cached_file(source, name, revision=revision, **known)
+    path = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False, **options)
     return None if path is None else Path(path)

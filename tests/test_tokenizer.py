@@ -27,7 +27,12 @@ def test_a_new_token_that_is_known_is_told(folder):
 @pytest.mark.parametrize(("tokenizer", "asked"), [(None, "v2"), ("org/model", "v2"), ("org/other", None)])
 def test_the_models_revision_is_not_asked_of_another_tokenizer(monkeypatch, tokenizer, asked):
     seen = {}
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name, **options: seen.update(options))
+
+    def load(name, **options):
+        seen.update(options)
+        return toy_tokenizer()
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", load)
     load_tokenizer("org/model", tokenizer=tokenizer, revision="v2")
     assert seen["revision"] == asked
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -17,11 +18,15 @@ from worlds import run_world
 
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
+from swiftlite.data.rows.forms import Chat
+from swiftlite.data.tokens.chat_template import written
+from swiftlite.data.tokens.template import ChatRenderer
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import beside_text, dissect, parts_beside_text
 from swiftlite.models.attention import documents as attention
 from swiftlite.models.load import load_config
-from swiftlite.models.toys import toy_config, write_toy
+from swiftlite.models.tokenizer import load_tokenizer
+from swiftlite.models.toys import toy_config, toy_tokenizer, write_toy
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
 from swiftlite.parallel.mesh import build_mesh
@@ -47,6 +52,18 @@ KINDS = {
     "qwen3_vl": (None, IN_THREE, QWEN | {"deepstack_visual_indexes": [0]}),
 }
 OF_IMAGES = ("vis", "projector", "newline")
+# As LLaVA and SmolVLM are published: they write parts of a content, and of a string nothing.
+MARKED = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'].upper() + ': ' }}{% endif %}"
+    "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ part['text'] + ' ' }}{% endgeneration %}{% else %}{{ part['text'] + ' ' }}{% endif %}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+CLOSED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:"
+    "{% else %}: {% endif %}{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>Assistant:{% endif %}"
+)
 PROCESSOR = '{"image_processor_type": "PixtralImageProcessor"}'
 
 
@@ -173,6 +190,41 @@ def kept_in_shards(_rank: int, folder) -> tuple[bool, bool]:
     scorer(next(steps())[0])
     sharded = {name: isinstance(parameter, DTensor) for name, parameter in model.named_parameters()}
     return tuple(all(kept for name, kept in sharded.items() if (name in idle) is beside) for beside in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "trained"),
+    [
+        (MARKED, "USER: Hi ASSISTANT: Yes. USER: Who? ASSISTANT: Me.", [" Yes.", " Me."]),
+        (
+            CLOSED,
+            "<|im_start|>User: Hi<|im_end|>\n<|im_start|>Assistant: Yes.<|im_end|>\n<|im_start|>User: Who?<|im_end|>\n"
+            "<|im_start|>Assistant: Me.<|im_end|>\n",
+            [" Yes.<|im_end|>", " Me.<|im_end|>"],
+        ),
+    ],
+    ids=["marked", "closed"],
+)
+def test_a_template_that_takes_parts_is_given_parts(template, text, trained):
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = template
+    said = [("user", "Hi"), ("assistant", "Yes."), ("user", "Who?"), ("assistant", "Me.")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    [rendered] = ChatRenderer(tokenizer, "2025-01-01").render(Chat(messages, [False, True, False, True]))
+    assert rendered.text == text and [rendered.text[start:end] for start, end in rendered.spans] == trained
+    assert written(tokenizer, messages[:3], add_generation_prompt=True) == text[: text.index(trained[1])]
+
+
+def test_a_template_that_the_processor_alone_has_is_the_models(tmp_path, with_images, write_rows, chat_rows):
+    model = with_images("llava")
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": CLOSED}))
+    train_alone(resolve_config("sft", **settings(tmp_path, model, write_rows("rows.jsonl", chat_rows), max_steps=1)))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "model").chat_template == CLOSED
+    run_export(ExportOptions(str(tmp_path / "out"), None, tmp_path / "again"))
+    (model / "chat_template.json").write_text("{}")
+    with pytest.raises(UserError, match=r"chat_template\.json holds no chat template"):
+        load_tokenizer(str(model))
 
 
 def test_what_no_text_goes_through_is_no_work(with_images):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from swiftlite.config.names import check_name
 from swiftlite.errors import UserError
-from swiftlite.hub import kept_file
-from swiftlite.models.load import check_model_path, hub_errors
+from swiftlite.hub import fetched_file, kept_file
+from swiftlite.models.load import check_model_path, hub_errors, read_settings
 from swiftlite.quick_imports import quick_imports
 from swiftlite.untrusted import existing, read_json_file
 
@@ -37,6 +37,7 @@ AS_WRITTEN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that ta
 PROBE = (  # what tokenizers divide unlike each other
     " It's 12345 of  them, I'M sure.\n\n  été \tx1=f(3.14); //...\r\n\u4f60\u597d\uff0c\u30c6\u30b9\u30c8 don't\n"
 )
+PROCESSOR_TEMPLATE = "chat_template.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -113,7 +114,22 @@ def load_tokenizer(
         loaded.add_tokens(new_tokens)
     if chat_template is not None:
         loaded.chat_template = read_chat_template(chat_template)
+    elif loaded.chat_template is None:
+        loaded.chat_template = _template_of_processor(source, its_revision)
     return loaded
+
+
+def _template_of_processor(source: str, revision: str | None) -> str | None:
+    """The chat template of models that take images too, which some have beside their tokenizer alone: transformers'
+    tokenizers do not read that file. Raises UserError where it holds none."""
+    path = fetched_file(source, PROCESSOR_TEMPLATE, revision)
+    if path is None:
+        return None
+    template = read_settings(path).get("chat_template")
+    if not isinstance(template, str):
+        fix = "give --chat-template, or copy the file again"
+        raise UserError(f"{PROCESSOR_TEMPLATE} holds no chat template", where=str(path), fix=fix)
+    return template
 
 
 def _other_than_its_file(tokenizer: PreTrainedTokenizerBase, source: str, revision: str | None) -> str | None:

@@ -24,6 +24,7 @@ from swiftlite.checkpoint.folder import atomic_folder
 from swiftlite.checkpoint.space import check_place, check_space
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
 from swiftlite.config.types import DTYPE, Size
+from swiftlite.data.tokens.chat_template import written
 from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.models.adapters import check_start
@@ -221,7 +222,7 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
 def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = written(tokenizer, messages, add_generation_prompt=True)
         return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     return tokenizer(text, return_tensors="pt")["input_ids"]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftlite.config.names import most_positions
+from swiftlite.data.tokens.chat_template import written
 from swiftlite.data.tokens.questions import opened, plain_ids
 from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.errors import UserError
@@ -71,7 +72,7 @@ class Answerer:
         """Token ids of the conversation with the opening of an answer, or of one message as plain text that the model
         goes on with. Raises UserError."""
         if self.has_template and not plain:
-            render = partial(self._tokenizer.apply_chat_template, tools=tools, tokenize=False)
+            render = partial(written, self._tokenizer, tools=tools)
             try:
                 text = opened(messages, render)
             except Exception as error:  # a template is foreign code and may raise anything

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.rows.forms import BadRow, Chat
 from swiftlite.data.tokens.spans import Span
@@ -14,8 +16,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROBE = [{"role": "user", "content": "x"}]
+_SAID = "abcdefgh2"  # which no template says by itself
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+
+
+def in_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with each content as a list of one text part, as rows with images have it."""
+    return [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+def takes_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether a template writes content that is a list of parts, and none that is a string, as those of LLaVA, Idefics
+    and SmolVLM do. render: messages -> text, may raise anything."""
+    asked = [{"role": "user", "content": _SAID}]
+    return not _says(render, asked) and _says(render, in_parts(asked))
+
+
+def _says(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> bool:
+    try:
+        return _SAID in render(messages)
+    except Exception:  # a template is foreign code
+        return False
+
+
+def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    """The messages, whose contents are strings, as the tokenizer's template writes them. options: of
+    `apply_chat_template`. Raises what the template does."""
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    return render(in_parts(messages) if takes_parts(render) else list(messages))
 
 
 class ChatTemplate:
@@ -29,6 +58,10 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._date = datetime.date.fromisoformat(date)
         self._templates = {with_tools: self._prepare(with_tools) for with_tools in (False, True)}
+        write = partial(tokenizer.apply_chat_template, tokenize=False)
+        self._parted = {
+            with_tools: takes_parts(partial(write, chat_template=text)) for with_tools, text in self._templates.items()
+        }
 
     def text_for(self, chat: Chat) -> str:
         """The template itself."""
@@ -42,7 +75,7 @@ class ChatTemplate:
         """The first `count` messages as text. Raises BadRow with the template's own message."""
         try:
             return self._tokenizer.apply_chat_template(
-                chat.messages[:count],
+                self._first(chat, count),
                 tools=chat.tools,
                 chat_template=self.text_for(chat),
                 add_generation_prompt=generation,
@@ -57,7 +90,7 @@ class ChatTemplate:
 
         try:
             texts, marks = render_jinja_template(
-                conversations=[chat.messages[:count]],
+                conversations=[self._first(chat, count)],
                 tools=chat.tools,
                 chat_template=self.text_for(chat),
                 return_assistant_tokens_mask=True,
@@ -66,6 +99,11 @@ class ChatTemplate:
         except Exception as error:
             raise _template_failure(error) from error
         return texts[0], marks[0]
+
+    def _first(self, chat: Chat, count: int) -> list[dict[str, Any]]:
+        """The first `count` messages in the form that the template takes."""
+        messages = chat.messages[:count]
+        return in_parts(messages) if self._parted[bool(chat.tools)] else messages
 
     def _prepare(self, with_tools: bool) -> str:
         try:
