@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite.config.layout import Layout
@@ -136,3 +137,14 @@ def test_what_a_layer_keeps(monkeypatch, family, sizes, weights, written):
     assert (kept(3) - kept(1)) / (TOKENS + 1) == pytest.approx(
         expected, rel=0.03 if sizes is MIXTURE else 0.015
     )  # a router keeps more than is counted
+
+
+def test_experts_of_text_and_of_images_have_widths_of_their_own():
+    """Those of ERNIE 4.5 VL: a token of text meets the first."""
+    if not hasattr(hf, "Ernie4_5_VLMoeTextConfig"):
+        pytest.skip("this release of transformers has no ERNIE 4.5 VL")
+    one, other, wider = (
+        layer_keeps(hf.Ernie4_5_VLMoeTextConfig(moe_intermediate_size=widths), torch.bfloat16)
+        for widths in ([64, 64], [64, 32], [128, 32])
+    )
+    assert one == other != wider

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import peft
 import pytest
 import torch
 from curves import steps
@@ -24,9 +25,10 @@ from swiftlite.data.tokens.template import ChatRenderer
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import beside_text, dissect, parts_beside_text
 from swiftlite.models.attention import documents as attention
-from swiftlite.models.load import load_config
+from swiftlite.models.load import build_model, load_config
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.toys import toy_config, toy_tokenizer, write_toy
+from swiftlite.models.tuners import apply_tuner
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.data import DataParallel, shard_over_data
 from swiftlite.parallel.mesh import build_mesh
@@ -122,6 +124,53 @@ def test_adapters_are_of_the_language_model_alone(tmp_path, with_images, write_r
     assert (tmp_path / "merged" / "preprocessor_config.json").read_text() == PROCESSOR
     before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
     assert all(torch.equal(tensor, after[name]) for name, tensor in tower_of(before).items())
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "word"),
+    [
+        ("--target-modules", {"tuner": "lora", "target_modules": ["q_proj", "fc1"]}, "fc1"),
+        ("--modules-to-save", {"tuner": "lora", "modules_to_save": ["multi_modal_projector"]}, "multi_modal_projector"),
+        ("--trainable-modules", {"tuner": "freeze", "trainable_modules": ["norm", "vision_tower"]}, "vision_tower"),
+    ],
+)
+def test_what_no_text_goes_through_is_not_trained_by_name(with_images, option, values, word):
+    """Nor is it passed over: it would learn nothing, in silence."""
+    config = resolve_config("sft", model="nowhere", dataset=["rows.jsonl"], **values)
+    with pytest.raises(UserError, match=f"'{word}'") as refused:
+        apply_tuner(on_meta(with_images("llava")), config, None, lambda _text: None)
+    assert refused.value.where == option
+
+
+def test_what_is_named_like_something_of_the_text_is_told(with_images):
+    model, said = on_meta(with_images("llava")), []
+    values = {"tuner": "freeze", "trainable_layers": 0, "trainable_modules": [r"layers\.0\."]}
+    apply_tuner(model, resolve_config("sft", model="nowhere", dataset=["rows.jsonl"], **values), None, said.append)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all(".language_model.layers.0." in name for name in trained)
+    assert said == [
+        "no text goes through 16 tensors that --trainable-modules names by 'layers\\\\.0\\\\.', which stay as they are"
+    ]
+
+
+def test_an_adapter_of_the_tower_too_is_kept_as_it_is(tmp_path, with_images, write_rows, chat_rows, capsys):
+    model = with_images("llava")
+    adapted = peft.get_peft_model(
+        AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32),
+        peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    rows = write_rows("rows.jsonl", chat_rows)
+    more = {"tuner": "lora", "adapter": str(tmp_path / "adapter"), "max_steps": 1, "precision": "bf16"}
+    train_alone(resolve_config("sft", **settings(tmp_path, model, rows, **more)))
+    assert "no text goes through 16 tensors of the adapter, which stay as they are" in capsys.readouterr().out
+    before, after = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("adapter", "out/model"))
+    same = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
+    assert before.keys() == after.keys() and len(same) == 16 and not any(".language_model." in name for name in same)
+
+
+def on_meta(folder):
+    return build_model(str(folder), load_config(str(folder)), dtype=torch.float32, attention="eager")
 
 
 def test_a_resumed_run_has_all_files_too(tmp_path, with_images, write_rows, chat_rows):

@@ -57,7 +57,7 @@ def unread_by_text(model: PreTrainedModel) -> list[str]:
 def check_named(model: PreTrainedModel, words: list[str]) -> list[str]:
     """The same names. Raises UserError where one is of modules that an adapter does not fit."""
     linear = _linear_modules(model)
-    reasons = why_unlike_linear(model, linear)
+    reasons = why_unlike_linear(model, linear) | dict.fromkeys(unread_by_text(model), "which no text goes through")
     for word in words:
         meant = [name for name in linear if name == word or name.endswith(f".{word}")]
         if meant and all(name in reasons for name in meant):

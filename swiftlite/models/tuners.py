@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +54,7 @@ def apply_tuner(
     if config.tuner == "lora":
         return _add_lora(model, config, adapter, say)
     if config.tuner == "freeze":
-        _freeze(model, config)
+        _freeze(model, config, say)
         return model
     for parameter in (beside := beside_text(model)).values():
         parameter.requires_grad_(False)
@@ -64,8 +64,8 @@ def apply_tuner(
     return model
 
 
-def _freeze(model: PreTrainedModel, config: RunConfig) -> None:
-    anatomy = dissect(model)
+def _freeze(model: PreTrainedModel, config: RunConfig, say: Callable[[str], None]) -> None:
+    anatomy, beside = dissect(model), beside_text(model).keys()
     model.requires_grad_(False)
     layers, wanted = anatomy.layers, config.trainable_layers
     if abs(wanted) > len(layers):
@@ -79,15 +79,27 @@ def _freeze(model: PreTrainedModel, config: RunConfig) -> None:
         anatomy.head.requires_grad_(True)
     for pattern in config.trainable_modules:
         named = _compiled(pattern)
-        found = [parameter for name, parameter in model.named_parameters() if named.search(name)]
-        for parameter in found:
-            parameter.requires_grad_(True)
+        found = {name: parameter for name, parameter in model.named_parameters() if named.search(name)}
+        if idle := found.keys() & beside:
+            _tell_idle(found, idle, pattern, "--trainable-modules", say)
+        for name in found.keys() - beside:
+            found[name].requires_grad_(True)
         if not found:
             raise UserError(
                 f"no parameter is named like {pattern!r}",
                 where="--trainable-modules",
                 fix="give a part of a parameter name or a regular expression, such as norm or layers\\.0\\.",
             )
+
+
+def _tell_idle(
+    named: Collection[str], idle: Collection[str], word: str, option: str, say: Callable[[str], None]
+) -> None:
+    """Tell of tensors that are to be trained, and that no text goes through: they would learn nothing. named: all that
+    the word means. Raises UserError where it means none but such."""
+    if len(idle) == len(named):
+        raise UserError(f"no text goes through {word!r}, which would learn nothing", where=option, fix="leave it out")
+    say(f"no text goes through {len(idle)} tensors that {option} names by {word!r}, which stay as they are")
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -109,8 +121,12 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns of choices that are made for it below
         if adapter is not None:
-            return continue_adapter(model, adapter)
-        kept = list(config.modules_to_save)
+            return _continue(model, adapter, say)
+        kept, beside = list(config.modules_to_save), beside_text(model)
+        for word in kept:
+            named = [name for name, _ in model.named_parameters() if f".{word}." in f".{name}"]
+            if idle := [name for name in named if name in beside]:
+                _tell_idle(named, idle, word, "--modules-to-save", say)
         if config.new_tokens:  # their rows are only learnt if embedding and head are trained
             kept += [name for name in _embedding_names(model) if name not in kept]
         classifies = head_of(model) is not model.get_output_embeddings()
@@ -137,6 +153,13 @@ def _add_lora(model: PreTrainedModel, config: RunConfig, adapter: Path | None, s
             raise _not_added(model, config, error) from error
     _refuse_unknown_names(model, settings, config)
     refuse_adapted_head(wrapped)
+    return wrapped
+
+
+def _continue(model: PreTrainedModel, adapter: Path, say: Callable[[str], None]) -> nn.Module:
+    wrapped = continue_adapter(model, adapter)
+    if idle := [name for name, parameter in beside_text(model).items() if parameter.requires_grad]:
+        say(f"no text goes through {len(idle)} tensors of the adapter, which stay as they are: {idle[0]} and others")
     return wrapped
 
 

@@ -92,7 +92,10 @@ def _feed_forward(shape: PretrainedConfig) -> tuple[float, float]:
     chosen = experts_of_token(shape)
     if not chosen:
         return dense, 0
-    return chosen * (values.get("moe_intermediate_size") or dense), chosen
+    width = values.get("moe_intermediate_size") or dense
+    if isinstance(width, list | tuple):  # of experts of text and of images, of which those of text are the wider ones
+        width = max(width)
+    return chosen * width, chosen
 
 
 def activation_bytes_per_token(
