@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from test_parity import metrics, plain_training, render_chat, settings, train_alone
 from test_plan import BYTES, WORK
 from test_verify import FULL, in_real_processes
-from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from worlds import run_world
 
@@ -30,12 +29,13 @@ from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.toys import toy_config, toy_tokenizer, write_toy
 from swiftlite.models.tuners import apply_tuner
 from swiftlite.objectives.scorer import TokenScorer
-from swiftlite.parallel.data import DataParallel, shard_over_data
+from swiftlite.objectives.supervised import supervised_loss
+from swiftlite.parallel.data import DataParallel, reduce_at_last_micro_batch, shard_over_data
 from swiftlite.parallel.mesh import build_mesh
 from swiftlite.parallel.pipeline import cut_model
 from swiftlite.parallel.stages import ONE_FORWARD_ONE_BACKWARD, plan_stages
 from swiftlite.planning.communication import ModelShape
-from swiftlite.planning.footprint import Blocks, footprints
+from swiftlite.planning.footprint import Blocks, NumberBytes, footprint, footprints
 from swiftlite.serving.export import ExportOptions, run_export
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.setup import check_model
@@ -225,22 +225,6 @@ def test_what_no_text_goes_through_is_kept_and_not_sent(with_images):
     assert more == [[BYTES.stored * idle / 2, 0], [0, 0]]
 
 
-def test_shards_of_what_no_text_goes_through_are_never_gathered(with_images):
-    assert run_world(2, kept_in_shards, with_images("mistral3")) == [(True, False)] * 2
-
-
-def kept_in_shards(_rank: int, folder) -> tuple[bool, bool]:
-    """(of what no text goes through, of the rest: whether all is in shards before a backward pass begins)"""
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=attention.register())
-    mesh, scorer = build_mesh(Layout(dp_shard=2, sharding="full"), torch.device("cpu")), TokenScorer(model, model)
-    for parameter in (idle := beside_text(model)).values():
-        parameter.requires_grad_(False)
-    shard_over_data(scorer, dissect(model).layers, mesh, DataParallel(torch.float32, "full"), parts_beside_text(model))
-    scorer(next(steps())[0])
-    sharded = {name: isinstance(parameter, DTensor) for name, parameter in model.named_parameters()}
-    return tuple(all(kept for name, kept in sharded.items() if (name in idle) is beside) for beside in (True, False))
-
-
 @pytest.mark.parametrize(
     ("template", "text", "trained"),
     [
@@ -274,6 +258,62 @@ def test_a_template_that_the_processor_alone_has_is_the_models(tmp_path, with_im
     (model / "chat_template.json").write_text("{}")
     with pytest.raises(UserError, match=r"chat_template\.json holds no chat template"):
         load_tokenizer(str(model))
+
+
+def _gathered(rank, folder):
+    """(numbers that a step of FSDP gathers of a model, of the tower those that lie here)."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    counted, gather = [], DefaultAllGather.__call__
+
+    def counting(self, output_tensor, *more, **options):
+        counted.append(output_tensor.numel())
+        return gather(self, output_tensor, *more, **options)
+
+    DefaultAllGather.__call__ = counting
+    base = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=attention.register()).train()
+    for parameter in beside_text(base).values():
+        parameter.requires_grad_(False)
+    scorer, mesh = TokenScorer(base, base), build_mesh(Layout(dp_shard=2, sharding="full"), torch.device("cpu"))
+    options = DataParallel(torch.float32, "full")
+    shard_over_data(scorer, dissect(base).layers, mesh, options, parts_beside_text(base))
+    for batches in list(steps())[:2]:
+        for place, batch in enumerate(batches[:2]):
+            reduce_at_last_micro_batch(scorer, is_last=place == 1, sharding="full")
+            supervised_loss(scorer(batch).logprobs, 10).backward()
+    DefaultAllGather.__call__ = gather
+    return sum(counted) / 2, sum(p.to_local().numel() for p in beside_text(base).values())
+
+
+def test_what_no_text_goes_through_is_divided_and_never_gathered(with_images):
+    folder = with_images("llava")
+    tensors = load_file(folder / "model.safetensors")
+    tower = sum(tensor.numel() for tensor in tower_of(tensors).values())
+    [layers, last] = [
+        sum(tensor.numel() for name, tensor in tensors.items() if f".layers.{place}." in name and "language" in name)
+        for place in range(2)
+    ]
+    ends = sum(tensor.numel() for tensor in tensors.values()) - tower - layers - last
+    ranks = run_world(2, _gathered, folder)
+    # the first layer before each forward and backward of two micro-batches, the last one once less each, the ends once
+    assert [gathered for gathered, _ in ranks] == [4 * layers + 2 * last + ends] * 2
+    assert sum(here for _, here in ranks) == tower
+
+
+def test_what_no_text_goes_through_is_planned_so(with_images):
+    """Whole on each rank of tensor parallelism, divided by FSDP, gathered and sent by none."""
+    model = on_meta(with_images("llava"))
+    tower = sum(parameter.numel() for parameter in beside_text(model).values())
+    model.requires_grad_(False)
+    blocks, text = Blocks.of(model), sum(parameter.numel() for parameter in model.parameters()) - tower
+    assert blocks.idle.count == tower
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name and "language" in name)
+    given = NumberBytes(weight=4, gradient=4, moments=8, frozen=2, stored=2, compute=2), WORK
+    held = {tp: footprint(blocks, Layout(tp=tp, dp_shard=2, sharding="grad_op"), None, *given) for tp in (1, 2)}
+    assert held[1].weights == text + tower and held[1].gathered == 2 * text
+    assert held[2].weights == (text + norms) / 2 + tower and held[2].gathered == text + norms
+    shape = ModelShape.of(model)
+    assert shape.layers.count + shape.ends.count == text
 
 
 def test_what_no_text_goes_through_is_no_work(with_images):
