@@ -39,6 +39,7 @@ from swiftlite.planning.footprint import Blocks, NumberBytes, footprint, footpri
 from swiftlite.serving.export import ExportOptions, run_export
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.setup import check_model
+from swiftlite.training.sources import text_alone_in_words
 from swiftlite.verification.run import Subject
 
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
@@ -191,6 +192,14 @@ def test_text_alone_takes_no_processor_along(tmp_path, tiny_model, write_rows, c
     (model / "preprocessor_config.json").write_text(PROCESSOR)
     train_alone(resolve_config("sft", **settings(tmp_path, model, write_rows("rows.jsonl", chat_rows), max_steps=1)))
     assert not (tmp_path / "out" / "model" / "preprocessor_config.json").exists()
+
+
+def test_a_language_model_of_its_own_class_is_told(with_images):
+    given = CONFIG_MAPPING["qwen3_5"]()
+    told = text_alone_in_words(build_model("nowhere", given, dtype=torch.float32, attention="eager"), given)
+    assert told == ["Qwen3_5ForCausalLM is the language model alone: what the model has for images is left out"]
+    for folder in (with_images("llava"), write_toy(with_images("llava") / "text", toy_config("llama"))):
+        assert not text_alone_in_words(on_meta(folder), load_config(str(folder)))
 
 
 def test_layouts_equal_one_process(tmp_path, with_images):

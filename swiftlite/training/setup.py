@@ -23,13 +23,7 @@ from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.data.tokens.stops import padding_token
 from swiftlite.errors import UserError
 from swiftlite.imports import import_package
-from swiftlite.models.anatomy import (
-    balances_router,
-    decoder_of,
-    expert_share,
-    why_alone,
-    with_router_loss,
-)
+from swiftlite.models.anatomy import balances_router, decoder_of, expert_share, why_alone, with_router_loss
 from swiftlite.models.architecture import import_architecture
 from swiftlite.models.attention import documents as attention
 from swiftlite.models.compiled import left_out_of
@@ -65,6 +59,7 @@ from swiftlite.training.sources import (
     new_scores,
     read_on_top,
     starts_at_random,
+    text_alone_in_words,
     unread_in_words,
 )
 
@@ -220,6 +215,7 @@ def build_trainee(
     weights, on_disk, new_head, notes = _find_values(base, source, config, resume, world, load_tokenizer)
     initial = _drawn(base, config.seed) if weights is None else None
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
+    notes += text_alone_in_words(base, given)
     notes += [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
     model = apply_tuner(base, config, adapter, notes.append)
     _settle_trained(model, base, config, notes.append, evaluates=evaluates)

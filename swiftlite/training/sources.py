@@ -26,7 +26,7 @@ from swiftlite.models.load import result_inside
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from swiftlite.config.schema import RunConfig
 
@@ -71,6 +71,15 @@ def unread_in_words(weights: TensorFolder, on_disk: Catalog, base: PreTrainedMod
     unread = [name for name in weights.entries if name not in known and not any(re.search(r, name) for r in rules)]
     words = f"of the model's files nothing reads {shown_names(sorted(unread))}: config.json has no place for them"
     return [words] if unread else []
+
+
+def text_alone_in_words(base: PreTrainedModel, given: PretrainedConfig) -> list[str]:
+    """A note where the model takes images too, and transformers has a class for its language model alone, which is what
+    is trained then. given: the config of its files."""
+    text = given.get_text_config()
+    if text is given or type(base.config) is not type(text):
+        return []
+    return [f"{type(base).__name__} is the language model alone: what the model has for images is left out"]
 
 
 def read_on_top(
