@@ -120,6 +120,9 @@ def test_adapters_are_of_the_language_model_alone(tmp_path, with_images, write_r
         train_alone(resolve_config("sft", **settings(tmp_path, model, rows, **more)))
         adapted = load_file(tmp_path / name / "model" / "adapter_model.safetensors")
         assert adapted and all(".language_model." in tensor for tensor in adapted)
+        said = json.loads((tmp_path / name / "model" / "adapter_config.json").read_text())
+        assert set(said["target_modules"]) == {tensor.split(".")[-3] for tensor in adapted}
+        assert {each.split(".")[-1] for each in said["exclude_modules"]} <= set(said["target_modules"])
     assert "LoRA leaves out 8 layers that no text goes through" in capsys.readouterr().out
     run_export(ExportOptions(None, str(tmp_path / "all"), tmp_path / "merged"))
     assert (tmp_path / "merged" / "preprocessor_config.json").read_text() == PROCESSOR
@@ -131,6 +134,7 @@ def test_adapters_are_of_the_language_model_alone(tmp_path, with_images, write_r
     ("option", "values", "word"),
     [
         ("--target-modules", {"tuner": "lora", "target_modules": ["q_proj", "fc1"]}, "fc1"),
+        ("--target-modules", {"tuner": "lora", "target_modules": ["q_proj", "gate_up_proj"]}, "gate_up_proj"),
         ("--modules-to-save", {"tuner": "lora", "modules_to_save": ["multi_modal_projector"]}, "multi_modal_projector"),
         ("--trainable-modules", {"tuner": "freeze", "trainable_modules": ["norm", "vision_tower"]}, "vision_tower"),
     ],
@@ -172,6 +176,14 @@ def test_an_adapter_of_the_tower_too_is_kept_as_it_is(tmp_path, with_images, wri
 
 def on_meta(folder):
     return build_model(str(folder), load_config(str(folder)), dtype=torch.float32, attention="eager")
+
+
+def test_an_adapter_names_what_it_adapts(with_images):
+    """Also where its tower has a layer `proj`, and something else that is called so."""
+    config = resolve_config("sft", model="nowhere", dataset=["rows.jsonl"], tuner="lora")
+    written = apply_tuner(on_meta(with_images("qwen3_vl")), config, None, lambda _text: None).peft_config["default"]
+    attention, feeding = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    assert written.target_modules == attention | feeding and written.exclude_modules is None
 
 
 def test_a_resumed_run_has_all_files_too(tmp_path, with_images, write_rows, chat_rows):

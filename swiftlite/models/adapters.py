@@ -6,6 +6,7 @@ the base's weights, or that change more than layers, cannot be gone on with.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,7 +102,30 @@ def wrap(model: PreTrainedModel, settings: PeftConfig) -> nn.Module:
         found.modules_to_save = list(dict.fromkeys(found.modules_to_save))
     if isinstance(getattr(found, "target_modules", None), set | list):
         found.target_modules = _short(model, set(found.target_modules))
+        _forget_excluded(found, wrapped.base_model.targeted_module_names)
     return wrapped
+
+
+def _forget_excluded(settings: PeftConfig, adapted: list[str]) -> None:
+    """Take out of its settings what an adapter names and then excludes wherever it is: engines make matrices of each
+    name, or refuse one that they do not know. A name of nothing stays, to be refused. adapted: its modules."""
+    excluded = getattr(settings, "exclude_modules", None)
+    if not isinstance(excluded, set | list):
+        return
+    named = {name for name in settings.target_modules if _is_among(adapted, name)}
+    unknown = {
+        name
+        for name in settings.target_modules
+        if not (_is_among(excluded, name) or any(_is_among([name], each) for each in excluded))
+    }
+    settings.target_modules = named | unknown
+    needed = {module for module in excluded if any(_is_among([module], name) for name in settings.target_modules)}
+    settings.exclude_modules = needed or None
+
+
+def _is_among(modules: Iterable[str], name: str) -> bool:
+    """Whether it is the name of one of them, or the last part of one, as peft asks."""
+    return any(module == name or module.endswith(f".{name}") for module in modules)
 
 
 def _short(model: PreTrainedModel, targets: set[str]) -> set[str]:
