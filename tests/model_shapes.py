@@ -53,6 +53,8 @@ Qwen/Qwen2.5-32B-Instruct                 qwen2        32763876352     64   5120
 Qwen/Qwen2.5-72B-Instruct                 qwen2        72706203648     80   8192    64  8  128 29568 152064   no  32768
 Qwen/Qwen2.5-Coder-7B-Instruct            qwen2         7615616512     28   3584    28  4  128 18944 152064   no  32768
 Qwen/Qwen2.5-Coder-32B-Instruct           qwen2        32763876352     64   5120    40  8  128 27648 152064   no  32768
+Qwen/Qwen2.5-VL-7B-Instruct               qwen2_5_vl    8292166656     28   3584    28  4  128 18944 152064   no 128000
+Qwen/Qwen3-VL-8B-Instruct                 qwen3_vl      8767123696     36   4096    32  8  128 12288 151936   no 262144
 Qwen/Qwen3-0.6B                           qwen3          596049920     28   1024    16  8  128  3072 151936  yes  40960
 Qwen/Qwen3-1.7B                           qwen3         1720574976     28   2048    16  8  128  6144 151936  yes  40960
 Qwen/Qwen3-4B                             qwen3         4022468096     36   2560    32  8  128  9728 151936  yes  40960
@@ -70,6 +72,7 @@ Qwen/Qwen3-Next-80B-A3B-Instruct          qwen3_next   81324862720     48   2048
 mistralai/Mistral-7B-Instruct-v0.3        mistral       7248023552     32   4096    32  8  128 14336  32768   no  32768
 mistralai/Mistral-Nemo-Instruct-2407      mistral      12247782400     40   5120    32  8  128 14336 131072   no 128000
 mistralai/Mistral-Small-24B-Instruct-2501 mistral      23572403200     40   5120    32  8  128 32768 131072   no  32768
+mistralai/Mistral-Small-3.1-24B-Instruct-2503 mistral3 24011361280     40   5120    32  8  128 32768 131072   no 131072
 google/gemma-3-1b-it                      gemma3_text    999885952     26   1152     4  1  256  6912 262144  yes  32768
 google/gemma-3-4b-it                      gemma3        4300079472     34   2560     8  4  256 10240 262208  yes 131072
 google/gemma-3-12b-it                     gemma3       12187325040     48   3840    16  8  256 15360 262208  yes 131072
@@ -98,6 +101,9 @@ FAMILIES = {
     },
     "gpt_oss": {"num_experts_per_tok": 4, "sliding_window": 128},
     "mistral": {"sliding_window": None},
+    "mistral3": {"model_type": "mistral", "sliding_window": None},
+    "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
+    "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}},
     "phi3": {"sliding_window": None, "pad_token_id": None},
     "gemma3_text": {"sliding_window": 512},
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
@@ -119,12 +125,24 @@ OWN = {  # what models of one family have unlike
     "Qwen/Qwen3.5-4B": {"linear_num_value_heads": 32},
     "Qwen/Qwen3.5-9B": {"linear_num_value_heads": 32},
 }
-SIGLIP = {  # the image tower of Gemma 3, which text leaves alone
-    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
-    "image_size": 896, "patch_size": 14, "vision_use_head": False,
+IMAGES = {  # the towers of models that take images too, which text leaves alone
+    "gemma3": {
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "image_size": 896, "patch_size": 14, "vision_use_head": False,
+    },
+    "mistral3": {
+        "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patch_size": 14,
+    },
+    "qwen2_5_vl": {
+        "hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "num_heads": 16, "out_hidden_size": 3584,
+        "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "qwen3_vl": {
+        "hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16, "out_hidden_size": 4096,
+        "patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
+    },
 }  # fmt: skip
-
-
 TOWERS = {  # those of Qwen3.5, of which a language model is without: width, features and layers
     "Qwen/Qwen3.5-0.8B": (768, 3072, 12),
     "Qwen/Qwen3.5-2B": (1024, 4096, 24),
@@ -154,8 +172,8 @@ def real_config(model: str, layers: int | None = None, overrides: Mapping[str, s
     values = {key: int(row[column]) for column, key in KEYS.items()} | FAMILIES.get(family, {}) | OWN.get(model, {})
     values |= {key: int(value) for key, value in (overrides or {}).items()}
     values["num_hidden_layers"] = layers or values["num_hidden_layers"]
-    if family == "gemma3":
-        return CONFIG_MAPPING[family](text_config=values, vision_config=SIGLIP, tie_word_embeddings=tied)
+    if family in IMAGES:
+        return CONFIG_MAPPING[family](text_config=values, vision_config=IMAGES[family], tie_word_embeddings=tied)
     if family == "qwen3_5":
         return CONFIG_MAPPING[family](text_config=values | {"tie_word_embeddings": tied}, tie_word_embeddings=tied)
     return CONFIG_MAPPING[family](**values, tie_word_embeddings=tied)
@@ -174,12 +192,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of a model: its layers, and everything else, of which an output head of its own; LoRA's there, a unit
-    of rank."""
+    """Parameters of a model: its layers, and everything else, of which an output head of its own, and what images go
+    through; LoRA's there, a unit of rank."""
 
     layers: tuple[Layer, ...]
     rest: int
     head: int
+    tower: int
 
     @property
     def total(self) -> int:
@@ -200,11 +219,12 @@ def sizes(model: str, overrides: Mapping[str, str] | None = None) -> Sizes:
     config = real_config(model, overrides=overrides)
     shape, family = config.get_text_config(), MODELS[model]["family"]
     head = 0 if config.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    tower = _siglip(shape.hidden_size) if family == "gemma3" else 0
+    tower = _tower(family, shape.hidden_size) if family in IMAGES else 0
     return Sizes(
         layers=tuple(_layer(shape, family, place) for place in range(shape.num_hidden_layers)),
         rest=shape.vocab_size * shape.hidden_size + head + shape.hidden_size + tower,
         head=head,
+        tower=tower,
     )
 
 
@@ -218,13 +238,7 @@ def left_out(model: str) -> int:
     second = _layer(shape, MODELS[model]["family"], PERIOD - 1).count + 2 * hidden * hidden + 3 * hidden
     if model not in TOWERS:
         return second
-    width, features, layers = TOWERS[model]
-    merged = 4 * width
-    linear = [(width, 3 * width), (width, width), (width, features), (features, width)]
-    layer = sum(rows * columns + columns for rows, columns in linear) + 4 * width
-    embedding = 3 * 2 * 16**2 * width + width + 48**2 * width
-    merger = 2 * width + merged * merged + merged + merged * hidden + hidden
-    return layers * layer + embedding + merger + second
+    return _qwen_tower(*TOWERS[model], hidden) + second
 
 
 def _layer(shape: PretrainedConfig, family: str, place: int) -> Layer:
@@ -293,25 +307,49 @@ def _small(shape: PretrainedConfig, family: str) -> int:
     hidden, size = shape.hidden_size, shape.head_dim
     queries, keys = shape.num_attention_heads * size, shape.num_key_value_heads * size
     count = 2 * hidden if family in ("gemma3", "gemma3_text", "glm4") else 0
-    if family in ("qwen3", "qwen3_moe", *HYBRID, "gemma3", "gemma3_text"):
+    if family in ("qwen3", "qwen3_moe", "qwen3_vl", *HYBRID, "gemma3", "gemma3_text"):
         count += 2 * size  # norms of each head's query and key
     if family == "olmo2":
         count += queries + keys  # norms of all heads' together
-    if family in ("qwen2", "glm4", "gpt_oss"):
+    if family in ("qwen2", "qwen2_5_vl", "glm4", "gpt_oss"):
         count += queries + 2 * keys
     if family == "gpt_oss":
         count += hidden + shape.num_attention_heads
     return count
 
 
-def _siglip(hidden: int) -> int:
+def _tower(family: str, hidden: int) -> int:
     """Parameters of the image tower and of what leads it into a text model."""
-    width, features, layers = (SIGLIP[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    linear = 4 * [(width, width)] + [(width, features), (features, width)]
-    layer = sum(rows * columns + columns for rows, columns in linear) + 4 * width
-    patches = (SIGLIP["image_size"] // SIGLIP["patch_size"]) ** 2
-    embedding = 3 * SIGLIP["patch_size"] ** 2 * width + width + patches * width
-    return layers * layer + embedding + 2 * width + width * hidden + width
+    shape = IMAGES[family]
+    width, features, patch = (shape[key] for key in ("hidden_size", "intermediate_size", "patch_size"))
+    layers = shape.get("num_hidden_layers", shape.get("depth"))
+    if family == "gemma3":  # SigLIP
+        layer = _with_biases(*4 * [(width, width)], (width, features), (features, width)) + 4 * width
+        patches = (shape["image_size"] // patch) ** 2
+        embedding = 3 * patch**2 * width + width + patches * width
+        return layers * layer + embedding + 2 * width + width * hidden + width
+    if family == "mistral3":  # Pixtral, four patches of which are one, and two layers
+        layer = 4 * width**2 + 3 * width * features + 2 * width
+        merged = width + 4 * width * width + width * hidden + hidden * hidden
+        return layers * layer + 3 * patch**2 * width + width + merged
+    if family == "qwen2_5_vl":
+        gated = _with_biases((width, 3 * width), (width, width), *2 * [(width, features)], (features, width))
+        merged = width + _with_biases((4 * width, 4 * width), (4 * width, hidden))
+        return layers * (gated + 2 * width) + 3 * 2 * patch**2 * width + merged
+    deep = 2 * 4 * width + _with_biases((4 * width, 4 * width), (4 * width, hidden))  # what early layers of text get
+    return _qwen_tower(width, features, layers, hidden) + len(shape["deepstack_visual_indexes"]) * deep
+
+
+def _qwen_tower(width: int, features: int, layers: int, hidden: int) -> int:
+    """Of Qwen3-VL, without what its early layers of text get, and of Qwen3.5."""
+    linear = [(width, 3 * width), (width, width), (width, features), (features, width)]
+    embedding = 3 * 2 * 16**2 * width + width + 48**2 * width
+    merger = 2 * width + _with_biases((4 * width, 4 * width), (4 * width, hidden))
+    return layers * (_with_biases(*linear) + 4 * width) + embedding + merger
+
+
+def _with_biases(*linear: tuple[int, int]) -> int:
+    return sum(rows * columns + columns for rows, columns in linear)
 
 
 def unlike_layers(model: str) -> int:
@@ -324,13 +362,14 @@ def built_sizes(model: str) -> Sizes:
     """Counted in what transformers builds, on `meta`, with as many layers as are unlike."""
     import torch
     from torch import nn
-    from transformers import AutoModelForCausalLM
 
-    from swiftlite.models.anatomy import dissect
+    from swiftlite.models.anatomy import beside_text, dissect
+    from swiftlite.models.architecture import auto_class
 
     unlike = unlike_layers(model)
+    shallow = real_config(model, layers=unlike)
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(real_config(model, layers=unlike))
+        built = auto_class(shallow, classifier=False).from_config(shallow)
     anatomy = dissect(built)
 
     def linear(module: nn.Module) -> list[nn.Linear]:
@@ -353,6 +392,7 @@ def built_sizes(model: str) -> Sizes:
         layers=real_config(model).get_text_config().num_hidden_layers // unlike * layers,
         rest=_count(built) - _count(anatomy.layers),
         head=0 if anatomy.head.weight is anatomy.embedding.weight else anatomy.head.weight.numel(),
+        tower=sum(parameter.numel() for parameter in beside_text(built).values()),
     )
 
 
@@ -367,15 +407,20 @@ def trained_bytes(config: RunConfig) -> tuple[float, float, float]:
     return size, 0 if config.optimizer_in_backward else size, moments[config.optimizer]
 
 
+def frozen_bytes(config: RunConfig) -> float:
+    """Of a number that is frozen as it is: beside trained weights as those are."""
+    return trained_bytes(config)[0] if config.tuner == "full" else FROZEN_BYTES
+
+
 def parameters(config: RunConfig) -> tuple[int, int, int]:
     """(frozen as they are, frozen and packed, trained) numbers of a run's model. A reward model has a score head in
-    place of the other, trained beside LoRA too; its LoRA is on every linear layer."""
+    place of the other, trained beside LoRA too; its LoRA is on every linear layer. An image tower stays frozen."""
     found = sizes(config.model, config.config_overrides)
     scores = config.method == "rm"
     total = found.total - found.head * scores
     score = real_config(config.model).get_text_config().hidden_size * scores
     if config.tuner == "full":
-        return 0, 0, total + score
+        return found.tower, 0, total - found.tower + score
     packed = found.packed if config.quantization == "nf4" else 0
     return total - packed, packed, found.adapters(config.lora_rank) + score
 
@@ -383,5 +428,5 @@ def parameters(config: RunConfig) -> tuple[int, int, int]:
 def state_gib(config: RunConfig, layout: Layout) -> float:
     """Weights, gradients and AdamW's moments on one GPU."""
     plain, packed, trained = parameters(config)
-    held = plain * FROZEN_BYTES + packed * NF4_BITS / 8 + trained * sum(trained_bytes(config))
+    held = plain * frozen_bytes(config) + packed * NF4_BITS / 8 + trained * sum(trained_bytes(config))
     return held / layout.shards / GIB

@@ -16,6 +16,7 @@ from model_shapes import (
     MODELS,
     NF4_BITS,
     built_sizes,
+    frozen_bytes,
     left_out,
     parameters,
     real_config,
@@ -118,6 +119,8 @@ def test_a_header_is_true(name):
     assert found.notes == []  # no key without effect
     parts, (plain, packed, learnt) = layout.shards, parameters(config)
     trained = f"{in_words(learnt)} x {sum(trained_bytes(config))} bytes"
+    if plain:
+        trained += f" + {in_words(plain)} of the image tower x {frozen_bytes(config)} bytes"
     if config.tuner == "lora":
         trained = f"{in_words(plain)} x {FROZEN_BYTES} bytes + {in_words(learnt)} of LoRA x 16 bytes"
     if packed:
@@ -270,8 +273,8 @@ def test_families_and_methods_are_covered():
     """What the recipes are for: the common models, adapters and all weights, one GPU to several nodes."""
     families = {name.split("/")[0] for name in RECIPES}
     assert families >= {
-        "deepseek-r1", "gemma", "glm4", "gpt-oss", "granite", "llama3", "mistral", "olmo2", "phi", "qwen2.5", "qwen3",
-        "qwen3.5", "smollm2", "smollm3",
+        "deepseek-r1", "gemma", "glm4", "gpt-oss", "granite", "llama3", "mistral", "olmo2", "phi", "qwen2.5",
+        "qwen2.5-vl", "qwen3", "qwen3-vl", "qwen3.5", "smollm2", "smollm3",
     }  # fmt: skip
     configs = [resolved(name).config for name in RECIPES]
     assert {config.method for config in configs} == {"sft", "pretrain", "dpo", "kto", "rm", "grpo"}
