@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -208,6 +209,23 @@ def test_values_of_other_weights_are_not_taken(start, tmp_path, tiny_model, scor
     start("second", reference="precompute", model=str(tmp_path / "first" / "model"))
     assert scored
     assert metrics(tmp_path / "second")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_runs_that_score_the_same_reference_at_once_keep_the_values_of_both(tmp_path, monkeypatch):
+    mine, theirs = {(0, -1, 0, 1): (-1.0, -2.0)}, {(0, -1, 0, 2): (-3.0, -4.0)}
+    replace = Path.replace
+
+    def while_another_run_is_as_far(partial, final):
+        monkeypatch.setattr(Path, "replace", replace)
+        reference._write(tmp_path, theirs)
+        return replace(partial, final)
+
+    monkeypatch.setattr(Path, "replace", while_another_run_is_as_far)
+    reference._write(tmp_path, mine)
+    found = {}
+    for file in tmp_path.iterdir():
+        found |= reference._read(file)
+    assert found == mine | theirs
 
 
 @pytest.mark.parametrize(("method", "loss"), [("dpo", "0.69"), ("kto", "0.5")])

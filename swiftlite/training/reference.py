@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -199,10 +200,11 @@ class Precompute:
 
 
 def _write(folder: Path, values: dict[Key, tuple[float, float]]) -> None:
+    """Under a name of its own: runs that want the same reference may score it at the same time."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"values-{len(list(folder.glob('*.safetensors'))) + 1:05d}.safetensors"
+    final = folder / f"values-{uuid.uuid4().hex}.safetensors"
     partial = final.with_suffix(".partial")
     keys = np.asarray(list(values), dtype=np.int64).reshape(-1, 4)
     save_file({"keys": keys, "values": np.asarray(list(values.values()), dtype=np.float64).reshape(-1, 2)}, partial)
