@@ -663,6 +663,22 @@ def test_a_run_that_has_ended_makes_the_other_result_where_it_is_asked_for(base,
         assert same_weights(made, wanted)
 
 
+@pytest.mark.parametrize(
+    ("more", "dtype", "files"), [({"save_dtype": "bf16"}, torch.bfloat16, 1), ({"max_shard_size": "100KB"}, None, 2)]
+)
+def test_a_run_that_has_ended_writes_its_result_again_where_its_files_are_to_be_others(
+    base, tmp_path, more, dtype, files
+):
+    values, model = base | {"max_steps": 1}, tmp_path / "out" / "model"
+    train(values)
+    before = load_file(model / "model.safetensors")
+    train(values, resume="auto", **more)
+    found = [load_file(file) for file in model.glob("*.safetensors")]
+    assert len(found) >= files
+    for name, tensor in {name: tensor for part in found for name, tensor in part.items()}.items():
+        assert torch.equal(tensor, before[name].to(dtype or tensor.dtype))
+
+
 def test_the_best_checkpoint_is_the_best_of_those_that_were_saved(base, tmp_path):
     values = base | {"eval_fraction": 0.2, "learning_rate": 0.5, "max_steps": 8, "eval_steps": 1, "save_steps": 4}
     train(values, keep_checkpoints=1)

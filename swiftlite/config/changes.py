@@ -44,6 +44,9 @@ OF_THE_WEIGHTS = ("qat",)
 # The same of answers to held-out prompts.
 OF_THE_REWARD = ("reward", "max_new_tokens", "eval_samples", "eval_temperature")
 
+# They decide how the files of a result hold its weights.
+OF_THE_FILES = ("save_dtype", "max_shard_size")
+
 
 def changed_settings(before: Path, now: RunConfig) -> dict[str, str]:
     """Name -> `--learning-rate 0.01 -> 0.001` of each setting that is not as in `before`, a `config.yaml`.

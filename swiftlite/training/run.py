@@ -24,7 +24,7 @@ from swiftlite.checkpoint.state import (
     write_trainer_state,
 )
 from swiftlite.checkpoint.tensor_writer import FilePlan
-from swiftlite.config.changes import OF_THE_ROWS, changed_settings
+from swiftlite.config.changes import OF_THE_FILES, OF_THE_ROWS, changed_settings
 from swiftlite.config.methods import answers, keeps_second
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
@@ -188,7 +188,8 @@ class Session:
         self._saved = checkpoint
         self._method.state = progress.method
         settings = changed_settings(run_settings(checkpoint), self._config)
-        self._other_result = "result" in settings
+        files = OF_THE_FILES if self._config.result == "last" else ()  # those of the best one are copied
+        self._other_result = any(name in settings for name in ("result", *files))
         forget_other_losses(progress, self._config, settings, self._reporter.message)
         forget_lost_best(progress, self._config, self._is_there, self._reporter.message)
         self._best = progress.best_step, progress.best_step_loss
