@@ -23,6 +23,7 @@ from swiftlite.checkpoint.shared import _reason, in_turn, nothing
 from swiftlite.checkpoint.space import Space
 from swiftlite.config.types import seconds_of
 from swiftlite.errors import RunError, UserError
+from swiftlite.parallel.world import AnotherFailed
 from swiftlite.training import learner as learner_module
 from swiftlite.training import run as run_module
 from swiftlite.training import setup
@@ -520,9 +521,19 @@ def test_a_spoilt_config_stops_no_run_that_goes_on(base, tmp_path, text):
     assert "template_date" in file.read_text()
 
 
+def fail_with(another):
+    """What a process raises where it has done its part, and another one has met this."""
+    told = _reason(another)
+    in_turn(SimpleNamespace(any=lambda _: True, collect=lambda own: [told, own]), nothing)
+
+
 @pytest.mark.parametrize("kind", [UserError, RunError])
 def test_all_processes_fail_for_the_reason_of_one_and_with_its_exit_code(kind):
-    told = _reason(kind("the disk is small", where="/", fix="free space"))
-    others = SimpleNamespace(any=lambda _: True, collect=lambda own: [told, own])
     with pytest.raises(kind, match="the disk is small"):
-        in_turn(others, nothing)
+        fail_with(kind("the disk is small", where="/", fix="free space"))
+
+
+def test_what_is_no_error_of_ours_is_told_by_the_process_that_met_it():
+    """Which may know more of it than its words, as of memory that is full."""
+    with pytest.raises(AnotherFailed, match="another process failed: RuntimeError: out of memory"):
+        fail_with(RuntimeError("out of memory"))

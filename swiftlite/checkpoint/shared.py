@@ -11,8 +11,9 @@ import torch
 
 from swiftlite.checkpoint.boxes import Holding, holdings
 from swiftlite.checkpoint.folder import GO_ON, atomic_folder, disk_errors, partial_folder
-from swiftlite.errors import RunError, SwiftliteError, UserError
+from swiftlite.errors import RunError, SwiftliteError, UserError, kind_and_words
 from swiftlite.parallel.mesh import Mesh
+from swiftlite.parallel.world import AnotherFailed
 
 T = TypeVar("T")
 
@@ -58,7 +59,8 @@ def nothing() -> None:
 
 
 def in_turn(mesh: Together, work: Callable[[], None]) -> None:
-    """Do one's part, then wait for all. Where one of them failed, every process raises, the others for its reason."""
+    """Do one's part, then wait for all. Where one of them failed, every process raises, the others for its reason, or
+    AnotherFailed where that is none of our errors: whoever met it may make one of it, and tells."""
     problem: Exception | None = None
     try:
         work()
@@ -76,7 +78,7 @@ def _reason(problem: Exception | None) -> tuple[type[SwiftliteError], str, str |
     if isinstance(problem, SwiftliteError):  # which of the user's errors it is decides the exit code
         kind = UserError if isinstance(problem, UserError) else RunError
         return kind, problem.what, problem.where, problem.fix
-    return RunError, f"a process could not save: {type(problem).__name__}: {problem}", None, None
+    return AnotherFailed, f"another process failed: {kind_and_words(problem)}", None, None
 
 
 def to_write(mesh: Mesh, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Holding]]:
