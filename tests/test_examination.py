@@ -493,6 +493,13 @@ def test_other_rewards_are_no_measure_for_those_before():
         assert progress.best_loss == left and len(told) == (left is None)
 
 
+def test_a_loss_of_rewards_that_are_no_longer_divided_is_no_spike_among_those_before():
+    progress = Progress(recent_losses=[0.1] * 30, best_loss=-0.5)
+    config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"])
+    forget_other_losses(progress, config, {"scale_rewards": "--scale-rewards group -> none"}, pytest.fail)
+    assert not progress.recent_losses and progress.best_loss == -0.5
+
+
 def test_what_is_told_of_evaluations_is_their_reward():
     rows = [{"step": step, "loss": 0.0, "reward": 0.1, "eval_reward": step / 10} for step in (1, 3, 2)]
     assert page.figures(rows, {})["best eval reward"] == "0.3000"
