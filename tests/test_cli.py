@@ -13,8 +13,11 @@ from test_parity import settings
 from swiftlite.cli.app import main
 from swiftlite.cli.console import print_notes, wide_console
 from swiftlite.cli.errors import show_error
+from swiftlite.cli.train import train
 from swiftlite.config import resolve
 from swiftlite.config.recipe import load_recipe, shipped_recipes
+from swiftlite.config.validate import Given
+from swiftlite.training import launch
 
 HEAVY = ("torch", "transformers", "datasets", "peft", "numpy", "pyarrow")
 
@@ -87,6 +90,17 @@ def test_help_shows_what_a_command_uses_and_its_own_flags(run, command, shown, h
 def test_notes_are_printed_as_they_are(capsys):
     print_notes(wide_console(), ["a:smile:b [red]c", "d" * 300 + " " + "e" * 300])
     assert capsys.readouterr().out == f"note: a:smile:b [red]c\nnote: {'d' * 300} {'e' * 300}\n"
+
+
+def test_a_variable_of_a_scheduler_alone_makes_no_process_one_of_several(tmp_path, monkeypatch, capsys):
+    """Without the number of processes: its notes are shown, and its folder is its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "3")
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda config, *_: started.append(Path(config.output_dir).is_dir()))
+    values = {"model": "m", "dataset": ["d"], "beta": 0.5}
+    train(resolve.resolve("sft", {name: Given(value, name, "flag") for name, value in values.items()}))
+    assert started == [True] and "note: beta has no effect with sft" in capsys.readouterr().out
 
 
 def test_recipes_are_listed_by_their_words(run):

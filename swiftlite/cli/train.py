@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.options import RunCommand
+from swiftlite.config.layout import follows
 
 if TYPE_CHECKING:
     from swiftlite.config.resolve import Resolved
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
 
 def train(resolved: Resolved) -> None:
     """Train. Raises what the run itself raises."""
-    config, leads = resolved.config, os.environ.get("RANK", "0") == "0"
+    config, leads = resolved.config, not follows(os.environ)
     for note in resolved.notes if leads else ():
         print(f"note: {note}", flush=True)
     from swiftlite.checkpoint.claim import new_folder
     from swiftlite.training.launch import launch
 
     named = "output_dir" in resolved.given or config.resume != "never"
-    follows = config.node_rank or not leads  # the first process says where
-    with nullcontext(config.output_dir) if named or follows else new_folder(config.output_dir) as folder:
+    chooses = leads and not config.node_rank and not named  # else the user has, or the first process does
+    with new_folder(config.output_dir) if chooses else nullcontext(config.output_dir) as folder:
         settled = config.model_copy(update={"output_dir": folder})
         launch(settled, resolved.layout, partial(show_error, debug=config.debug))
 
