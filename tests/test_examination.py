@@ -406,7 +406,7 @@ def test_a_line_of_answers_is_there_whole_or_not_at_all(tmp_path):
 
 
 def examined(examiner, batch):
-    return examiner.evaluate(batch, None, None, lambda *_: nullcontext(), "eval")
+    return examiner.evaluate(batch, None, lambda *_: nullcontext(), "eval")
 
 
 def test_what_no_function_says_counts_in_no_mean():

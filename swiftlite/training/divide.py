@@ -90,6 +90,11 @@ class Divided:
     runner: StepRunner
     share: Sharing
 
+    @property
+    def scorers(self) -> list[TokenScorer]:
+        """The modules that `runner` runs."""
+        return [part.scorer for part in self.parts]
+
 
 def divide(
     model: nn.Module,

@@ -325,7 +325,6 @@ def _evaluate(
     stopped: Stops,
 ) -> Iterator[Evaluated]:
     """Each data set, and all together where there are several."""
-    modules, divided = [part.scorer for part in trainee.divided.parts], trainee.divided
     errors, whole, counts = partial(memory_errors, config=config, sound=False, learns=False), Evaluation(), []
     for number, prepared in enumerate(data):
         evaluator, plan = build(number, prepared), prepared.train
@@ -339,7 +338,7 @@ def _evaluate(
                     raise SystemExit(128 + number)
                 return True
 
-            found = evaluate_rows(plan, evaluator, divided.runner, divided.share, modules, errors, going_on, "train")
+            found = evaluate_rows(plan, evaluator, trainee.divided, errors, going_on, "train")
         described, whole = plan.describe(), whole + found
         told = COUNTED_PROMPTS if config.method in SAMPLING else COUNTED
         counts.append({key: described[key] for key in told if key in described})

@@ -9,15 +9,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from torch import nn
-
 from swiftlite.data.batches import MicroBatch
 from swiftlite.training.reference import evaluating
 
 if TYPE_CHECKING:
     from swiftlite.data.order import BatchPlan, StepBatch
-    from swiftlite.training.share import Sharing
-    from swiftlite.training.step import StepRunner
+    from swiftlite.training.divide import Divided
 
 MemoryErrors = Callable[[str, Sequence[MicroBatch]], AbstractContextManager[None]]
 
@@ -45,9 +42,7 @@ class Evaluation:
 class Evaluator(Protocol):
     """What rows are judged by: a method by its loss, an `Examiner` by answers."""
 
-    def evaluate(
-        self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
-    ) -> Evaluation:
+    def evaluate(self, batch: StepBatch, model: Divided, memory_errors: MemoryErrors, kind: str) -> Evaluation:
         """What comes of a step's rows, as `evaluate_rows` gets the other arguments."""
 
     def results(self, found: Evaluation) -> dict[str, float | None]:
@@ -57,23 +52,20 @@ class Evaluator(Protocol):
 def evaluate_rows(
     plan: BatchPlan,
     evaluator: Evaluator,
-    runner: StepRunner,
-    share: Sharing,
-    modules: Sequence[nn.Module],
+    model: Divided,
     memory_errors: MemoryErrors,
     going_on: Callable[[int], bool],
     kind: str = "eval",
 ) -> Evaluation | None:
     """The plan's rows, each once; every process of the world calls it.
 
-    modules: what the runner runs; memory_errors: (what is being done, with which micro-batches); going_on: asked before
-    each step, with the steps done, and None is returned where it says no; kind: whose rows a method's reference knows
-    these as.
+    memory_errors: (what is being done, with which micro-batches); going_on: asked before each step, with the steps
+    done, and None is returned where it says no; kind: whose rows a method's reference knows these as.
     """
     found = Evaluation()
-    with evaluating(modules):
+    with evaluating(model.scorers):
         for done, batch in enumerate(plan.steps()):
             if not going_on(done):
                 return None
-            found += evaluator.evaluate(batch, runner, share, memory_errors, kind)
+            found += evaluator.evaluate(batch, model, memory_errors, kind)
     return found

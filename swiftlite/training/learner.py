@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftlite.data.batches import MicroBatch
+from swiftlite.models.anatomy import has_dropout
 from swiftlite.models.compiled import nothing_compiled
-from swiftlite.parallel.mesh import Mesh
+from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.training.guards.failures import PATIENCE, LossSpike, NotFinite, SpikeWatch, list_rows, memory_errors
 from swiftlite.training.guards.untouched import without_gradient
 from swiftlite.training.guards.warm_check import tokens_of_longest
 from swiftlite.training.methods import MakeLoss, Method, check_start
 from swiftlite.training.optimizer import Updates, UpdatesInBackward, make_moments, set_rate
-from swiftlite.training.precision import LossScale, Precision
+from swiftlite.training.precision import LossScale
 from swiftlite.training.profiler import StepProfiler
 from swiftlite.training.progress import Progress
-from swiftlite.training.share import Sharing, StepShare
-from swiftlite.training.step import StepOutcome, StepRunner
+from swiftlite.training.share import StepShare
+from swiftlite.training.step import StepOutcome
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import BatchPlan, StepBatch
     from swiftlite.training.evaluation import Evaluator
+    from swiftlite.training.setup import Trainee
 
 COUNTED = ("tokens", "trained_tokens", "padded_tokens")  # of a step
 
@@ -42,27 +44,15 @@ class Listener(Protocol):
 
 @dataclass
 class Parts:
-    """Everything a loop works with. evaluations: of `build_evaluations`; uncounted: ids of trained parameters whose
-    gradient another process counts; checks_start: nothing random stands between the first step's loss and its known
-    value; ample_memory: every step will fit without a trial; profiler: of `--profile`.
-    """
+    """Everything a loop works with. evaluations: of `build_evaluations`; profiler: of `--profile`."""
 
     config: RunConfig
     plan: BatchPlan
     evaluations: Sequence[tuple[BatchPlan, Evaluator]]
-    runner: StepRunner
-    share: Sharing
+    trainee: Trainee
     method: Method
-    checks_start: bool
-    ample_memory: bool
-    modules: list[torch.nn.Module]
-    trained: list[tuple[str, torch.nn.Parameter]]
-    uncounted: set[int]
     optimizer: torch.optim.Optimizer
-    precision: Precision
-    mesh: Mesh
-    memory_gib: Callable[[], float]
-    profiler: StepProfiler | None = None
+    profiler: StepProfiler | None
 
 
 class Learner:
@@ -70,13 +60,14 @@ class Learner:
 
     def __init__(self, parts: Parts, progress: Progress, listener: Listener) -> None:
         self._parts, self._progress, self._listener = parts, progress, listener
-        self._scale = parts.precision.loss_scale()
+        self._trainee = trainee = parts.trainee
+        self._scale = trainee.precision.loss_scale()
         if progress.loss_scale and progress.loss_scale["dynamic"] == self._scale.dynamic:  # the precision is the same
             self._scale = LossScale(**progress.loss_scale)
         self._spikes = SpikeWatch(progress.recent_losses)
         kind = UpdatesInBackward if parts.config.optimizer_in_backward else Updates
-        trained = [parameter for _, parameter in parts.trained]
-        self._updates = kind(parts.optimizer, trained, parts.uncounted, parts.mesh)
+        trained = [parameter for _, parameter in trainee.trained()]
+        self._updates = kind(parts.optimizer, trained, trainee.uncounted(), trainee.mesh)
 
     @property
     def is_spiking(self) -> bool:
@@ -88,9 +79,10 @@ class Learner:
         parts = self._parts
         make_moments(parts.optimizer)
         with self.memory_errors("the check of the longest rows", share.micro_batches):
-            parts.runner.train(0, share.micro_batches, parts.method.trial(share), self._scale.value, share.count)
+            runner = self._trainee.divided.runner
+            runner.train(0, share.micro_batches, parts.method.trial(share), self._scale.value, share.count)
         parts.optimizer.zero_grad(set_to_none=True)
-        longest, peak = tokens_of_longest(share), parts.memory_gib()
+        longest, peak = tokens_of_longest(share), peak_memory_gib()
         self._listener.message(f"the longest micro-batch, {longest:,} tokens, fits: {peak:.2f} GiB of memory")
 
     def memory_errors(
@@ -98,7 +90,7 @@ class Learner:
     ) -> AbstractContextManager[None]:
         """The weights may be saved afterwards where they are those of a whole step (sound), and nobody else waits for
         this process."""
-        sound = sound and self._parts.mesh.stored is None and self._updates.at_once
+        sound = sound and self._trainee.mesh.stored is None and self._updates.at_once
         return memory_errors(doing, batches, self._parts.config, sound=sound)
 
     def step(
@@ -128,13 +120,13 @@ class Learner:
         count, first = method.count(share), self._progress.step == number == 0
         learning = self._updates.during_backward() if share.trained_tokens else nullcontext()
         with self.memory_errors(f"step {step}", share.micro_batches, sound=number == 0), learning:
-            outcome = parts.runner.train(
+            outcome = self._trainee.divided.runner.train(
                 step, share.micro_batches, make_loss(count), self._scale.value, share.count, number
             )
         if first and parts.config.compile and (warning := nothing_compiled()):
             self._listener.message(f"warning: {warning}")
-        if first and parts.checks_start:
-            check_start(method, share, outcome.loss, parts.precision.dtype)
+        if first and not has_dropout(self._trainee.base):
+            check_start(method, share, outcome.loss, self._trainee.precision.dtype)
         norm = self._updates.norm(parts.config.max_grad_norm, self._scale.value)
         if self._may_update(step, number, share, outcome, norm):
             if before is not None:  # the first update's loss says nothing of later ones: a step's mean is compared
@@ -183,7 +175,7 @@ class Learner:
             where = ""
         elif config.optimizer_in_backward or config.method == "rm":
             return  # they are gone; a new score head is zero, and gives what is before it none
-        elif places := without_gradient(self._parts.trained, self._parts.mesh):
+        elif places := without_gradient(self._trainee.trained(), self._trainee.mesh):
             where = f" for {', '.join(places[:3])}{' and others' if len(places) > 3 else ''}"
         else:
             return
@@ -219,7 +211,7 @@ class Learner:
 
     def _rows(self, batches: Sequence[MicroBatch]) -> str:
         """The rows of these micro-batches and of those that the other processes name."""
-        return list_rows(self._parts.mesh.gather([where for batch in batches for where in batch.where]))
+        return list_rows(self._trainee.mesh.gather([where for batch in batches for where in batch.where]))
 
 
 def of_updates(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.training.best import evaluated_in_words
 from swiftlite.training.evaluation import evaluate_rows
 from swiftlite.training.flops import peak_flops
@@ -48,7 +49,8 @@ class Loop:
         self._parts, self.progress, self._listener = parts, progress, listener
         self._save, self._stop_requested, self._alive = save, stop_requested, alive
         self._learner = Learner(parts, progress, listener)
-        self._peak = peak_flops(parts.mesh.device, parts.precision.dtype)
+        self._model, self._mesh = parts.trainee.divided, parts.trainee.mesh
+        self._peak = peak_flops(self._mesh.device, parts.trainee.precision.dtype)
         config, total = parts.config, parts.plan.total_steps
         self._warmup = warmup_steps(total, config.warmup_steps, config.warmup_ratio)
         every = config.log_steps, config.eval_steps, config.save_steps
@@ -56,14 +58,14 @@ class Loop:
 
     def run(self) -> None:
         """Train to the end of the plan. Raises Stopped where the run was asked to, StepFailed, LossSpike."""
-        total, config = self._parts.plan.total_steps, self._parts.config
-        for module in self._parts.modules:
-            module.train()
+        total, config, trainee = self._parts.plan.total_steps, self._parts.config, self._parts.trainee
+        for scorer in self._model.scorers:
+            scorer.train()
         if self._has_ended():
             return
         for note in schedule_notes(config, total, self._warmup, self._parts.plan.steps_per_epoch):
             self._listener.message(f"note: {note}")
-        if config.warm_check and not self._parts.ample_memory:
+        if config.warm_check and not trainee.choice.is_ample(trainee.free):
             self._warm_up()
             self._alive()
         if config.eval_on_start and not self.progress.step:
@@ -76,7 +78,7 @@ class Loop:
             self._alive()
             self._profile()
             last = batch.step == total
-            reason, peak = self._agree(self._stop_requested(), self._parts.memory_gib())
+            reason, peak = self._agree(self._stop_requested(), peak_memory_gib())
             row |= self._speed(row, lengths, time.perf_counter() - clock, data_seconds, peak)
             found = None
             if self._parts.evaluations and self._evaluates.is_due(*now, last):
@@ -117,7 +119,7 @@ class Loop:
 
     def _warm_up(self) -> None:
         parts = self._parts
-        share = longest_share(parts.config, parts.plan, parts.share, self.progress.step)
+        share = longest_share(parts.config, parts.plan, self._model.share, self.progress.step)
         if share is not None:
             self._learner.try_out(share)
 
@@ -135,8 +137,8 @@ class Loop:
 
     def _agree(self, reason: float | None, peak: float) -> tuple[float | None, float]:
         """(a reason to stop that any process has, the largest peak memory): all have to stop at the same step."""
-        values = torch.tensor([float(reason or 0), peak], dtype=torch.float64, device=self._parts.mesh.device)
-        number, peak = self._parts.mesh.largest(values).tolist()
+        values = torch.tensor([float(reason or 0), peak], dtype=torch.float64, device=self._mesh.device)
+        number, peak = self._mesh.largest(values).tolist()
         return number or None, peak
 
     def _prepared_steps(self) -> Iterator[tuple[StepBatch, list[tuple[StepBatch, StepShare]], float]]:
@@ -150,7 +152,7 @@ class Loop:
             found = time.perf_counter()
             with self._learner.memory_errors(f"the answers of step {batch.step}", ()):
                 parts, answered = self._parts.method.lessons(batch), time.perf_counter()
-            lessons = [(part, self._parts.share(self._packs(part))) for part in parts]
+            lessons = [(part, self._model.share(self._packs(part))) for part in parts]
             yield batch, lessons, found - started + time.perf_counter() - answered
 
     def _packs(self, batch: StepBatch) -> list[Pack]:
@@ -169,10 +171,10 @@ class Loop:
             self._listener.log(row)
 
     def _evaluate(self, row: dict[str, Any]) -> tuple[float | None, float | None]:
-        """Add an evaluation to the row of a step. (What it is the better for the less it is, or None with the reason to
-        stop that came before its end: what is left of the time a scheduler gives is for the checkpoint).
-        """
-        parts, reason = self._parts, None
+        """Add an evaluation to the row of a step. Returns (its loss as `Evaluation` has it, None), or (None, the reason
+        to stop) where the run was asked to before its end: what is left of the time a scheduler gives is for the
+        checkpoint."""
+        reason = None
 
         def going_on(_done: int) -> bool:
             nonlocal reason
@@ -180,8 +182,8 @@ class Loop:
             return reason is None
 
         results, errors = {}, self._learner.memory_errors
-        for plan, evaluator in parts.evaluations:
-            found = evaluate_rows(plan, evaluator, parts.runner, parts.share, parts.modules, errors, going_on)
+        for plan, evaluator in self._parts.evaluations:
+            found = evaluate_rows(plan, evaluator, self._model, errors, going_on)
             if found is None:
                 self._listener.message(f"step {row['step']} is not evaluated: the run was asked to stop")
                 return None, reason
@@ -209,7 +211,7 @@ class Loop:
     def _speed(
         self, row: dict[str, Any], lengths: list[int], seconds: float, data_seconds: float, peak_gib: float
     ) -> dict[str, Any]:
-        flops = self._parts.share.flops.step(lengths) / self._parts.mesh.layout.world  # of one device
+        flops = self._model.share.flops.step(lengths) / self._mesh.layout.world  # of one device
         rates = {f"{kind}_per_second": round(row[kind] / seconds, 2) for kind in COUNTED}
         return rates | {
             "step_seconds": round(seconds, 6),

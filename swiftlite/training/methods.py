@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from swiftlite.data.order import Pack, StepBatch
     from swiftlite.objectives.scorer import TokenScorer
     from swiftlite.parallel.mesh import Mesh
+    from swiftlite.training.divide import Divided
     from swiftlite.training.own_answers.rollouts import Rollouts
-    from swiftlite.training.share import Sharing, StepShare
-    from swiftlite.training.step import StepRunner
+    from swiftlite.training.share import StepShare
     from swiftlite.training.teacher import Teacher
 
 MakeLoss = Callable[[int], StepLoss]  # from what the loss is divided by
@@ -68,13 +68,11 @@ class Method(ABC):
         """The same for rows of which nothing is learnt."""
         return self.prepare(batch, share, kind)
 
-    def evaluate(
-        self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
-    ) -> Evaluation:
+    def evaluate(self, batch: StepBatch, model: Divided, memory_errors: MemoryErrors, kind: str) -> Evaluation:
         """As `Evaluator.evaluate`."""
-        mine, make_loss = self.prepare_evaluation(batch, share(batch.packs), kind)
+        mine, make_loss = self.prepare_evaluation(batch, model.share(batch.packs), kind)
         with memory_errors("the evaluation", mine.micro_batches):
-            loss, sums = runner.evaluate(mine.micro_batches, make_loss(1))
+            loss, sums = model.runner.evaluate(mine.micro_batches, make_loss(1))
         return Evaluation(loss, self.count(mine), Counter(sums))
 
     def results(self, found: Evaluation) -> dict[str, float | None]:

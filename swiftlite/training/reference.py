@@ -10,7 +10,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -22,10 +22,10 @@ from torch import nn
 from swiftlite.data.batches import MicroBatch
 from swiftlite.errors import RunError
 from swiftlite.parallel.mesh import Mesh
-from swiftlite.training.step import StepRunner
 
 if TYPE_CHECKING:
     from swiftlite.data.order import BatchPlan, Pack, StepBatch
+    from swiftlite.training.divide import Divided
 
 KINDS = ("train", "eval")
 FORMAT_VERSION = 3  # of what is kept on disk
@@ -56,20 +56,18 @@ class Reference(Protocol):
 class LiveReference:
     """A model that is there while training."""
 
-    def __init__(
-        self, runner: StepRunner, modules: Sequence[nn.Module], switched: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """modules: what the runner runs; switched: entered while it is the reference."""
-        self._runner, self._modules, self._switched = runner, modules, switched
+    def __init__(self, model: Divided, switched: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """switched: entered while it is the reference."""
+        self._model, self._switched = model, switched
 
     def sums(self, batches: Sequence[MicroBatch], place: Place) -> list[torch.Tensor]:
-        with evaluating(self._modules), self._switched():
-            return self._runner.score(batches)
+        with evaluating(self._model.scorers), self._switched():
+            return self._model.runner.score(batches)
 
     def tokens(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """log p of the trained tokens of each micro-batch under the reference, as `StepRunner.told`."""
-        with evaluating(self._modules), self._switched():
-            return self._runner.told(batches)
+        with evaluating(self._model.scorers), self._switched():
+            return self._model.runner.told(batches)
 
 
 @contextmanager
@@ -155,17 +153,16 @@ class Precompute:
         self,
         table: ReferenceTable,
         plans: dict[str, BatchPlan],
-        runner: StepRunner,
-        modules: Sequence[nn.Module],
+        model: Divided,
         progress: Callable[[int, int], None],
     ) -> None:
-        """Fill the table. runner: of the reference; progress: told (steps done, steps in all)."""
+        """Fill the table. model: the reference; progress: told (steps done, steps in all)."""
         total = sum(plan.total_steps for plan in plans.values())
         fresh = ReferenceTable()
-        with evaluating(modules):
+        with evaluating(model.scorers):
             for done, (place, packs) in enumerate(self._work(table, plans)):
                 batches = self._share(packs)
-                for batch, sums in zip(batches, runner.score(batches), strict=True):
+                for batch, sums in zip(batches, model.runner.score(batches), strict=True):
                     fresh.add(batch, sums, place)
                 if (done + 1) % STEPS_A_FILE == 0:
                     fresh = self._keep(table, fresh)

@@ -33,10 +33,8 @@ from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
 from swiftlite.heap import give_back
-from swiftlite.models.anatomy import has_dropout
 from swiftlite.models.tokenizer import tokenizer_loader
 from swiftlite.parallel.world import World
-from swiftlite.reporting.memory import peak_memory_gib
 from swiftlite.reporting.run import QuietReporter, Reporter, RunReporter
 from swiftlite.streams import outlive_readers
 from swiftlite.training.best import best_model, forget_lost_best, forget_other_losses
@@ -210,18 +208,9 @@ class Session:
             config=config,
             plan=plan,
             evaluations=self._evaluations,
-            runner=trainee.divided.runner,
-            share=trainee.divided.share,
+            trainee=trainee,
             method=self._method,
-            checks_start=not has_dropout(trainee.base),
-            ample_memory=trainee.choice.is_ample(trainee.free),
-            modules=[part.scorer for part in trainee.divided.parts],
-            trained=trainee.trained(),
-            uncounted=trainee.uncounted(),
             optimizer=self._optimizer,
-            precision=trainee.precision,
-            mesh=self._mesh,
-            memory_gib=peak_memory_gib,
             profiler=self._profiler(),
         )
         raise_seen_signal()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.config.losses import weighs_by_probability
@@ -88,7 +85,7 @@ def build_method(parts: MethodParts) -> Method:
     config, trainee, loss = parts.config, parts.trainee, parts.loss
     if config.method in SAMPLING and parts.build_asker is not None:
         return _reinforced(parts, parts.build_asker())
-    scorers = [part.scorer for part in trainee.divided.parts]
+    scorers = trainee.divided.scorers
     if config.teacher is not None and parts.build_teacher is not None:
         return Distilled(scorers, Teacher(_teacher(parts), config, trainee.base))
     if loss is None:
@@ -99,7 +96,7 @@ def build_method(parts: MethodParts) -> Method:
         return Paired(loss, _reference(parts, None) if needs_reference(loss) else None)
     mismatched = mismatched_of(config, parts.load_tokenizer().bos_token_id) if loss.needs_mismatched else None
     reference = _reference(parts, mismatched)
-    return Judged(loss, reference, _itself(trainee), trainee.mesh, mismatched, _sharer(parts))
+    return Judged(loss, reference, LiveReference(trainee.divided), trainee.mesh, mismatched, _sharer(parts))
 
 
 def _reinforced(parts: MethodParts, ask: Asker) -> Reinforced:
@@ -108,10 +105,10 @@ def _reinforced(parts: MethodParts, ask: Asker) -> Reinforced:
     if config.teacher is not None and parts.build_teacher is not None:
         teacher = _teacher(parts)
         _temper(teacher, config)
-        reference = _itself(teacher)
+        reference = LiveReference(teacher.divided)
     elif is_held(config):
         reference = _live_reference(parts)
-    sampler = _itself(parts.trainee) if learns_again(config) else None
+    sampler = LiveReference(parts.trainee.divided) if learns_again(config) else None
     rollouts = Rollouts(config, ask, parts.tell, parts.prepared.train.others)
     return Reinforced(rollouts, reference, sampler, config)
 
@@ -149,23 +146,18 @@ def _live_reference(parts: MethodParts) -> LiveReference:
     config, trainee = parts.config, parts.trainee
     if switches_adapters_off(config):
         models = [part.model for part in trainee.divided.parts]
-        return LiveReference(trainee.divided.runner, _modules(trainee), lambda: adapters_off(models))
+        return LiveReference(trainee.divided, lambda: adapters_off(models))
     with parts.reporter.phase("loading the reference"):
         second = parts.build_start()
     if config.method in SAMPLING:
         _temper(second, config)
-    return _itself(second)
-
-
-def _itself(trainee: Trainee) -> LiveReference:
-    """A model as it is whenever it is asked."""
-    return LiveReference(trainee.divided.runner, _modules(trainee), nullcontext)
+    return LiveReference(second.divided)
 
 
 def _temper(trainee: Trainee, config: RunConfig) -> None:
     """Let a model score answers by the probabilities that they are drawn with."""
-    for part in trainee.divided.parts:
-        part.scorer.temper(config.temperature)
+    for scorer in trainee.divided.scorers:
+        scorer.temper(config.temperature)
 
 
 def _copy_costs_little(parts: MethodParts) -> bool:
@@ -185,7 +177,7 @@ def _precomputed(parts: MethodParts, mismatched: Callable[..., list[Pack]] | Non
     if pass_over.missing(table, plans):
         start = parts.trainee if parts.trainee_starts else parts.build_start()
         with parts.reporter.phase("scoring the answers under the reference") as update:
-            pass_over.run(table, plans, start.divided.runner, _modules(start), update)
+            pass_over.run(table, plans, start.divided, update)
     return table
 
 
@@ -213,7 +205,3 @@ def _key(parts: MethodParts) -> str:
 def _sharer(parts: MethodParts) -> Callable[[list[Pack]], list[MicroBatch]]:
     share = parts.trainee.divided.share
     return lambda packs: share(packs).micro_batches
-
-
-def _modules(trainee: Trainee) -> list[nn.Module]:
-    return [part.scorer for part in trainee.divided.parts]

@@ -70,16 +70,15 @@ class Teacher:
     def __init__(self, trainee: Trainee, config: RunConfig, taught: PreTrainedModel) -> None:
         """trainee: the teacher, divided and filled; config: of the run; taught: the trained model."""
         vocabulary = min(model.config.get_text_config().vocab_size for model in (trainee.base, taught))
-        self._runner, self._weight = trainee.divided.runner, config.teacher_weight
+        self._model, self._weight = trainee.divided, config.teacher_weight
         self._count = min(config.teacher_tokens, vocabulary)
-        self._scorers = [part.scorer for part in trainee.divided.parts]
-        for scorer in self._scorers:
+        for scorer in self._model.scorers:
             scorer.tell_likeliest(self._count, vocabulary)
 
     def teach(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This rank's micro-batches of a step, with what is taught of them."""
-        with evaluating(self._scorers):
-            told = self._runner.told(batches, self._count)
+        with evaluating(self._model.scorers):
+            told = self._model.runner.told(batches, self._count)
         return [
             replace(batch, taught=Taught(ids.to(torch.int64), probabilities, self._weight))
             for batch, (probabilities, ids) in zip(batches, told, strict=True)

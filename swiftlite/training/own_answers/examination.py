@@ -16,8 +16,7 @@ from swiftlite.training.own_answers.asking import Asker, Draw, of_sets
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
-    from swiftlite.training.share import Sharing
-    from swiftlite.training.step import StepRunner
+    from swiftlite.training.divide import Divided
 
 
 class Examiner:
@@ -27,9 +26,7 @@ class Examiner:
         """tell: gets the answers to each prompt."""
         self._config, self._ask, self._tell = config, ask, tell
 
-    def evaluate(
-        self, batch: StepBatch, runner: StepRunner, share: Sharing, memory_errors: MemoryErrors, kind: str
-    ) -> Evaluation:
+    def evaluate(self, batch: StepBatch, model: Divided, memory_errors: MemoryErrors, kind: str) -> Evaluation:
         """Its `loss` is the mean reward below zero, so that less of it is better, as of any other.
 
         Random numbers are a function of the prompt, so that it is answered with the same ones in each evaluation,
