@@ -437,7 +437,7 @@ def test_answers_without_an_end_are_learnt_or_not(skips):
     nan = float("nan")
     batch = StepBatch(1, 0.0, [[Sequence(np.asarray([1]), np.asarray([False]), "")]] * 3)
     known = [[[1.0, 2.0], [nan, nan]], [[1.0, 0.0], [nan, nan]], [[1.0, 1.0], [nan, nan]]]
-    lessons = Rollouts(config, Said(known), None, no_others)(batch)
+    lessons = Rollouts(config, Said(known), [].append, no_others)(batch)
     learnt = [[document.input_ids.tolist() for pack in lesson.packs for document in pack] for lesson in lessons]
     assert learnt == [[[1, 5, 6, 2]] * 2] if skips else [[[1, 5, 6, 2, 1, 5]] * 2]
     assert (lessons[0].policy.answers, lessons[0].policy.tokens) == ((2, 6) if skips else (4, 8))
@@ -465,7 +465,7 @@ def test_prompts_whose_answers_are_alike_are_asked_in_place_of(times, asked, lea
     batch = StepBatch(7, 1.0, [[document] for document in documents[:3]])
     config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"], max_resample_times=times, packing=False)
     ask = SaidOf([[each, [nan, nan]] for each in rewards])
-    rollouts = Rollouts(config, ask, None, lambda _: iter(documents[3:]))
+    rollouts = Rollouts(config, ask, [].append, lambda _: iter(documents[3:]))
     (lesson,) = rollouts(batch)
     assert [int(document.input_ids[0]) for pack in lesson.packs for document in pack] == learnt
     assert lesson.policy.answers == 6  # of as many prompts as the step has, whatever their answers teach

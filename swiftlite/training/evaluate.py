@@ -102,8 +102,7 @@ def run_evaluation(
         with reporter.phase("checking the model"):
             model_config = check_model(config, layout, world.device, None)
             config = _as_in_files(config, model_config, world.device)
-            loss = preference_of(config)
-            if needs_reference(loss):
+            if needs_reference(preference_of(config)):
                 _check_reference(start, config)
             rewards = load_rewards(config.reward) if config.method in SAMPLING else []
         for note in _notes(start, config, model_config, checkpoint, rewards, world.device):
@@ -123,11 +122,13 @@ def run_evaluation(
 
         build_start = cache(partial(_load_start, start, trainee, load, world, layout))
         asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, columns))
-        answers = {"build_asker": asker, "tell_evaluated": tell_answers if world.rank == 0 else None}
+        told = tell_answers if world.rank == 0 else None
 
         def build(number: int, prepared: PreparedData) -> Evaluator:
-            same = world.within(f"set {number}").same
-            parts = MethodParts(start, loss, prepared, trainee, False, build_start, load, reporter, same, **answers)
+            parts = MethodParts(
+                config=start, prepared=prepared, trainee=trainee, build_start=build_start, load_tokenizer=load,
+                reporter=reporter, same=world.within(f"set {number}").same, build_asker=asker, tell_evaluated=told,
+            )  # fmt: skip
             return _evaluator(parts, checkpoint)
 
         found = list(_evaluate(config, data, trainee, build, reporter, stopped))

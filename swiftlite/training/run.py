@@ -55,7 +55,7 @@ from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
 from swiftlite.training.progress import Progress, saved_progress
 from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
-from swiftlite.training.setup import Trainee, build_trainee, check_model, vocabulary_of
+from swiftlite.training.setup import build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_evaluations, build_method, needs_reference
 from swiftlite.training.sources import find_weights
 from swiftlite.training.teacher import build_teacher, check_teacher
@@ -86,8 +86,8 @@ def run_training(
         reading = without_gone_adapter(config, resume, reporter.message)
         load = tokenizer_loader(reading, reporter.message)
         with reporter.phase("checking the model"):
-            model_config, loss = check_model(config, layout, world.device, resume), preference_of(config)
-            if needs_reference(loss) or keeps_second(config):
+            model_config = check_model(config, layout, world.device, resume)
+            if needs_reference(preference_of(config)) or keeps_second(config):
                 find_weights(config, None)  # the start of a run that goes on has to be there still
             beside = check_teacher(config, layout, world.device, load) if config.teacher else None
             rewards = load_rewards(config.reward, config.method) if answers(config) else []
@@ -108,14 +108,14 @@ def run_training(
                 load()  # for checkpoints; by the first of them the model's folder may be gone
         for note in trainee.notes:
             reporter.message(f"note: {note}")
-
-        def build_start() -> Trainee:
-            return build_trainee(config, model_config, None, load, world.within("start"), layout, trainee.choice)
-
+        beside = world.within("start"), layout, trainee.choice
         teacher = partial(build_teacher, config, trainee, load, world, layout, reporter.message)
         asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns))
-        builders = build_start, load, reporter, world.same, teacher, asker, reporter.answers
-        parts = MethodParts(config, loss, prepared, trainee, resume is None, *builders)
+        parts = MethodParts(
+            config=config, prepared=prepared, trainee=trainee, trainee_starts=resume is None,
+            build_start=partial(build_trainee, config, model_config, None, load, *beside), load_tokenizer=load,
+            reporter=reporter, same=world.same, build_teacher=teacher, build_asker=asker,
+        )  # fmt: skip
         session = Session(claim, parts)
         session.restore(resume)
         try:

@@ -43,25 +43,25 @@ if TYPE_CHECKING:
     from swiftlite.training.setup import Trainee
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MethodParts:
-    """loss: of `preference_of`; trainee_starts: its weights are those before the first step; build_start: builds
-    another such model; build_teacher: builds the model that is learnt from; build_asker: what has prompts
-    answered; tell, tell_evaluated: as of `Rollouts` and `Examiner`; same: of the world, what the first process says.
+    """What a method, and what evaluates, is made of.
+
+    trainee_starts: its weights are those before the first step; build_start: builds another model with these;
+    build_teacher: builds the model that is learnt from, None where nothing is learnt; build_asker: what has prompts
+    answered; tell_evaluated: as of `Examiner`; same: of the world, what the first process says.
     """
 
     config: RunConfig
-    loss: Preference | Unpaired | RewardModel | None
     prepared: PreparedData
     trainee: Trainee
-    trainee_starts: bool
+    trainee_starts: bool = False
     build_start: Callable[[], Trainee]
     load_tokenizer: LoadTokenizer
     reporter: Reporter
     same: Callable[[str, str], str]
     build_teacher: Callable[[], Trainee] | None = None
-    build_asker: Callable[[], Asker] | None = None
-    tell: Callable[[dict[str, Any]], None] | None = None
+    build_asker: Callable[[], Asker]
     tell_evaluated: Callable[[dict[str, Any]], None] | None = None
 
 
@@ -82,11 +82,11 @@ def count_more_forwards(config: RunConfig) -> int:
 
 def build_method(parts: MethodParts) -> Method:
     """The method of the config, with the reference that it needs."""
-    config, trainee, loss = parts.config, parts.trainee, parts.loss
-    if config.method in SAMPLING and parts.build_asker is not None:
-        return _reinforced(parts, parts.build_asker())
+    config, trainee, loss = parts.config, parts.trainee, preference_of(parts.config)
+    if config.method in SAMPLING:
+        return _reinforced(parts)
     scorers = trainee.divided.scorers
-    if config.teacher is not None and parts.build_teacher is not None:
+    if config.teacher is not None:
         return Distilled(scorers, Teacher(_teacher(parts), config, trainee.base))
     if loss is None:
         return Supervised(scorers, dynamic=weighs_by_probability(config))
@@ -99,17 +99,17 @@ def build_method(parts: MethodParts) -> Method:
     return Judged(loss, reference, LiveReference(trainee.divided), trainee.mesh, mismatched, _sharer(parts))
 
 
-def _reinforced(parts: MethodParts, ask: Asker) -> Reinforced:
-    config, reference = parts.config, None
+def _reinforced(parts: MethodParts) -> Reinforced:
+    config, ask, reference = parts.config, parts.build_asker(), None
     _temper(parts.trainee, config)
-    if config.teacher is not None and parts.build_teacher is not None:
+    if config.teacher is not None:
         teacher = _teacher(parts)
         _temper(teacher, config)
         reference = LiveReference(teacher.divided)
     elif is_held(config):
         reference = _live_reference(parts)
     sampler = LiveReference(parts.trainee.divided) if learns_again(config) else None
-    rollouts = Rollouts(config, ask, parts.tell, parts.prepared.train.others)
+    rollouts = Rollouts(config, ask, parts.reporter.answers, parts.prepared.train.others)
     return Reinforced(rollouts, reference, sampler, config)
 
 

@@ -44,7 +44,7 @@ class Rollouts:
         self,
         config: RunConfig,
         ask: Asker,
-        tell: Callable[[dict[str, Any]], None] | None,
+        tell: Callable[[dict[str, Any]], None],
         others: Callable[[StepBatch], Iterator[Document]],
     ) -> None:
         """tell: gets a row of answers.jsonl each step; others: prompts that may take the place of a step's."""
@@ -74,8 +74,7 @@ class Rollouts:
         }
         if config.max_resample_times:
             self.told["answers/resampled"] = len(groups) - wanted
-        if self._tell is not None:
-            self._tell({"step": batch.step} | groups[0].told(totals[0].tolist()))
+        self._tell({"step": batch.step} | groups[0].told(totals[0].tolist()))
         kept = np.sort(np.argsort(equal, kind="stable")[:wanted])
         parts = np.array_split(kept, min(config.minibatches, wanted))
         lessons = [self._lesson(batch, prompts, [groups[i] for i in part], advantages[part]) for part in parts]
