@@ -87,6 +87,15 @@ def test_a_checkpoint_has_the_loss_that_its_run_has_logged(tmp_path, train, name
         }
 
 
+def test_a_folder_that_is_called_all_is_no_sum_of_the_others(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch):
+    (tmp_path / "all").mkdir()
+    write_rows("one.jsonl", chat_rows[:2])
+    write_rows("all/two.jsonl", chat_rows[2:5])
+    monkeypatch.chdir(tmp_path)
+    found = evaluate(model=str(tiny_model("llama")), dataset=["one.jsonl", "all"], cache_dir=str(tmp_path / "cache"))
+    assert [(one.data, one.counts["rows"]) for one in found] == [("one.jsonl", 2), ("all", 3), ("all", 5)]
+
+
 def test_a_model_without_a_run_equals_plain_pytorch(tmp_path, tiny_model, write_rows, chat_rows):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

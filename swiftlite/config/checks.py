@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from swiftlite.config.losses import LOSSES, losses_of
-from swiftlite.config.methods import PREFERENCE, SAMPLING
+from swiftlite.config.methods import PREFERENCE, SAMPLING, evaluates
 from swiftlite.config.names import SIZE
 from swiftlite.config.own_answers import examination_rules, sampling_rules, teacher_rules
 from swiftlite.config.types import NEVER
@@ -153,7 +153,7 @@ def _evaluation_rules(config: RunConfig, on: bool, name: str, flag: str) -> list
     """Of a setting that looks at evaluations. on: it does; flag: as it is written then."""
     return [
         (
-            on and not config.eval_dataset and config.eval_fraction == 0,
+            on and not evaluates(config),
             f"{flag} needs evaluations",
             (name,),
             "add --eval-fraction 0.05 or --eval-dataset",

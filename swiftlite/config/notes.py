@@ -111,7 +111,7 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, f"with --tuner {config.tuner}") for name in ("trainable_layers", "trainable_modules"))
     if config.adapter is not None:
         yield from ((name, "beside --adapter, which brings its own") for name in (*LORA_SHAPE, "modules_to_save"))
-    yield from _ineffective_preference(config)
+    yield from _ineffective_by_method(config)
     if config.teacher is None:
         yield from ((name, "without --teacher") for name in ("teacher_weight", "teacher_tokens"))
     elif config.method in SAMPLING:
@@ -180,7 +180,7 @@ def _ineffective_layout(config: RunConfig, layout: Layout) -> Iterator[tuple[str
         yield "sync_every_microbatch", "with one micro-batch a step"
 
 
-def _ineffective_preference(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _ineffective_by_method(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from (
         (name, f"with {config.method}") for name, where in METHOD_SETTINGS.items() if config.method not in where
     )

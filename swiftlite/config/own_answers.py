@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swiftlite.config.losses import policy_loss, weighs_by_probability
-from swiftlite.config.methods import PREFERENCE, SAMPLING, answers, is_held, prompt_limit
+from swiftlite.config.methods import PREFERENCE, SAMPLING, answers, evaluates, is_held, prompt_limit
 
 if TYPE_CHECKING:
     from swiftlite.config.checks import Rule
@@ -24,7 +24,7 @@ def sampling_rules(config: RunConfig) -> list[Rule]:
             "give --samples 2 or more",
         ),
         (
-            not config.reward and bool(config.eval_dataset or config.eval_fraction),
+            not config.reward and evaluates(config),
             "evaluations are of rewards, and nothing says how answers are rewarded",
             ("eval_dataset", "eval_fraction"),
             "add --reward last_number or another, or leave them out",

@@ -16,7 +16,7 @@ from swiftlite.config.batch import ACCUMULATION, ALL, DEFAULT_GLOBAL, GLOBAL, MI
 from swiftlite.config.checks import check_together
 from swiftlite.config.flags import all_flags
 from swiftlite.config.layout import Layout, divisors, plan_layout, under_torchrun
-from swiftlite.config.methods import SAMPLING, answers, prompt_limit
+from swiftlite.config.methods import SAMPLING, answers, evaluates, prompt_limit
 from swiftlite.config.names import (
     ADAPTER_CONFIG,
     DATASETS,
@@ -289,7 +289,6 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
     tuner = config.tuner or ("full" if pretrain or config.from_scratch else "lora")
     rate = SCRATCH_RATE if config.from_scratch else LEARNING_RATES[config.method][tuner]
     pipeline = config.pipeline_parallel_size > 1
-    evaluates = bool(config.eval_dataset) or config.eval_fraction > 0
     output_dir = str(Path(config.output_dir or _output_dir(config, now)).expanduser())
     return {
         "global_batch_size": batch.global_size,
@@ -302,7 +301,7 @@ def _defaults(config: RunConfig, batch: Batch, now: datetime.datetime) -> dict[s
         "overlong": config.overlong or OVERLONG.get(config.method, "truncate"),
         "learning_rate": config.learning_rate or rate,
         "beta": BETAS.get(config.method) if config.beta is None else config.beta,
-        "eval_steps": config.eval_steps or (_as_saving(config) if evaluates else None),
+        "eval_steps": config.eval_steps or (_as_saving(config) if evaluates(config) else None),
         "output_dir": output_dir,
         "template_date": config.template_date or _template_date(config, output_dir, now),
     }

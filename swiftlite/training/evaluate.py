@@ -88,8 +88,8 @@ def run_evaluation(
 
     The rows are those of `config.dataset`, each set by itself, or the part of them that `config.eval_fraction` holds
     out. tell: gets what was found, on rank 0: of each data set, and of all if there are several; tell_answers: gets the
-    answers to each prompt, of models that functions judge by them; quiet: stdout is for something else than what
-    those print, too; began: not needed.
+    answers to each prompt, of models that functions judge by them; quiet: stdout is for something else, also than what
+    those functions print; began: as all work of `launch` gets it, not needed here.
 
     Raises UserError for what the user can mend, RunError for what fails.
     """
@@ -226,7 +226,7 @@ def _carried(checkpoint: Path | None, fresh: dict[str, Any]) -> dict[str, Any]:
 
 def _as_in_files(config: RunConfig, model_config: PretrainedConfig, device: torch.device) -> RunConfig:
     """Weights that are not trained need no masters: they stay in bf16 where files have that, and products."""
-    in_bf16 = precision_of(config, config.precision, model_config, device).dtype == torch.bfloat16
+    in_bf16 = precision_of(config, model_config, device).dtype == torch.bfloat16
     alike = in_bf16 and source_dtype(model_config) == torch.bfloat16 and config.tuner != "lora"
     return config.model_copy(update={"pure_bf16": alike or config.pure_bf16})
 
@@ -278,8 +278,14 @@ def _each_set(config: RunConfig) -> Iterator[RunConfig]:
     if config.eval_fraction:
         yield config.model_copy(update={"streaming": False})
         return
-    once = {"eval_dataset": [], "shuffle": False, "epochs": 1.0, "max_steps": None, "streaming": False}
-    once["deduplicate"] = False
+    once = {
+        "eval_dataset": [],
+        "shuffle": False,
+        "epochs": 1.0,
+        "max_steps": None,
+        "streaming": False,
+        "deduplicate": False,
+    }
     if config.method in SAMPLING:
         once["global_batch_size"] = asked_at_once(config)
     for name in config.dataset:
@@ -344,7 +350,7 @@ def _evaluate(
         told = COUNTED_PROMPTS if config.method in SAMPLING else COUNTED
         counts.append({key: described[key] for key in told if key in described})
         yield _evaluated(name, counts[-1], evaluator.results(found))
-    if len(data) > 1 and name != ALL:
+    if 1 < len(data) == len(config.dataset):
         summed = {key: sum(each[key] for each in counts) for key in counts[0]}
         yield _evaluated(ALL, summed, evaluator.results(whole))
 

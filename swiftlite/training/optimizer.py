@@ -89,16 +89,13 @@ def clip_gradients(
     processes, a tensor that several hold counting once. uncounted: ids of parameters that another process counts.
     """
     trained = [p for p in parameters if p.grad is not None]
-    norm = _norm([p.grad for p in trained if id(p) not in uncounted], mesh) / scale
+    counted = [p.grad for p in trained if id(p) not in uncounted]
+    norm = _whole_norm(_local_norms(counted), counted, mesh) / scale
     gradients = [local(p.grad) for p in trained]
     factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 and math.isfinite(norm) else 1.0
     if gradients and factor / scale != 1.0:
         torch._foreach_mul_(gradients, factor / scale)
     return norm
-
-
-def _norm(gradients: list[torch.Tensor], mesh: Mesh) -> float:
-    return _whole_norm(_local_norms(gradients), gradients, mesh)
 
 
 def _local_norms(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -127,7 +124,7 @@ def _whole_norm(norms: Collection[torch.Tensor], tensors: Collection[torch.Tenso
 class Updates:
     """Changes the weights when the gradients of a step are complete.
 
-    at_once: until then they are those of the step before, whatever happens.
+    at_once: all of them in `finish`, so that before it they are those of the step before, whatever happens.
     """
 
     at_once = True

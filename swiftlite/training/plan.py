@@ -37,7 +37,6 @@ from swiftlite.planning.search import candidates
 from swiftlite.training.guards.fits import check_config, check_layout
 from swiftlite.training.needs import Outline, open_modes
 from swiftlite.training.optimizers.muon import orthogonalizing_flops
-from swiftlite.training.precision import Precision
 from swiftlite.training.qat import check_rounding
 from swiftlite.training.setup import build_base, precision_of
 from swiftlite.training.setup_method import count_more_forwards
@@ -112,7 +111,8 @@ def outline_of(
         check_fp8(model_config, capability)
     import_architecture(model_config, classifier=config.method == "rm")
     device, described = torch.device(kind), copy.deepcopy(model_config)
-    precision = precision_on(config, device, model_config)
+    on_device = _precise(config, device)
+    precision = precision_of(on_device, model_config, device)
     described.num_labels = 1  # of a reward model, which is all that asks
     source, adapter = find_weights(config, None)
     base = build_base(source, config, described, precision)
@@ -122,18 +122,14 @@ def outline_of(
     if config.qat != "none":
         check_rounding(base, config.qat, device)
     to_master_precision(model, precision.masters)
-    settled = config.model_copy(update={"precision": _precision_name(config, device)})
-    beside = beside_of(settled, device) if config.teacher is not None else None
+    beside = beside_of(on_device, device) if config.teacher is not None else None
     return Outline.of(config, base, model_config, precision, device, config.kernels, beside)
 
 
-def precision_on(config: RunConfig, device: torch.device, model_config: PretrainedConfig) -> Precision:
-    """On a GPU that need not be here."""
-    return precision_of(config, _precision_name(config, device), model_config, device)
-
-
-def _precision_name(config: RunConfig, device: torch.device) -> str:
-    return "bf16" if config.precision == "auto" and device.type == "cuda" else config.precision
+def _precise(config: RunConfig, device: torch.device) -> RunConfig:
+    """With the precision that `auto` is on a GPU, which need not be here to be asked."""
+    is_open = config.precision == "auto" and device.type == "cuda"
+    return config.model_copy(update={"precision": "bf16"}) if is_open else config
 
 
 def propose(resolved: Resolved, outline: Outline, fleet: Fleet) -> Plan:

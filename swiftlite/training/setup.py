@@ -171,7 +171,7 @@ def check_model(config: RunConfig, layout: Layout, device: torch.device, resume:
     check_division(config, layout, model_config)
     import_architecture(model_config, classifier=config.method == "rm")
     if config.qat != "none":
-        precision = precision_of(config, config.precision, model_config, device)
+        precision = precision_of(config, model_config, device)
         check_rounding(build_base(source, config, described, precision), config.qat, device)
     return model_config
 
@@ -202,7 +202,7 @@ def build_trainee(
     """
     given = model_config
     model_config = with_router_loss(given, config.router_aux_loss_coef)  # a copy: a reference is built from it as well
-    precision = precision_of(config, config.precision, model_config, world.device)
+    precision = precision_of(config, model_config, world.device)
     source, adapter = find_weights(config, resume)
     if config.method == "rm":
         _describe_scores(model_config, load_tokenizer())
@@ -305,10 +305,10 @@ def _settle_trained(
         tell("no matrix of a layer is trained, so --optimizer muon is AdamW here")
 
 
-def precision_of(config: RunConfig, name: str, model_config: PretrainedConfig, device: torch.device) -> Precision:
-    """name: of the type, `auto` for what the device is fast at."""
+def precision_of(config: RunConfig, model_config: PretrainedConfig, device: torch.device) -> Precision:
+    """What the settings say, `auto` being what the device is fast at."""
     width = 0 if expert_share(model_config) < 1 else model_config.get_text_config().hidden_size
-    return resolve_precision(name, device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width)
+    return resolve_precision(config.precision, device, pure_bf16=config.pure_bf16, fp8=config.fp8, width=width)
 
 
 def build_base(source: str, config: RunConfig, model_config: PretrainedConfig, precision: Precision) -> PreTrainedModel:

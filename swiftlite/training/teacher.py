@@ -138,7 +138,7 @@ def settings_of(config: RunConfig) -> RunConfig:
 
 def _in_half(config: RunConfig, its_config: PretrainedConfig, device: torch.device) -> RunConfig:
     """With weights in the type of products, where that is bf16: nothing is added to them."""
-    dtype = precision_of(config, config.precision, its_config, device).dtype
+    dtype = precision_of(config, its_config, device).dtype
     return config.model_copy(update={"pure_bf16": dtype == torch.bfloat16})
 
 
@@ -153,7 +153,7 @@ def beside_of(config: RunConfig, device: torch.device, its_config: PretrainedCon
     with _errors_of(config):
         its_config = its_config or load_config(config.teacher, trust_remote_code=config.trust_remote_code)
         settings = _in_half(settings_of(config), its_config, device)
-        precision = precision_of(settings, settings.precision, its_config, device)
+        precision = precision_of(settings, its_config, device)
         base = build_base(settings.model, settings, its_config, precision)
     return Beside(base, count_parameters(base)[1] * weights_dtype(settings, precision).itemsize, FlopCounter(base))
 

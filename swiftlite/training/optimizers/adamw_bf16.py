@@ -100,7 +100,7 @@ class AdamWBf16(torch.optim.AdamW):
 
 
 @contextmanager
-def in_fp32(weights: torch.Tensor, chance: torch.Generator | None) -> Iterator[torch.Tensor]:
+def in_fp32(weights: torch.Tensor, chance: torch.Generator) -> Iterator[torch.Tensor]:
     """Weights to change: themselves where they are fp32, else a copy that is rounded back into them."""
     if weights.dtype == torch.float32:
         yield weights
@@ -124,7 +124,7 @@ def at_hand(moment: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor
     moment.copy_(visitor, non_blocking=True)
 
 
-def noise_for(values: torch.Tensor, chance: torch.Generator | None) -> torch.Tensor:
+def noise_for(values: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
     """int16, evenly drawn from all that there are, one for each of the values."""
     return torch.empty_like(values, dtype=torch.int16).random_(-(DROPPED >> 1), DROPPED >> 1, generator=chance)
 
