@@ -13,8 +13,8 @@ from swiftlite.config.save import save_config
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
 from swiftlite.serving.engines import ENGINES
-from swiftlite.serving.evaluated import system_of_training
 from swiftlite.serving.infer import InferOptions, system_to_ask_behind
+from swiftlite.serving.origin import system_of_training
 from swiftlite.serving.prompts import read_questions
 from swiftlite.serving.serve import ServeOptions, _told
 from swiftlite.serving.source import ModelSource

@@ -67,6 +67,10 @@ class Recipe:
         """Its values as those that somebody gave."""
         return {name: Given(entry.value, self.where(name), "recipe") for name, entry in self.entries.items()}
 
+    def said(self, name: str) -> Any:
+        """The value of a setting as it is written; None where nothing is said of it."""
+        return self.entries[name].value if name in self.entries else None
+
 
 def recipes_folder() -> Path:
     """The recipes that ship: beside the package in a checkout, inside it once installed."""

@@ -360,7 +360,6 @@ def _template_date(config: RunConfig, output_dir: str, now: datetime.datetime) -
     saved = Path(output_dir) / "config.yaml"
     if config.resume != "never" and saved.is_file():
         with suppress(UserError):  # a file that a crash has spoilt does not stop a run whose checkpoints are sound
-            entry = load_recipe(str(saved)).entries.get("template_date")
-            if entry is not None and entry.value:
-                return str(entry.value)
+            if day := load_recipe(str(saved)).said("template_date"):
+                return str(day)
     return now.date().isoformat()

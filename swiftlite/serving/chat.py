@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from typing import TYPE_CHECKING
 
-from swiftlite.data.tokens.questions import Message
 from swiftlite.errors import UserError
-from swiftlite.serving.generate import Answerer
 from swiftlite.serving.prompts import check_utf8, not_utf8
+
+if TYPE_CHECKING:
+    from swiftlite.data.tokens.questions import Message
+    from swiftlite.serving.generate import Answerer
 
 HELP = "/clear starts a new conversation, /exit leaves; Ctrl-C stops an answer"
 
@@ -65,7 +68,7 @@ class Conversation:
         """Begin again, behind the system message."""
         self._messages = list(self._opening)
 
-    def ask(self, text: str, *, streaming: bool) -> str:
+    def ask(self, text: str, *, streaming: bool) -> None:
         """Prints and remembers the answer; when Ctrl-C stops it, what was said so far.
 
         Without a chat template there is no conversation: each text is completed by itself. Raises UserError.
@@ -87,7 +90,6 @@ class Conversation:
                     self._messages = [*asked, {"role": "assistant", "content": said.strip()}]
         if not self._complete:
             say(f"(cut off by {self._answerer.limit(prompt)})")
-        return said.strip()
 
     def _pieces(self, prompt: list[int], streaming: bool) -> Generator[str, None, None]:
         if streaming:

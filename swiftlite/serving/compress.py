@@ -105,7 +105,7 @@ def _round(form: Format, module: nn.Module, inputs: tuple[torch.Tensor, ...]) ->
     return round_inputs(inputs[0], form), *inputs[1:]
 
 
-def check_name(word: str) -> str | None:
+def named_format(word: str) -> str | None:
     """The format that the flag names, None for `none`. Raises UserError."""
     plain = plain_word(word)
     if plain != "none" and plain not in FORMATS:

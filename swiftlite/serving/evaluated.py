@@ -8,7 +8,6 @@ allows: it may come from anybody.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING
 from swiftlite.config.flags import all_flags
 from swiftlite.config.methods import EXAMINED_BY, KNOWN_REWARDS, SAMPLING
 from swiftlite.config.recipe import load_recipe
-from swiftlite.config.save import is_run
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE, TUNER
 from swiftlite.config.types import plain_word
 from swiftlite.config.validate import Given
 from swiftlite.errors import UserError
+from swiftlite.serving.origin import run_of
 from swiftlite.serving.source import ModelSource, find_source, refuse_reward_model
 
 if TYPE_CHECKING:
@@ -82,36 +81,10 @@ def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str,
     return settled, recipe
 
 
-def system_of_training(source: ModelSource) -> str | None:
-    """The system message that a run gave to conversations without one; None where it gave none, or this is no run's."""
-    recipe = _recipe_of_training(source.adapter or Path(source.base))
-    return None if recipe is None or _said(recipe, "method") == "pretrain" else _said(recipe, "system")
-
-
-def rounding_of_training(source: ModelSource) -> str:
-    """The form of `--qat` in which a run trained these weights; `none` where it was none, or this is no run's."""
-    recipe = None if source.adapter is not None else _recipe_of_training(Path(source.base))
-    return "none" if recipe is None else str(_said(recipe, "qat") or "none")
-
-
-def _recipe_of_training(folder: Path) -> Recipe | None:
-    """What the run says that trained these weights; None where this is no run's. A file that is spoilt does not keep a
-    model from answering or from being exported."""
-    run = run_of(folder)
-    with suppress(UserError):
-        return None if run is None else load_recipe(str(run / "config.yaml"))
-    return None
-
-
-def _said(recipe: Recipe, name: str) -> object:
-    """The value of a setting as the recipe has it, None where it says nothing of it."""
-    return recipe.entries[name].value if name in recipe.entries else None
-
-
 def _any_tuner(given: Mapping[str, Given], recipe: Recipe | None, adapter: Path | None) -> dict[str, Given]:
     """Adapters and 4 bits ask for LoRA, rounding for whole weights, and nothing else for any."""
-    said = None if recipe is None else _said(recipe, "qat")
-    asked = given["qat"].value if "qat" in given else said
+    trained = None if recipe is None else recipe.said("qat")
+    asked = given["qat"].value if "qat" in given else trained
     rounds = adapter is None and asked is not None and plain_word(str(asked)) != "none"
     return {"tuner": Given("full" if rounds else "lora", "swiftlite eval", "flag")}
 
@@ -124,23 +97,11 @@ def _on_base(source: ModelSource, adapter: Given | None) -> dict[str, Given]:
     return {"adapter": Given(None, where, "flag")}
 
 
-def run_of(weights: Path) -> Path | None:
-    """The output folder whose `model/` or checkpoint these weights are, None where they are no run's."""
-    folder = weights.resolve()  # `checkpoints/latest` is a link
-    if folder.name == "model":
-        above = folder.parent
-    elif folder.parent.name == "checkpoints":
-        above = folder.parent.parent
-    else:
-        return None
-    return above if is_run(above) else None
-
-
 def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
     """What of a run's settings changes a loss, or says what rewards answers. Raises UserError where that is code."""
     recipe = load_recipe(str(run / "config.yaml"))
     names = _of_panels(*PANELS, TUNER) - NOT_OF_A_RUN - OF_TRAINING | BESIDE
-    method, rewards = _said(recipe, "method"), _said(recipe, "reward")
+    method, rewards = recipe.said("method"), recipe.said("reward")
     if method not in SAMPLING and not rewards:  # it has asked nothing, and saved how it would have
         names -= set(EXAMINED_BY)
     if method not in SAMPLING or "method" in given:
@@ -158,12 +119,12 @@ def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
 
 def _asks_otherwise(recipe: Recipe, given: Mapping[str, Given]) -> bool:
     """Whether rows that a run has learnt from, or evaluated, are questions now, which not all of them need be."""
-    return "method" in given and given["method"].value in SAMPLING and _said(recipe, "method") not in SAMPLING
+    return "method" in given and given["method"].value in SAMPLING and recipe.said("method") not in SAMPLING
 
 
 def _of_answers(recipe: Recipe, names: set[str], given: Mapping[str, Given]) -> set[str]:
     """The names without those that only rows with answers have where the model's own are evaluated, or the reverse."""
-    before = _said(recipe, "method")
+    before = recipe.said("method")
     now = given["method"].value if "method" in given else before
     if now in SAMPLING:
         return names - OF_GIVEN_ANSWERS

@@ -31,9 +31,9 @@ from swiftlite.models.adapters import check_start
 from swiftlite.models.anatomy import check_plain_weights
 from swiftlite.models.dtypes import named_dtype, source_dtype
 from swiftlite.models.load import build_model, load_config
-from swiftlite.serving.compress import Chosen, check_name, choose
-from swiftlite.serving.evaluated import rounding_of_training
+from swiftlite.serving.compress import Chosen, choose, named_format
 from swiftlite.serving.load import load_for_answers
+from swiftlite.serving.origin import rounding_of_training
 from swiftlite.serving.prompts import check_utf8
 from swiftlite.serving.source import ModelSource, find_source
 
@@ -95,8 +95,9 @@ def run_export(options: ExportOptions) -> Exported:
     largest = _shard_size(options.max_shard_size)
     source = find_source(options.model, options.adapter)
     config, dtype = _types(options, source)
-    untrained = _untrained(source, source_dtype(config), options.quantization, dtype)
-    chosen = _chosen(options, source, config)
+    form = named_format(options.quantization)
+    untrained = None if form is None else _untrained(source, source_dtype(config), form, dtype)
+    chosen = None if form is None else _chosen(options, source, config, form)
     model, tokenizer = load_for_answers(
         source,
         precision="fp32",
@@ -129,11 +130,10 @@ def run_export(options: ExportOptions) -> Exported:
     return Exported(options.output, dtype, files.plan.size, merge, total, agreement, chosen, untrained)
 
 
-def _untrained(source: ModelSource, before: torch.dtype, word: str, dtype: torch.dtype) -> str | None:
-    """As `Exported` has it. before: the type of the files that are exported, to which `--qat` has rounded weights;
-    word: of `--quantization`."""
-    form, trained = check_name(word), rounding_of_training(source)
-    if form is None or trained == "none":
+def _untrained(source: ModelSource, before: torch.dtype, form: str, dtype: torch.dtype) -> str | None:
+    """As `Exported` has it. before: the type of the files that are exported, to which `--qat` has rounded weights."""
+    trained = rounding_of_training(source)
+    if trained == "none":
         return None
     if trained != form:
         return f"the run was trained with --qat {trained}, so what it bears is {trained} and not {form}"
@@ -142,11 +142,8 @@ def _untrained(source: ModelSource, before: torch.dtype, word: str, dtype: torch
     return None
 
 
-def _chosen(options: ExportOptions, source: ModelSource, config: PretrainedConfig) -> Chosen | None:
+def _chosen(options: ExportOptions, source: ModelSource, config: PretrainedConfig, form: str) -> Chosen:
     """What becomes codes, found before anything is loaded. Raises UserError."""
-    name = check_name(options.quantization)
-    if name is None:
-        return None
     built = build_model(
         source.base,
         config,
@@ -156,7 +153,7 @@ def _chosen(options: ExportOptions, source: ModelSource, config: PretrainedConfi
         trust_remote_code=options.trust_remote_code,
         classifier=source.is_classifier(),
     )
-    return choose(built, name)
+    return choose(built, form)
 
 
 def _plan(model: PreTrainedModel, dtype: torch.dtype, largest: str, chosen: Chosen | None) -> ModelFiles:

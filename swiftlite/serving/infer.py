@@ -18,7 +18,8 @@ from swiftlite.config.names import system_text
 from swiftlite.data.rows.sources import COMPRESSED, as_data_file
 from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
 from swiftlite.quick_imports import quick_imports
-from swiftlite.serving.evaluated import system_of_training
+from swiftlite.serving.chat import Conversation, chat, say
+from swiftlite.serving.origin import system_of_training
 from swiftlite.serving.prompts import check_utf8, read_questions
 from swiftlite.serving.source import ModelSource, find_source, refuse_reward_model
 
@@ -72,7 +73,6 @@ def run_infer(options: InferOptions) -> None:
         import torch
         from transformers.utils import logging as hf_logging
 
-        from swiftlite.serving.chat import chat, say
         from swiftlite.serving.generate import Answerer, Sampling
         from swiftlite.serving.load import load_for_answers
 
@@ -175,8 +175,6 @@ def _aside(output: Path) -> Path:
 
 def answer_prompts(answerer: Answerer, options: InferOptions) -> None:
     """One conversation a prompt. A single answer is printed alone, several with their questions."""
-    from swiftlite.serving.chat import Conversation
-
     for number, prompt in enumerate(options.prompts):
         if len(options.prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}> {prompt}", flush=True)
@@ -190,8 +188,6 @@ def answer_file(answerer: Answerer, questions: list[Question], output: Path, bat
     A row's own `response` is kept under `reference`. Raises UserError, before the first answer, for a row that the
     model cannot take.
     """
-    from swiftlite.serving.chat import say
-
     for question in questions:
         if "response" in question.row and "reference" in question.row:
             raise UserError("the row has `response` and `reference`", where=question.where, fix="rename one of them")
@@ -260,8 +256,6 @@ def _written_aside(output: Path, wanted: int) -> Iterator[Callable[[list[str]], 
 
 def _keep(partial: Path, count: int, size: int, wanted: int) -> None:
     """Of answers that were written aside, those of whole lines."""
-    from swiftlite.serving.chat import say
-
     with contextlib.suppress(OSError):
         if not count:
             partial.unlink()

@@ -24,7 +24,7 @@ from swiftlite.imports import is_installed
 from swiftlite.models.load import read_settings
 from swiftlite.models.tokenizer import check_tokenizer_folder
 from swiftlite.serving.engines import ENGINES, PRECISIONS, Engine, check_adapter, ends_otherwise, named_adapter
-from swiftlite.serving.evaluated import system_of_training
+from swiftlite.serving.origin import system_of_training
 from swiftlite.serving.source import MODEL_CONFIG, ModelSource, check_base_folder, find_source, refuse_reward_model
 
 NAME = re.compile(r"\w[\w.@/:+-]*")  # what stands before `=` and in a request

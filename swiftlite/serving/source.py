@@ -56,9 +56,9 @@ def find_source(model: str | None, adapter: str | None, flag: str = MODEL_FLAG) 
             check_name(name, by)
     named = None if model is None else _inside_run(_resolve(model), f"{flag} {model}")
     if adapter is None:
-        return (
-            _with_adapter(Path(named), None, flag) if _is_adapter(named) else _checked(ModelSource(named, None, named))
-        )
+        if _is_adapter(named):
+            return _with_adapter(Path(named), None, flag)
+        return _checked(ModelSource(named, None, named))
     folder = _inside_run(str(_place(adapter)), f"--adapter {adapter}")
     if not _is_adapter(folder):
         raise UserError(

@@ -34,7 +34,7 @@ from swiftlite.parallel.mesh import Mesh
 from swiftlite.parallel.world import World
 from swiftlite.reporting.display import open_display
 from swiftlite.reporting.run import QuietReporter, Reporter
-from swiftlite.serving.evaluated import run_of
+from swiftlite.serving.origin import run_of
 from swiftlite.training.evaluation import Evaluation, Evaluator, evaluate_rows
 from swiftlite.training.guards.agreement import check_same_rows
 from swiftlite.training.guards.failures import memory_errors, other_memory_errors
