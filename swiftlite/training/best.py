@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 IsThere = Callable[[int], bool]  # whether some process has the checkpoint of a step in its output folder
-Parts = tuple[Callable[[Path], None], Callable[[Path], None]]
+CreateAndWrite = tuple[Callable[[Path], None], Callable[[Path], None]]
 
 
 def evaluated_in_words(config: RunConfig) -> str:
@@ -65,7 +65,7 @@ def forget_lost_best(progress: Progress, config: RunConfig, is_there: IsThere, s
 
 def best_model(
     config: RunConfig, best: tuple[int | None, float | None], output: Path, is_there: IsThere, say: Say
-) -> Parts | None:
+) -> CreateAndWrite | None:
     """How the best checkpoint becomes the result, as `write_together` wants it; None where it is not to, or there is
     none. best: its step and loss."""
     if config.result == "last":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swiftlite.config.methods import SAMPLING, answers, asked_at_once, examines, keeps_second, pack_capacity
-from swiftlite.models.anatomy import dissect, has_head_norms, why_alone
+from swiftlite.models.anatomy import dissect, has_head_norms
 from swiftlite.models.compressed import FORMATS
 from swiftlite.models.quantize import bytes_a_number, count_quantizable
 from swiftlite.models.sampling import DRAWN_BYTES
@@ -126,10 +126,6 @@ class Outline:
     @cached_property
     def head_norms(self) -> bool:
         return has_head_norms(self.base)
-
-    @cached_property
-    def alone(self) -> str | None:
-        return why_alone(self.base)
 
     @cached_property
     def shape(self) -> ModelShape:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
-
 
 AT_RANDOM = "the weights start at random: nothing of the model but its shape and its tokenizer is used"
 
@@ -232,10 +231,9 @@ def build_trainee(
     if choice is None:
         choice = choose(config, outline, free, layout)
         check_host(config, outline, choice)
-    mesh = build_mesh(choice.layout, world.device, grouped=choice.offload)
     is_new = new_head is not None and not any(has_scores(folder) for folder, _ in sources)
-    known = {"has_new_head": is_new, "free": free, "notes": notes}
-    trainee = _divide_on_meta(config, model, outline, choice, mesh, given, known)
+    known = {"has_new_head": is_new, "free": free, "alone": alone, "notes": notes}
+    trainee = _divide_on_meta(config, model, outline, choice, given, **known)
     _give_values(trainee, sources, fresh, starts=adapter is None)
     world.meet("values")
     return trainee
@@ -358,26 +356,26 @@ def _divide_on_meta(
     model: nn.Module,
     outline: Outline,
     choice: Choice,
-    mesh: Mesh,
     given: PretrainedConfig,
-    known: dict[str, Any],
+    *,
+    has_new_head: bool,
+    free: int,
+    alone: str | None,
+    notes: list[str],
 ) -> Trainee:
-    """What is known of the whole model, and then its parts. given: the config of its files; known: fields of the
-    trainee."""
+    """What is known of the whole model, and then its parts. given: the config of its files; the others: as `Trainee`
+    has them."""
     base, precision = outline.base, outline.precision
+    mesh = build_mesh(choice.layout, outline.device, grouped=choice.offload)
     saved_dtype = DTYPES[config.save_dtype] if config.save_dtype != "auto" else source_dtype(given)
     files = plan_files(model, base, dtype=saved_dtype, max_shard_size=config.max_shard_size)
-    known["notes"] += use_qat(base, config, saved_dtype, mesh.device)
-    balances = balances_router(base.config)
+    notes += use_qat(base, config, saved_dtype, mesh.device)
+    if (balances := balances_router(base.config)) != balances_router(given):
+        files = replace(files, gives_router_logits=not balances)
     hidden = hidden_matrices(base) if config.optimizer == "muon" else ()
-    known = known | {
-        "kernels": outline.kernels,
-        "alone": outline.alone,
-        "files": files if balances == balances_router(given) else replace(files, gives_router_logits=not balances),
-        "trained_shapes": {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
-        "matrices": frozenset(name for name, p in model.named_parameters() if p.requires_grad and id(p) in hidden),
-        "parameters": (outline.trained, outline.trained + outline.frozen),
-    }
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    shapes = {name: tuple(parameter.shape) for name, parameter in trained}
+    matrices = frozenset(name for name, parameter in trained if id(parameter) in hidden)
     options = DataParallel(
         dtype=gathered_in(config, precision, saved_dtype),
         sharding=choice.layout.sharding,
@@ -386,5 +384,20 @@ def _divide_on_meta(
         background_sums=not (config.optimizer_in_backward or config.sync_every_microbatch or config.pure_bf16),
         evaluates=outline.evaluates,
     )
-    divided = divide(model, base, mesh, options, precision, choice.checkpointing, config)
-    return Trainee(model, base, mesh, choice, precision, divided, **known)
+    return Trainee(
+        model=model,
+        base=base,
+        mesh=mesh,
+        choice=choice,
+        precision=precision,
+        divided=divide(model, base, mesh, options, precision, choice.checkpointing, config),
+        files=files,
+        trained_shapes=shapes,
+        matrices=matrices,
+        parameters=(outline.trained, outline.trained + outline.frozen),
+        has_new_head=has_new_head,
+        kernels=outline.kernels,
+        free=free,
+        alone=alone,
+        notes=notes,
+    )
