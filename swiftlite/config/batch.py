@@ -45,7 +45,7 @@ def fit_batch(
     *,
     stages: int,
     said: str,
-    spare: Sequence[Collection[str]] = (),
+    spare: Sequence[Collection[str]],
 ) -> tuple[Batch, list[str]]:
     """(the batch, the recipe keys that give way). ranks: of data, the first number that shares it evenly counts; spare:
     which of the recipe's sizes may give way where none does, the first of these groups that helps. Raises UserError."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 Rule = tuple[bool, str, tuple[str, ...], str]  # broken, what is wrong, the settings, what to do
-REFERRING = ("dpo", "kto", *SAMPLING)  # the methods that may compare with a reference
 
 
 def check_together(config: RunConfig, where: Mapping[str, str]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swiftlite.config.checks import REFERRING
 from swiftlite.config.flags import all_flags
 from swiftlite.config.losses import LOSSES, REFERENCE_FREE, losses_of, policy_loss
 from swiftlite.config.methods import EXAMINED, EXAMINED_BY, SAMPLING, answers, evaluates, learns_again, pack_capacity
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.config.validate import Given
 
+REFERRING = ("dpo", "kto", *SAMPLING)  # the methods that may compare with a reference
 METHOD_SETTINGS = {  # what acts in which methods
     "loss": tuple(LOSSES),
     "beta": REFERRING,
@@ -47,7 +47,7 @@ LOW_FOR_LORA = 0.2  # of the default learning rate: what all weights are trained
 OF_ROWS = "per_device_train_batch_size"  # which counts rows in other tools
 
 
-def unused(config: RunConfig, layout: Layout, by: Mapping[str, str], *, trains: bool = True) -> list[str]:
+def unused(config: RunConfig, layout: Layout, by: Mapping[str, str], *, trains: bool) -> list[str]:
     """A note for each setting without effect in this run: those of the command line, and those set to no default.
 
     by: who gave a value (flag, env, recipe); a saved config.yaml gives them all; trains: what evaluates in a run does

@@ -111,7 +111,7 @@ def literal_choices(annotation: Any) -> list[str]:
     return words
 
 
-def spelled_words(annotation: Any, marks: Sequence[Any] = ()) -> list[str]:
+def spelled_words(annotation: Any, marks: Sequence[Any]) -> list[str]:
     """The words of a `Literal` and what other tools call them. marks: what `Annotated` hangs on the whole."""
     others = [word for mark in marks if isinstance(mark, Spelling) for word in mark.others]
     words = [annotation] if isinstance(annotation, str) else []
