@@ -203,6 +203,17 @@ def test_values_are_kept_for_runs_that_would_find_the_same(start, tmp_path, scor
     assert len({file.parent for file in table_files(tmp_path)}) == 2
 
 
+def test_values_in_a_file_that_a_crash_has_cut_off_are_found_again(start, tmp_path, scored):
+    whole = start("first", reference="precompute")
+    [file] = table_files(tmp_path)
+    calls = len(scored)
+    file.write_bytes(file.read_bytes()[:100])
+    again = start("second", reference="precompute")
+    assert len(scored) == 2 * calls and [row["loss"] for row in again] == [row["loss"] for row in whole]
+    start("third", reference="precompute")
+    assert len(scored) == 2 * calls
+
+
 def test_values_of_other_weights_are_not_taken(start, tmp_path, tiny_model, scored):
     start("first", reference="precompute")
     scored.clear()

@@ -209,9 +209,14 @@ def _write(folder: Path, values: dict[Key, tuple[float, float]]) -> None:
 
 
 def _read(file: Path) -> dict[Key, tuple[float, float]]:
+    """Nothing of a file that a crash of the machine has cut off: its values are found again."""
+    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    held = load_file(file)
+    try:
+        held = load_file(file)
+    except SafetensorError:
+        return {}
     return dict(zip(map(tuple, held["keys"].tolist()), map(tuple, held["values"].tolist()), strict=True))
 
 
