@@ -92,9 +92,9 @@ class Outline:
     trained: int
     frozen: int
     packed: int
-    evaluates: bool = False
-    beside: Beside | None = None
-    judges: int = 0
+    evaluates: bool
+    beside: Beside | None
+    judges: int
 
     @staticmethod
     def of(
@@ -110,10 +110,19 @@ class Outline:
     ) -> Outline:
         """base: with its adapters, and with what is frozen marked so. Raises UserError for an idle `--quantization`."""
         trained, total = count_parameters(base)
-        packed = 0 if config.quantization == "none" else count_quantizable(dissect(base).layers)
-        counted = trained, total - trained, packed
-        judges = bytes_of_judges(config, device) if answers(config) else 0
-        return Outline(base, model_config, precision, device, kernels, *counted, evaluates, beside, judges)
+        return Outline(
+            base=base,
+            model_config=model_config,
+            precision=precision,
+            device=device,
+            kernels=kernels,
+            trained=trained,
+            frozen=total - trained,
+            packed=0 if config.quantization == "none" else count_quantizable(dissect(base).layers),
+            evaluates=evaluates,
+            beside=beside,
+            judges=bytes_of_judges(config, device) if answers(config) else 0,
+        )
 
     @property
     def layers(self) -> int:
@@ -144,16 +153,21 @@ class Outline:
 
     def number_bytes(self, config: RunConfig) -> NumberBytes:
         masters, stored = self.precision.masters.itemsize, weights_dtype(config, self.precision).itemsize
-        share = masters / STATE_BYTES["weights"]
-        gradient = 0 if config.optimizer_in_backward or self.evaluates else STATE_BYTES["gradients"] * share
-        moments = 0 if self.evaluates else moment_bytes(config.optimizer, self.device.type)
-        of_matrix = 0 if self.evaluates else matrix_moment_bytes(config.optimizer, self.device.type)
-        exact = orthogonalized_in(self.device).itemsize if config.optimizer == "muon" and not self.evaluates else 0
+        size, learns, kind = self.precision.dtype.itemsize, not self.evaluates, self.device.type
+        keeps_gradients = learns and not config.optimizer_in_backward
+        orthogonalizes = learns and config.optimizer == "muon"
         in_layers = sum(part.count - part.trained for part in (*self.blocks.layers, *self.blocks.experts))
-        size = self.precision.dtype.itemsize
         spared = self.packed * (size - bytes_a_number(config.quantization, size)) if self.packed else 0
-        frozen = stored - spared / max(1, in_layers)
-        return NumberBytes(masters, gradient, moments, frozen, stored, size, of_matrix, exact)
+        return NumberBytes(
+            weight=masters,
+            gradient=STATE_BYTES["gradients"] * (masters / STATE_BYTES["weights"]) if keeps_gradients else 0,
+            moments=moment_bytes(config.optimizer, kind) if learns else 0,
+            frozen=stored - spared / max(1, in_layers),
+            stored=stored,
+            compute=size,
+            matrix_moments=matrix_moment_bytes(config.optimizer, kind) if learns else 0,
+            orthogonalized=orthogonalized_in(self.device).itemsize if orthogonalizes else 0,
+        )
 
     def holds(self, config: RunConfig, layout: Layout, stages: StagePlan | None) -> Footprint:
         """What the fullest device does. config: with every setting of memory settled."""

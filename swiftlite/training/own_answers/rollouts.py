@@ -113,9 +113,15 @@ class Rollouts:
             for document in self._documents(prompts[group.place], group, of_group)
         ]
         lengths = [len(ids) for group in groups for ids in group.ids if not self._skips(ids)]
-        counts = max(1, len(lengths)), max(1, sum(lengths)), config.max_new_tokens
-        clip = clip_range(config) if learns_again(config) else None
-        policy = Policy(policy_loss(config), config.beta, teacher_share(config), *counts, clip)
+        policy = Policy(
+            loss=policy_loss(config),
+            beta=config.beta,
+            teacher=teacher_share(config),
+            answers=max(1, len(lengths)),
+            tokens=max(1, sum(lengths)),
+            longest=config.max_new_tokens,
+            clip=clip_range(config) if learns_again(config) else None,
+        )
         return Lesson(batch.step, batch.epoch, self._packs(documents), policy)
 
     def _advantages(self, rewards: np.ma.MaskedArray, equal: np.ndarray) -> np.ndarray:
