@@ -34,8 +34,8 @@ def best_in_words(config: RunConfig, loss: float) -> tuple[str, str]:
 
 def forget_other_losses(progress: Progress, config: RunConfig, settings: Mapping[str, str], say: Say) -> None:
     """A loss that is made otherwise now is no spike among those before, nor do evaluations of it say anything about
-    those to come. Of sft and pretraining these are of the same loss, but for rounding. settings: that have changed, in
-    words."""
+    those to come. Evaluations of sft and pretraining have the cross-entropy in any case, so they are no measure only
+    where weights are rounded otherwise. settings: that have changed, in words."""
     if any(name in (*OF_THE_LOSS, *OF_THE_WEIGHTS) for name in settings):
         progress.recent_losses.clear()
     by_reward = answers(config) or "reward" in settings

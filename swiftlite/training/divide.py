@@ -158,14 +158,15 @@ def divide(
 
 
 def spares_cheap_results(config: RunConfig, device: torch.device) -> bool:
-    """Whether they can be made again in the backward pass (`swiftlite.models.kernels.rematerialize`)."""
+    """Whether cheap results can be made again in the backward pass (`swiftlite.models.kernels.rematerialize`)."""
     return device.type == "cpu" and not config.compile and config.pipeline_parallel_size == 1
 
 
 def drops_cheap_results(
     config: RunConfig, model_config: PretrainedConfig, precision: Precision, device: torch.device, tokens: int
 ) -> bool:
-    """Whether they are made again: where they can be, and are many. tokens: of the micro-batches that run at a time."""
+    """Whether cheap results are made again: where they can be, and are many. tokens: of the micro-batches that run at a
+    time."""
     of = {mode: activation_bytes_per_token(model_config, precision.dtype, mode) for mode in ("none", "selective")}
     most = BESIDE_PROGRAMS if onednn_serves(device, precision.dtype) else CHEAP_BYTES
     return spares_cheap_results(config, device) and (of["none"] - of["selective"]) * tokens > most

@@ -273,8 +273,8 @@ def _check_reference(start: RunConfig, config: RunConfig) -> None:
 
 
 def _each_set(config: RunConfig) -> Iterator[RunConfig]:
-    """A config for each data set of which the rows are evaluated, then one for all if theirs do not add up; only one
-    for all where a part of them is held out."""
+    """A config for each data set of which the rows are evaluated, then one for all if their losses do not add up; only
+    one for all where a part of the rows is held out."""
     if config.eval_fraction:
         yield config.model_copy(update={"streaming": False})
         return

@@ -39,7 +39,7 @@ OF_SETS = LOSS_OF, COUNT_OF = "loss/", "count of "  # what the names of a data s
 
 
 def names_of(data_sets: Sequence[str]) -> tuple[str, ...]:
-    """Of what `sums_of` gives."""
+    """The names of what `sums_of` gives."""
     return (*(LOSS_OF + name for name in data_sets), *(COUNT_OF + name for name in data_sets))
 
 

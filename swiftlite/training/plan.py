@@ -111,7 +111,7 @@ def outline_of(
         check_fp8(model_config, capability)
     import_architecture(model_config, classifier=config.method == "rm")
     device, described = torch.device(kind), copy.deepcopy(model_config)
-    on_device = _precise(config, device)
+    on_device = _with_precision(config, device)
     precision = precision_of(on_device, model_config, device)
     described.num_labels = 1  # of a reward model, which is all that asks
     source, adapter = find_weights(config, None)
@@ -126,7 +126,7 @@ def outline_of(
     return Outline.of(config, base, model_config, precision, device, config.kernels, beside)
 
 
-def _precise(config: RunConfig, device: torch.device) -> RunConfig:
+def _with_precision(config: RunConfig, device: torch.device) -> RunConfig:
     """With the precision that `auto` is on a GPU, which need not be here to be asked."""
     is_open = config.precision == "auto" and device.type == "cuda"
     return config.model_copy(update={"precision": "bf16"}) if is_open else config

@@ -128,8 +128,8 @@ class Trainee:
         return [(name, p) for part in self.divided.parts for name, p, _ in part.tensors() if _is_trained(p)]
 
     def check(self, config: RunConfig) -> None:
-        """Run a few tokens, as in a step of `config`. Where a step's layers are compiled, these few are not worth it:
-        each shape that nothing else has would be compiled for them.
+        """Run a few tokens, as in a step of `config`, but for what is compiled there: it runs as it is written, since
+        the shapes of these few tokens would be compiled for nothing else.
 
         Raises UserError for an architecture that cannot be trained as it is.
         """
@@ -251,11 +251,10 @@ def _find_values(
     weights start at random. Rows of new tokens are in the base afterwards."""
     weights = None if starts_at_random(config, resume) else TensorFolder(model_folder(source, revision=config.revision))
     world.meet("weights")  # some machines may have had to download them
-    if weights is None:
+    if weights is None or source == str(resume):  # whose files have the rows of new tokens
         _grow(base, config, load_tokenizer)
+    if weights is None:
         return None, [], None, [AT_RANDOM]
-    if source == str(resume):
-        _grow(base, config, load_tokenizer)  # its files have the rows of new tokens
     on_disk, new_head = match_files(weights, base)
     notes = unread_in_words(weights, on_disk, base)
     if weights.coded:
