@@ -75,8 +75,8 @@ def test_a_second_model_is_divided_as_the_first(start, monkeypatch):
     """Beside which less memory is free: asked again, it might be divided otherwise, or wait on the host."""
     choices, choose = [], setup.choose
     monkeypatch.setattr(setup, "choose", lambda *given: choices.append(choose(*given)) or choices[-1])
-    built, on_meta = [], setup._divide_on_meta
-    monkeypatch.setattr(setup, "_divide_on_meta", lambda *given: built.append(on_meta(*given)) or built[-1])
+    built, build = [], run_module.build_trainee
+    monkeypatch.setattr(run_module, "build_trainee", lambda *a, **k: built.append(build(*a, **k)) or built[-1])
     start(reference="model", max_steps=1)
     assert len(choices) == 1 and [trainee.choice for trainee in built] == 2 * choices
 

@@ -14,7 +14,6 @@ import torch
 
 from swiftlite.config.losses import losses_of
 from swiftlite.config.methods import passes
-from swiftlite.data.batches import MicroBatch
 from swiftlite.data.mismatched import mismatched_packs
 from swiftlite.errors import RunError
 from swiftlite.objectives.preference import Preference, RunningReward
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.data.order import Pack, StepBatch
     from swiftlite.objectives.scorer import TokenScorer
-    from swiftlite.parallel.mesh import Mesh
     from swiftlite.training.divide import Divided
     from swiftlite.training.own_answers.rollouts import Rollouts
     from swiftlite.training.share import StepShare
@@ -187,16 +185,12 @@ class Judged(Method):
         self,
         unpaired: Unpaired,
         reference: Reference,
-        policy: Reference,
-        mesh: Mesh,
+        model: Divided,
         mismatched: Callable[[StepBatch], list[Pack]],
-        share: Callable[[list[Pack]], list[MicroBatch]],
     ) -> None:
-        """policy: the trained model in the reference's part; mismatched: each step's prompts with other rows' answers;
-        share: this rank's micro-batches of some packs.
-        """
-        self._unpaired, self._reference, self._policy, self._mesh = unpaired, reference, policy, mesh
-        self._mismatched, self._share = mismatched, share
+        """model: the trained one; mismatched: each step's prompts with other rows' answers."""
+        self._unpaired, self._reference, self._mismatched = unpaired, reference, mismatched
+        self._policy, self._share, self._mesh = LiveReference(model), model.share, model.share.mesh
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         z0 = self._reference_point(batch, kind) if self._unpaired.needs_mismatched else 0.0
@@ -207,7 +201,7 @@ class Judged(Method):
         packs = self._mismatched(batch)
         if not packs:
             return 0.0
-        batches, place = self._share(packs), Place(kind, batch.step)
+        batches, place = self._share(packs).micro_batches, Place(kind, batch.step)
         policy, reference = self._policy.sums(batches, place), self._reference.sums(batches, place)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for mine, theirs in zip(policy, reference, strict=True):

@@ -21,11 +21,11 @@ from torch import nn
 
 from swiftlite.data.batches import MicroBatch
 from swiftlite.errors import RunError
-from swiftlite.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from swiftlite.data.order import BatchPlan, Pack, StepBatch
     from swiftlite.training.divide import Divided
+    from swiftlite.training.share import Sharing
 
 KINDS = ("train", "eval")
 FORMAT_VERSION = 3  # of what is kept on disk
@@ -129,14 +129,13 @@ class Precompute:
     def __init__(
         self,
         folder: Path,
-        mesh: Mesh,
-        share: Callable[[list[Pack]], list[MicroBatch]],
+        share: Sharing,
         mismatched: Callable[[StepBatch], list[Pack]] | None,
     ) -> None:
-        """folder: of this reference's values on disk; share: this rank's micro-batches of some packs; mismatched: packs
-        of each step whose answers are other rows', None for methods without.
+        """folder: of this reference's values on disk; mismatched: packs of each step whose answers are other rows',
+        None for methods without.
         """
-        self._folder, self._mesh, self._share, self._mismatched = folder, mesh, share, mismatched
+        self._folder, self._mesh, self._share, self._mismatched = folder, share.mesh, share, mismatched
 
     def known(self) -> ReferenceTable:
         """What is on disk. Rank 0 reads it for all."""
@@ -161,7 +160,7 @@ class Precompute:
         fresh = ReferenceTable()
         with evaluating(model.scorers):
             for done, (place, packs) in enumerate(self._work(table, plans)):
-                batches = self._share(packs)
+                batches = self._share(packs).micro_batches
                 for batch, sums in zip(batches, model.runner.score(batches), strict=True):
                     fresh.add(batch, sums, place)
                 if (done + 1) % STEPS_A_FILE == 0:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from swiftlite.checkpoint.safetensors_files import inspect_model_folder
 from swiftlite.config.losses import weighs_by_probability
 from swiftlite.config.methods import SAMPLING, is_held, learns_again, switches_adapters_off
-from swiftlite.data.batches import MicroBatch
 from swiftlite.data.prepare import LoadTokenizer, PreparedData, cache_root
 from swiftlite.models.load import model_folder
 from swiftlite.models.tuners import adapters_off
@@ -96,7 +95,7 @@ def build_method(parts: MethodParts) -> Method:
         return Paired(loss, _reference(parts, None) if needs_reference(loss) else None)
     mismatched = mismatched_of(config, parts.load_tokenizer().bos_token_id) if loss.needs_mismatched else None
     reference = _reference(parts, mismatched)
-    return Judged(loss, reference, LiveReference(trainee.divided), trainee.mesh, mismatched, _sharer(parts))
+    return Judged(loss, reference, trainee.divided, mismatched)
 
 
 def _reinforced(parts: MethodParts) -> Reinforced:
@@ -169,9 +168,9 @@ def _copy_costs_little(parts: MethodParts) -> bool:
 
 
 def _precomputed(parts: MethodParts, mismatched: Callable[..., list[Pack]] | None) -> Reference:
-    mesh, prepared = parts.trainee.mesh, parts.prepared
-    key = parts.same("reference", _key(parts) if mesh.rank == 0 else "")  # which reads all weights: no collective
-    pass_over = Precompute(cache_root(parts.config) / "reference" / key, mesh, _sharer(parts), mismatched)
+    prepared, leads = parts.prepared, parts.trainee.mesh.rank == 0
+    key = parts.same("reference", _key(parts) if leads else "")  # which reads all weights: no collective
+    pass_over = Precompute(cache_root(parts.config) / "reference" / key, parts.trainee.divided.share, mismatched)
     table = pass_over.known()
     plans = {"train": prepared.train} | ({"eval": prepared.eval} if prepared.eval is not None else {})
     if pass_over.missing(table, plans):
@@ -200,8 +199,3 @@ def _key(parts: MethodParts) -> str:
         "versions": [version("torch"), version("transformers")],
     }
     return reference_key(files, facts)
-
-
-def _sharer(parts: MethodParts) -> Callable[[list[Pack]], list[MicroBatch]]:
-    share = parts.trainee.divided.share
-    return lambda packs: share(packs).micro_batches
