@@ -51,6 +51,7 @@ from swiftlite.training.needs import Beside, Outline, choose, weights_dtype
 from swiftlite.training.precision import Precision, describe_device, resolve_precision
 from swiftlite.training.qat import check_rounding, gathered_in, use_qat
 from swiftlite.training.sources import (
+    drawn_values,
     find_weights,
     has_scores,
     in_wrapped_names,
@@ -212,7 +213,7 @@ def build_trainee(
     else:
         scale_by_document(base)
     weights, on_disk, new_head, notes = _find_values(base, source, config, resume, world, load_tokenizer)
-    initial = _drawn(base, config.seed) if weights is None else None
+    initial = drawn_values(base, config.seed) if weights is None else None
     plain_names = {id(tensor): name for name, tensor in stored_tensors(base)}
     notes += text_alone_in_words(base, given)
     notes += [left_out] if config.compile and (left_out := left_out_of(decoder_of(base))) else []
@@ -262,13 +263,6 @@ def _find_values(
         notes.append(f"the model's files hold codes, which are read as the numbers that they stand for{packed}")
     _grow(base, config, load_tokenizer)
     return weights, on_disk, new_head, notes
-
-
-def _drawn(base: PreTrainedModel, seed: int) -> Callable[[str], torch.Tensor]:
-    """The values of a model that starts at random, by their names."""
-    from swiftlite.models.initial import InitialValues
-
-    return InitialValues(base, seed)
 
 
 def _give_values(

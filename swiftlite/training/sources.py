@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,13 @@ def find_weights(config: RunConfig, resume: Path | None) -> tuple[str, Path | No
 def starts_at_random(config: RunConfig, resume: Path | None) -> bool:
     """Whether no file holds the weights that a run starts with."""
     return config.from_scratch and resume is None
+
+
+def drawn_values(base: PreTrainedModel, seed: int) -> Callable[[str], torch.Tensor]:
+    """Those of a model that starts at random, by their names."""
+    from swiftlite.models.initial import InitialValues
+
+    return InitialValues(base, seed)
 
 
 def match_files(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, str | None]:
