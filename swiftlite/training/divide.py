@@ -115,11 +115,11 @@ def divide(
     tokens, lanes = (None, 1) if alone else cut_step(config, mesh, base, count_parameters(model)[0], kept)
     at_once = lanes * (tokens or config.micro_batch_size * pack_capacity(config))
     share = Sharing(
-        mesh,
-        config.micro_batch_size,
-        FlopCounter(base),
-        lanes,
-        tokens,
+        mesh=mesh,
+        micro_batch_size=config.micro_batch_size,
+        flops=FlopCounter(base),
+        lanes=lanes,
+        cut_tokens=tokens,
         in_pieces=not config.optimizer_in_backward,
         alike=balances_router(base.config),
         rounded=None if alone else _row_length(config, mesh, base, precision),

@@ -341,8 +341,8 @@ def _evaluate(
 
             def going_on(done: int, update: Callable[..., None] = update) -> bool:
                 update(done)
-                if number := stopped():
-                    raise SystemExit(128 + number)
+                if signalled := stopped():
+                    raise SystemExit(128 + signalled)
                 return True
 
             found = evaluate_rows(plan, evaluator, trainee.divided, errors, going_on, "train")

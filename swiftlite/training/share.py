@@ -78,7 +78,7 @@ class Sharing:
             packs, size = [[document] for document in _joined(packs)], 1
         if self.cut_tokens is not None:
             cut = balance(packs, self.cut_tokens, self.lanes, self._cost, self.rounded)
-            return share_step(cut, 0, 1, 1, None, self._cost)
+            return share_step(cut, rank=0, ranks=1, size=1, token_limit=None, cost=self._cost)
         if layout.pp > 1 and not self.alike:  # a short last step still has work for all stages
             size = max(1, min(size, len(packs) // layout.data_ranks // layout.pp))
         rank, ranks, limit = self.mesh.data_rank, layout.data_ranks, None
