@@ -17,6 +17,7 @@ from swiftlite.cli.train import train
 from swiftlite.config import resolve
 from swiftlite.config.recipe import load_recipe, shipped_recipes
 from swiftlite.config.validate import Given
+from swiftlite.errors import UserError
 from swiftlite.training import launch
 
 HEAVY = ("torch", "transformers", "datasets", "peft", "numpy", "pyarrow")
@@ -93,9 +94,14 @@ def test_notes_are_printed_as_they_are(capsys):
 
 
 def test_a_variable_of_a_scheduler_alone_makes_no_process_one_of_several(tmp_path, monkeypatch, capsys):
-    """Without the number of processes: its notes are shown, and its folder is its own."""
+    """Without the number of processes: its notes and errors are shown as ever, and its folder is its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "3")
+    show_error(UserError("it is wrong", where="here"))
+    assert "where: here\n" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["sft", "--model", "m", "--dry-run"])
+    assert stopped.value.code == 0 and "one process" in capsys.readouterr().out
     started = []
     monkeypatch.setattr(launch, "launch", lambda config, *_: started.append(Path(config.output_dir).is_dir()))
     values = {"model": "m", "dataset": ["d"], "beta": 0.5}

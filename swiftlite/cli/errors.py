@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 
+from swiftlite.config.layout import follows
 from swiftlite.errors import DISK_FULL, RunError, SwiftliteError, UserError, is_out_of_memory, kind_and_words
 from swiftlite.imports import failed_import
 from swiftlite.untrusted import printable, without_secrets
@@ -19,9 +20,10 @@ def show_error(error: BaseException, *, debug: bool = False) -> int:
     shown = error if isinstance(error, SwiftliteError) else unforeseen(error)
     if debug:
         traceback.print_exception(error)
-    rank, where = os.environ.get("RANK", "0"), shown.where
-    if rank != "0":
-        where = f"{where}, rank {rank}" if where else f"rank {rank}"
+    where = shown.where
+    if follows(os.environ):
+        rank = f"rank {os.environ['RANK']}"
+        where = f"{where}, {rank}" if where else rank
     for label, text in (("error", shown.what), ("where", where), ("fix", shown.fix)):
         if text:
             text = printable(without_secrets(text))  # it may quote what others wrote

@@ -15,6 +15,7 @@ from swiftlite.cli.errors import show_error
 from swiftlite.cli.json_output import TO_STDOUT, check_output, write_line, write_output
 from swiftlite.cli.options import RunCommand, json_flag, own_flag
 from swiftlite.config.flags import Flag
+from swiftlite.config.layout import follows
 from swiftlite.config.methods import EXAMINED_BY, SAMPLING, TOKEN_ACCURACY
 from swiftlite.config.setting import DATA, MODEL, PARALLELISM, PREFERENCE
 from swiftlite.ending import ENDED, seen_signal
@@ -51,7 +52,7 @@ def evaluate(resolved: Resolved, json: str | None, answers: str | None) -> None:
     if answers is not None:
         _check_answers(resolved.config, answers, json)
     config = choose_rows(resolved)
-    if os.environ.get("RANK", "0") == "0":
+    if not follows(os.environ):
         for note in _notes(resolved):
             print(f"note: {note}", file=sys.stderr if json == TO_STDOUT else sys.stdout, flush=True)
     from swiftlite.training.launch import launch

@@ -12,6 +12,7 @@ import typer
 
 from swiftlite.cli.line import Line, read_line
 from swiftlite.config.flags import Flag, all_flags, as_option
+from swiftlite.config.layout import follows
 
 if TYPE_CHECKING:
     from swiftlite.config.recipe import Recipe
@@ -117,7 +118,7 @@ class RunCommand:
         session.debug = session.debug or resolved.config.debug
         if not resolved.config.dry_run:
             self.handler(resolved, **own)
-        elif os.environ.get("RANK", "0") != "0":  # under torchrun every rank comes here
+        elif follows(os.environ):
             return
         elif self.show is not None:
             self.show(resolved)
