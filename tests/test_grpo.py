@@ -9,8 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +22,7 @@ import torch
 from test_parity import metrics, plain_adamw, planned_rows, render_chat, settings, train_alone
 from test_verify import in_real_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds import run_ranks
 
 from swiftlite.config.layout import Layout
 from swiftlite.config.losses import clip_range
@@ -25,19 +30,22 @@ from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import save_config
 from swiftlite.config.validate import Given
+from swiftlite.data.order import Sequence as Document
 from swiftlite.data.prepare import Asked, prepare_data
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.load import load_config
 from swiftlite.models.sampling import answering, sample
 from swiftlite.models.tokenizer import load_tokenizer
+from swiftlite.parallel import world
+from swiftlite.parallel.mesh import Patient, build_mesh
 from swiftlite.planning.devices import find_device
 from swiftlite.planning.memory import cache_bytes_per_token
 from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import curve_of
 from swiftlite.training.guards.failures import NotFinite
-from swiftlite.training.own_answers.asking import Asker
-from swiftlite.training.own_answers.rewards import Answered, check_columns, load_rewards, rewards_of
+from swiftlite.training.own_answers.asking import Asker, Draw
+from swiftlite.training.own_answers.rewards import Answered, Reward, check_columns, load_rewards, rewards_of
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.training.step import DirectStep
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
@@ -554,6 +562,28 @@ def test_held_out_rows_that_lack_one_are_told_before_training(tmp_path, tiny_mod
         with pytest.raises(UserError, match=problem) as failure:
             train_alone(resolve_config("grpo", **values | {"reward": [reward]}))
         assert failure.value.where == f"--reward {reward}, --eval-dataset {held_out}"
+
+
+def test_processes_wait_for_the_functions_of_another(tiny_model):
+    """Longer than they do in a collective of training."""
+    assert run_ranks(2, asks_slowly, tiny_model("llama")) == [[2.0, 2.0, 2.0]] * 2
+
+
+def asks_slowly(rank: int, model) -> list[float]:
+    def slow(completion_ids, **_others):
+        time.sleep(7 * rank)
+        return [float(len(ids)) for ids in completion_ids]
+
+    world.PATIENCE = timedelta(seconds=5)
+    asked = json.dumps({"prompt": "?", "expected": None, "columns": {}})
+    prompts = [Document(np.asarray([1]), np.asarray([False]), "", asked=asked)] * 3
+    answerer = SimpleNamespace(pads=True, ready=nullcontext, answer=lambda asked, *_: [[5, 2]] * len(asked))
+    config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"])
+    with world.joined() as ours:
+        together = Patient(build_mesh(Layout(dp_replicate=2), ours.device))
+        rewards = [Reward("slow", 1.0, slow, "slow")]
+        ask = Asker(config, answerer, load_tokenizer(str(model)), rewards, [], together, [2])
+        return [*ask.totals(ask(prompts, Draw(1, 1.0, lambda _, place: (place,))))[:, 0]]
 
 
 def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_model, write_rows, chat_rows, functions):

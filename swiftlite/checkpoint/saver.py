@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from swiftlite.checkpoint.boxes import Holding
-from swiftlite.checkpoint.shared import T, Together, write_together
+from swiftlite.checkpoint.shared import Together, write_together
 from swiftlite.checkpoint.tensor_writer import FilePlan
-from swiftlite.parallel.mesh import Mesh, gather_objects
-
-PATIENCE = timedelta(hours=2)  # of a process whose part is written for one whose disk is slow
+from swiftlite.parallel.mesh import Mesh, Patient
 
 Parts = list[tuple[FilePlan, dict[str, list[Holding]]]]
 
@@ -28,7 +22,7 @@ class Saver:
 
         together: the processes, as they wait for one another's disks: longer than in a collective of training.
         """
-        self.together: Together = _Beside(mesh)
+        self.together: Together = Patient(mesh)
         self._background = background
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
@@ -79,21 +73,3 @@ class Saver:
 
 def _copied(held: list[Holding]) -> list[Holding]:
     return [Holding(holding.box, holding.tensor.detach().to("cpu", copy=True)) for holding in held]
-
-
-class _Beside:
-    """The processes of a mesh, agreeing in a group of their own: the training's collectives go on meanwhile."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.rank = mesh.rank
-        self._group = None if mesh.stored is None else dist.new_group(backend="gloo", timeout=PATIENCE)
-
-    def any(self, here: bool) -> bool:
-        if self._group is None:
-            return here
-        value = torch.tensor(float(here))
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
-        return bool(value.item())
-
-    def collect(self, value: T) -> list[T]:
-        return [value] if self._group is None else gather_objects(value, self._group)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SPLIT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 STORED = ("pp", "dp_replicate", "fsdp", "tp")
+PATIENCE = timedelta(hours=2)  # of a process whose part is done for one that is slow
 REGROUPED = {"efsdp": "fsdp", "ep": "fsdp"}  # experts lie on a mesh of their own
 
 
@@ -128,6 +130,28 @@ def _copying(mesh: Mesh, own: DeviceMesh | None, placements: tuple[Placement, ..
             if not is_sharding(placement):
                 found.append((own.size(dimension), own.get_coordinate()[dimension]))
     return found + [(mesh.size(name), mesh.place(name)) for name in STORED if name not in covered]
+
+
+class Patient:
+    """The processes of a mesh, as they wait for what each does alone, such as writing to its disk: in a group of their
+    own, beside the collectives of training, and longer than in these."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Every process makes its own at the same place."""
+        self.rank, self.size = mesh.rank, mesh.layout.world
+        self._group = None if mesh.stored is None else dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def any(self, here: bool) -> bool:
+        """As `Mesh.any`."""
+        if self._group is None:
+            return here
+        value = torch.tensor(float(here))
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
+        return bool(value.item())
+
+    def collect(self, value: T) -> list[T]:
+        """As `Mesh.collect`."""
+        return [value] if self._group is None else gather_objects(value, self._group)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -13,6 +13,7 @@ import torch
 from swiftlite.checkpoint.shared import in_turn
 from swiftlite.data.order import Sequence as Document
 from swiftlite.data.tokens.stops import stop_tokens
+from swiftlite.parallel.mesh import Patient
 from swiftlite.seeds import key_digest
 from swiftlite.training.own_answers.answerer import Answerer, build_answerer
 from swiftlite.training.own_answers.rewards import Answered, Reward, rewards_of
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from swiftlite.config.schema import RunConfig
-    from swiftlite.parallel.mesh import Mesh
     from swiftlite.parallel.world import World
     from swiftlite.training.setup import Trainee
 
@@ -67,13 +67,13 @@ class Asker:
         tokenizer: PreTrainedTokenizerBase,
         rewards: Sequence[Reward],
         columns: Sequence[str],
-        mesh: Mesh,
+        together: Patient,
         stops: Sequence[int],
     ) -> None:
-        """columns: that some row of the data has; mesh: of the model, whose processes share the prompts out; stops: ids
-        that end an answer."""
+        """columns: that some row of the data has; together: the processes, which share the prompts out, and wait for
+        one another's functions; stops: ids that end an answer."""
         self._config, self._answerer, self._tokenizer, self._rewards = config, answerer, tokenizer, rewards
-        self._columns, self._mesh, self._stops = columns, mesh, stops
+        self._columns, self._together, self._stops = columns, together, stops
 
     def __call__(self, prompts: list[Document], draw: Draw) -> list[Answers]:
         """All groups in the order of the prompts, of which each process answers its part."""
@@ -87,9 +87,10 @@ class Asker:
             mine.extend(self._rewarded(prompts, drawn, draw.samples))
 
         with self._answerer.ready():
-            in_turn(self._mesh, answer)
-        in_turn(self._mesh, reward)  # outside: a function with a model of its own computes as it does elsewhere
-        return sorted((group for theirs in self._mesh.collect(mine) for group in theirs), key=lambda group: group.place)
+            in_turn(self._together, answer)
+        in_turn(self._together, reward)  # outside: a function with a model of its own computes as it does elsewhere
+        groups = (group for theirs in self._together.collect(mine) for group in theirs)
+        return sorted(groups, key=lambda group: group.place)
 
     @property
     def pads(self) -> bool:
@@ -118,9 +119,9 @@ class Asker:
 
     def _drawn(self, prompts: list[Document], draw: Draw) -> Iterator[tuple[tuple[int, int], list[int]]]:
         """(place of the prompt, number of the answer) and the answer's ids, of this process's part, groups in order."""
-        config, ranks = self._config, self._mesh.layout.world
+        config, ranks = self._config, self._together.size
         by_length = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].input_ids))
-        rows = [(place, number) for place in by_length[self._mesh.rank :: ranks] for number in range(draw.samples)]
+        rows = [(place, number) for place in by_length[self._together.rank :: ranks] for number in range(draw.samples)]
         for some in self._at_once(rows, prompts):
             keys = [(*draw.key(prompts[place], place), number) for place, number in some]
             numbers = np.stack([_uniform(config.max_new_tokens, *key) for key in keys])
@@ -198,4 +199,4 @@ def build_asker(
         judge.load(config, world.device, alone=world.size == 1)
     stops = stop_tokens(trainee.base.generation_config, tokenizer)
     answerer = build_answerer(config, model_config, trainee, load, world, stops)
-    return Asker(config, answerer, tokenizer, rewards, columns, trainee.mesh, stops)
+    return Asker(config, answerer, tokenizer, rewards, columns, Patient(trainee.mesh), stops)
