@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from curves import steps
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_parity import metrics, plain_training, render_chat, settings, train_alone
 from test_plan import BYTES, WORK
 from test_verify import FULL, in_real_processes
@@ -184,6 +184,33 @@ def test_an_adapter_names_what_it_adapts(with_images):
     written = apply_tuner(on_meta(with_images("qwen3_vl")), config, None, lambda _text: None).peft_config["default"]
     attention, feeding = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
     assert written.target_modules == attention | feeding and written.exclude_modules is None
+
+
+def test_files_have_the_names_that_they_are_published_by(tmp_path, with_images, write_rows, chat_rows):
+    """transformers' towers were a level deeper when LLaVA and Gemma 3 were published, and engines know them so."""
+
+    def published(name):
+        return name.replace("vision_tower.", "vision_tower.vision_model.")
+
+    model = shutil.copytree(with_images("llava"), tmp_path / "published")
+    tensors = {published(name): tensor for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    values = settings(tmp_path, model, write_rows("rows.jsonl", chat_rows), max_steps=2, save_steps=1)
+    train_alone(resolve_config("sft", **values))
+    trained = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    assert trained.keys() == tensors.keys() and any(".vision_model." in name for name in tensors)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in tower_of(tensors).items())
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000002")
+    train_alone(resolve_config("sft", **values, resume="auto"))
+    again = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(tensor, again[name]) for name, tensor in trained.items())
+    run_export(ExportOptions(str(tmp_path / "out"), None, tmp_path / "rounded", quantization="int8"))
+    rounded = load_file(tmp_path / "rounded" / "model.safetensors").keys()
+    assert {name for name in rounded if "vision_tower" in name} == {name for name in tensors if "vision_tower" in name}
+    values |= {"model": str(tmp_path / "rounded"), "tuner": "lora", "output_dir": str(tmp_path / "on-codes")}
+    train_alone(resolve_config("sft", **values))
+    run_export(ExportOptions(None, str(tmp_path / "on-codes"), tmp_path / "merged"))
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == tensors.keys()
 
 
 def test_a_resumed_run_has_all_files_too(tmp_path, with_images, write_rows, chat_rows):

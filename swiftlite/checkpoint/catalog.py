@@ -70,6 +70,25 @@ def catalog_model(model: PreTrainedModel) -> Catalog:
     return _entries(state, on_disk, views, type(model).__name__)
 
 
+def take_prefixes(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Let the model's tensors have the prefixes on disk that its files have. names: of the tensors in these.
+
+    Towers for images are published with a `vision_model.` in their names that transformers' classes are without: that
+    it is to be written again can be known of nothing but the files, where transformers loads them as well.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightRenaming
+
+    known = get_model_conversion_mapping(model, add_legacy=False)
+    if not any(isinstance(each, PrefixChange) for each in known):
+        return
+    for name in names:
+        for renaming in known:
+            if isinstance(renaming, WeightRenaming):
+                name, _ = renaming.rename_source_key(name)  # which notes whether it was used
+    model._weight_conversions = [each for each in known if each.was_used() or not isinstance(each, PrefixChange)]
+
+
 def catalog_adapter(model: nn.Module) -> Catalog:
     """The tensors of a peft model's adapter as peft writes them, a tied one by each of its names."""
     state, on_disk, views = _adapter_on_disk(model)

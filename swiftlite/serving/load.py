@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swiftlite.checkpoint.catalog import catalog_model, check_adapter, stored_tensors
+from swiftlite.checkpoint.catalog import catalog_model, check_adapter, stored_tensors, take_prefixes
 from swiftlite.checkpoint.described import FLOATS
 from swiftlite.checkpoint.safetensors_files import ADAPTER, TensorEntry, inspect_file
 from swiftlite.checkpoint.tensor_writer import NAMES
@@ -164,6 +164,7 @@ def _read_codes(model: PreTrainedModel, weights: TensorFolder, *, from_adapter: 
         return name.split(".")[0] == from_adapter
 
     model.set_attn_implementation(own_attention(model))
+    take_prefixes(model, weights.entries)
     catalog = weights.match([e for e in catalog_model(model) if not brought(e.name)], model.base_model_prefix)
     materialize(model, torch.device("cpu"))
     fill(

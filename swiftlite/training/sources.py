@@ -16,6 +16,7 @@ from swiftlite.checkpoint.catalog import (
     catalog_model,
     check_adapter,
     stored_tensors,
+    take_prefixes,
     unread_of_adapter,
 )
 from swiftlite.checkpoint.safetensors_files import ADAPTER
@@ -61,6 +62,7 @@ def drawn_values(base: PreTrainedModel, seed: int) -> Callable[[str], torch.Tens
 
 def match_files(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, str | None]:
     """(what the files hold of the model, the name of a score head that they lack)."""
+    take_prefixes(base, weights.entries)
     catalog = catalog_model(base)
     score = f"{SCORE_HEAD}.weight"
     lacking = score if dissect(base).gives_scores and score not in weights.entries else None
