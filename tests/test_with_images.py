@@ -186,6 +186,14 @@ def test_an_adapter_names_what_it_adapts(with_images):
     assert written.target_modules == attention | feeding and written.exclude_modules is None
 
 
+@pytest.mark.parametrize("option", ["new_tokens", "modules_to_save"])
+def test_whole_modules_of_a_model_whose_text_says_nothing_of_tied_embeddings(with_images, option):
+    """As that of Qwen3-VL, whose config says it for the whole."""
+    config = resolve_config("sft", model="nowhere", dataset=["rows.jsonl"], tuner="lora", **{option: ["lm_head"]})
+    wrapped = apply_tuner(on_meta(with_images("qwen3_vl")), config, None, lambda _text: None)
+    assert set(wrapped.peft_config["default"].modules_to_save) == {"lm_head", *["embed_tokens"] * (option[0] == "n")}
+
+
 def test_files_have_the_names_that_they_are_published_by(tmp_path, with_images, write_rows, chat_rows):
     """transformers' towers were a level deeper when LLaVA and Gemma 3 were published, and engines know them so."""
 

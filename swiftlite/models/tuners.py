@@ -218,9 +218,9 @@ def _stays_tied(model: PreTrainedModel) -> bool:
     """
     from peft.utils.constants import EMBEDDING_LAYER_NAMES
 
-    embedding = model.get_input_embeddings()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = [name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module is embedding]
-    return model.config.get_text_config().tie_word_embeddings and names[0] in EMBEDDING_LAYER_NAMES
+    return head is not None and head.weight is embedding.weight and names[0] in EMBEDDING_LAYER_NAMES
 
 
 @contextmanager
