@@ -1,12 +1,23 @@
 """Every row format becomes the same few forms, and every kind of bad row gets its reason."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
-from swiftlite.data.rows.formats import check_columns, detect_format, read_row, rename_columns, unknown_format
+from swiftlite.config.resolve import resolve_config
+from swiftlite.data.prepare import prepare_data
+from swiftlite.data.rows.formats import (
+    check_columns,
+    check_shown,
+    detect_format,
+    read_row,
+    rename_columns,
+    unknown_format,
+)
 from swiftlite.data.rows.forms import BadRow, Chat, Completion, Text
 from swiftlite.errors import UserError
+from swiftlite.models.tokenizer import tokenizer_loader
 
 CALL = {"name": "add", "arguments": {"a": 1}}
 WRAPPED = {"type": "function", "function": CALL}
@@ -316,6 +327,35 @@ def test_a_bad_content_is_named_as_the_row_writes_it(row, said):
     with pytest.raises(BadRow) as failure:
         form(row)
     assert failure.value.detail.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        (message_row({"role": "user", "content": "<image>What is it?"}, ANSWER) | {"images": ["a.png"]}, "images"),
+        ({"conversations": [{"from": "human", "value": "a\n<image>"}], "image": "a.png"}, "image"),
+        ({"query": "<audio>?", "response": "b", "audios": [{"path": "a.wav"}]}, "audios"),
+        ({"query": "<image>?", "response": "b", "images": []}, None),
+        ({"query": "How is <image> read?", "response": "b"}, None),
+        ({"query": "a", "response": "b", "images": ["of another task"]}, None),
+    ],
+)
+def test_what_a_text_shows_beside_it_is_no_text(row, shown):
+    with nullcontext() if shown is None else pytest.raises(BadRow, match=f"stands under {shown} by <") as failure:
+        check_shown(row)
+    assert shown is None or failure.value.reason == "not_text"
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_rows_that_show_something_are_bad_rows_of_a_run(tmp_path, tiny_model, write_rows, chat_rows, method):
+    shown = {"messages": [{"role": "user", "content": "<image>a"}, *chat_rows[0]["messages"][-1:]], "images": ["a.png"]}
+    rows = write_rows("rows.jsonl", [*chat_rows[:3], shown])
+    more = {"reward": ["repetition"], "max_new_tokens": 8} if method == "grpo" else {}
+    config = resolve_config(
+        method, model=str(tiny_model("llama")), dataset=[str(rows)], cache_dir=str(tmp_path), on_bad_row="skip", **more
+    )
+    audit = prepare_data(config, tokenizer_loader(config)).audit
+    assert audit["rows"]["dropped"] == {"not_text": 1} and audit["rows"]["used"] == 3
 
 
 def test_a_row_without_the_keys_of_its_file():

@@ -210,6 +210,21 @@ def read_row(row: Mapping[str, Any], known: Format) -> Row:
     return known.read(row)
 
 
+def check_shown(row: Mapping[str, Any]) -> None:
+    """Raises BadRow for a row whose text has a mark for what stands beside it, as LLaVA, LLaMA-Factory and ms-swift
+    write rows with images: its answers would be learnt as if the model had seen that."""
+    for kind in ("image", "video", "audio"):
+        column = next((name for name in (f"{kind}s", kind) if row.get(name)), None)
+        if column is not None and _says(list(row.values()), f"<{kind}>"):
+            raise BadRow("not_text", f"its text shows what stands under {column} by <{kind}>; only text is trained")
+
+
+def _says(value: Any, mark: str) -> bool:
+    if isinstance(value, list | dict):
+        return any(_says(each, mark) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and mark in value
+
+
 # ---- instruction, question and prompt formats -----------------------------------------------------------------------
 
 

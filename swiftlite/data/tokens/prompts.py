@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftlite.config.methods import GIVEN, PROMPT
-from swiftlite.data.rows.formats import rename_columns
+from swiftlite.data.rows.formats import check_shown, rename_columns
 from swiftlite.data.rows.forms import BadRow, Chat
 from swiftlite.data.rows.messages import string
 from swiftlite.data.rows.placeholders import Placeholders, holds_published
@@ -73,6 +73,7 @@ class PromptTokenizer:
         if self._placeholders is not None:
             row, before = self._placeholders.fill(row), row
             batch.counts["placeholders_filled"] += row != before
+        check_shown(row)
         if taken := next((name for name in GIVEN if name in row), None):
             raise BadRow("taken_name", f"functions that reward answers get those as {taken}: call the column otherwise")
         return read_question(row, self._files[raw.file].where(raw.line), self._options.system)

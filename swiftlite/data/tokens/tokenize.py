@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftlite.config.methods import PAIRED
-from swiftlite.data.rows.formats import FORMATS, TrackedRow, count_columns, read_row, rename_columns, unknown_format
+from swiftlite.data.rows.formats import (
+    FORMATS,
+    TrackedRow,
+    check_shown,
+    count_columns,
+    read_row,
+    rename_columns,
+    unknown_format,
+)
 from swiftlite.data.rows.forms import BadRow, Chat, Completion, Judged, Pair, Row, Text
 from swiftlite.data.rows.learnt import check_no_marks, with_last_answer
 from swiftlite.data.rows.messages import string
@@ -165,6 +173,7 @@ class RowTokenizer:
         if self._placeholders is not None:
             given, before = self._placeholders.fill(given), given
             batch.counts["placeholders_filled"] += given != before
+        check_shown(given)
         known = next(known for known in FORMATS if known.name == raw.format)
         tracked = TrackedRow(rename_columns(given, columns))
         row = read_row(tracked, known)
