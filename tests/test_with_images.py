@@ -332,7 +332,7 @@ def _gathered(rank, folder):
         parameter.requires_grad_(False)
     scorer, mesh = TokenScorer(base, base), build_mesh(Layout(dp_shard=2, sharding="full"), torch.device("cpu"))
     options = DataParallel(torch.float32, "full")
-    shard_over_data(scorer, dissect(base).layers, mesh, options, parts_beside_text(base))
+    shard_over_data(scorer, dissect(base).layers, mesh, options, parts_beside_text(base).values())
     for batches in list(steps())[:2]:
         for place, batch in enumerate(batches[:2]):
             reduce_at_last_micro_batch(scorer, is_last=place == 1, sharding="full")

@@ -110,19 +110,19 @@ def beside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in used}
 
 
-def parts_beside_text(model: PreTrainedModel) -> list[nn.Module]:
-    """The largest modules that have some of these parameters and no others."""
+def parts_beside_text(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The largest modules that have some of these parameters and no others, by their names."""
     beside = {id(parameter) for parameter in beside_text(model).values()}
 
-    def below(module: nn.Module) -> Iterator[nn.Module]:
-        for part in module.children():
+    def below(module: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, part in module.named_children():
             of_part = [id(parameter) in beside for parameter in part.parameters()]
             if of_part and all(of_part):
-                yield part
+                yield place + name, part
             elif any(of_part):
-                yield from below(part)
+                yield from below(part, f"{place}{name}.")
 
-    return list(below(model)) if beside else []
+    return dict(below(model, "")) if beside else {}
 
 
 def _find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:

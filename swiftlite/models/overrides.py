@@ -41,7 +41,7 @@ def overridden(
     _fit_layers(text, known, wanted)
     _fit_heads(text, known, wanted)
     if ROTARY in wanted:
-        wanted[ROTARY] = _fitted_rotary(known, wanted[ROTARY], f"--config-overrides {ROTARY}")
+        wanted[ROTARY] = _fitted_rotary(known, wanted[ROTARY])
     for other, name in other_names.items():
         if name in wanted:
             text.pop(other, None)  # another name for it, which would win
@@ -131,7 +131,7 @@ def _fit_layers(settings: dict[str, Any], known: PretrainedConfig, wanted: Mappi
             settings[key] = value[:count]
 
 
-def _fitted_rotary(known: PretrainedConfig, value: dict[str, Any], where: str) -> dict[str, Any]:
+def _fitted_rotary(known: PretrainedConfig, value: dict[str, Any]) -> dict[str, Any]:
     """A rotary embedding that is scaled otherwise, of the model's own frequencies. Raises UserError."""
     has = getattr(known, ROTARY) or {}
     kinds = [name for name, part in has.items() if isinstance(part, dict)]
@@ -139,7 +139,7 @@ def _fitted_rotary(known: PretrainedConfig, value: dict[str, Any], where: str) -
         return _scaled(known, has, value)
     if strange := sorted(value.keys() - kinds):
         what = f"config.json says {ROTARY} for each kind of layer, and {strange[0]} is none"
-        raise UserError(what, where=where, fix=f"give them for {' and '.join(kinds)}")
+        raise UserError(what, where=f"--config-overrides {ROTARY}", fix=f"give them for {' and '.join(kinds)}")
     return {name: _scaled(known, has[name], value[name]) if name in value else has[name] for name in kinds}
 
 

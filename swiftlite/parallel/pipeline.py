@@ -139,11 +139,8 @@ def _prune(base: PreTrainedModel, layers: range, before: set[str], *, first: boo
 
 def _leave_to_first(base: PreTrainedModel) -> None:
     """Be without what no text goes through."""
-    idle = set(parts_beside_text(base))
-    for module in list(base.modules()):
-        for name, part in list(module.named_children()):
-            if part in idle:
-                setattr(module, name, Absent())
+    for name in parts_beside_text(base):
+        base.set_submodule(name, Absent())
     for name in beside_text(base):  # parameters beside modules
         place, _, leaf = name.rpartition(".")
         setattr(base.get_submodule(place), leaf, None)

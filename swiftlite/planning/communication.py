@@ -107,7 +107,7 @@ class ModelShape:
         mixtures = [experts for _, experts in find_experts(anatomy.layers)]
         in_experts = {id(p) for mixture in mixtures for p in mixture.parameters()}
         in_layers = {id(p) for p in anatomy.layers.parameters()}
-        idle = {id(p) for part in parts_beside_text(base) for p in part.parameters()}
+        idle = {id(p) for part in parts_beside_text(base).values() for p in part.parameters()}
         shared = {id(p) for p in anatomy.embedding.parameters()} & {id(p) for p in anatomy.head.parameters()}
         return ModelShape(
             layers=Parameters.of([anatomy.layers], in_experts),

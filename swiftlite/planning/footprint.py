@@ -67,7 +67,7 @@ class Blocks:
         mixtures = [[experts for _, experts in find_experts(layer)] for layer in anatomy.layers]
         in_experts = {id(p) for mixture in mixtures for experts in mixture for p in experts.parameters()}
         embedded, headed, layered = (_ids(part) for part in (anatomy.embedding, anatomy.head, anatomy.layers))
-        idle = parts_beside_text(base)
+        idle = list(parts_beside_text(base).values())
         elsewhere = embedded | headed | layered | {key for part in idle for key in _ids(part)}
         return Blocks(
             layers=tuple(Parameters.of([layer], in_experts) for layer in anatomy.layers),

@@ -250,7 +250,7 @@ def _divide_part(
         compile_layers(anatomy.layers)
     if experts:
         shard_experts(experts, expert_mesh, **options.unit(mesh.device))
-    shard_over_data(part.scorer, anatomy.layers, mesh, options, parts_beside_text(part.base))
+    shard_over_data(part.scorer, anatomy.layers, mesh, options, parts_beside_text(part.base).values())
     if is_fsdp_module(part.scorer):
         torch.distributed.fsdp.register_fsdp_forward_method(part.scorer, "check")
 

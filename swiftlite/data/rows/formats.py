@@ -215,7 +215,7 @@ def check_shown(row: Mapping[str, Any]) -> None:
     write rows with images: its answers would be learnt as if the model had seen that."""
     for kind in ("image", "video", "audio"):
         column = next((name for name in (f"{kind}s", kind) if row.get(name)), None)
-        if column is not None and _says(list(row.values()), f"<{kind}>"):
+        if column is not None and _says(row, f"<{kind}>"):
             raise BadRow("not_text", f"its text shows what stands under {column} by <{kind}>; only text is trained")
 
 
