@@ -46,6 +46,7 @@ from swiftlite.reporting.curves import curve_of
 from swiftlite.training.guards.failures import NotFinite
 from swiftlite.training.own_answers.asking import Asker, Draw
 from swiftlite.training.own_answers.rewards import Answered, Reward, check_columns, load_rewards, rewards_of
+from swiftlite.training.own_answers.speaker import Drawn
 from swiftlite.training.plan import Fleet, outline_of, settle
 from swiftlite.training.step import DirectStep
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
@@ -577,7 +578,7 @@ def asks_slowly(rank: int, model) -> list[float]:
     world.PATIENCE = timedelta(seconds=5)
     asked = json.dumps({"prompt": "?", "expected": None, "columns": {}})
     prompts = [Document(np.asarray([1]), np.asarray([False]), "", asked=asked)] * 3
-    answerer = SimpleNamespace(pads=True, ready=nullcontext, answer=lambda asked, *_: [[5, 2]] * len(asked))
+    answerer = SimpleNamespace(pads=True, ready=nullcontext, answer=lambda asked, *_: [Drawn([5, 2])] * len(asked))
     config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"])
     with world.joined() as ours:
         together = Patient(build_mesh(Layout(dp_replicate=2), ours.device))
@@ -739,7 +740,7 @@ def test_functions_get_the_columns_of_all_rows(tmp_path, write_rows, tiny_model,
     prompts = [document for pack in batch.packs for document in pack]
     config = resolve_config("grpo", **sampled(tmp_path, tiny_model("llama"), "rows.jsonl", samples=2))
     ask = Asker(config, None, tokenizer, load_rewards([f"{functions}:right"]), found.columns, None, [2])
-    (group,) = ask._rewarded(prompts, {(0, 0): [5, 2], (0, 1): [6, 7]}, 2)
+    (group,) = ask._rewarded(prompts, {(0, 0): Drawn([5, 2]), (0, 1): Drawn([6, 7])}, 2)
     assert group.rewards == [[0.25, 0.25]] and [answer.columns for answer in group.answers] == [{"answer": None}] * 2
 
 

@@ -28,7 +28,7 @@ def plain_loss(model, teacher, groups, weight, temperature):
         for answer, advantage in zip(answers, advantages.tolist(), strict=True):
             ids, places = torch.tensor([prompt + answer]), torch.tensor(answer)[:, None]
             own, theirs = (
-                (of(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature)
+                (of(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double() / temperature)
                 .log_softmax(-1)
                 .gather(-1, places)[:, 0]
                 for of in (model, teacher)

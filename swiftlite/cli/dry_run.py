@@ -141,6 +141,8 @@ def _step(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
         asked = f"{config.global_batch_size} prompts with {config.samples} answers each"
         several = f"{updates(config)} updates by " if learns_again(config) else ""
         yield "a step", f"{asked}, of up to {config.max_new_tokens:,} tokens"
+        if config.engine_url:
+            yield "", f"by {printable(' '.join(config.engine_url))}"
         yield "", f"then {several}forward passes of {config.micro_batch_size} x {capacity:,} tokens at most"
         return
     yield "a step", _batch(config, layout, "accumulated")

@@ -26,6 +26,7 @@ LONGEST_WORD = 200
 UNTOLD = (
     *NOT_SAVED, *DERIVED, "resume", "output_dir", "template_date", "workers", "cache_dir", "node_rank", "master_addr",
     "master_port", "stop_after", "max_restarts", "report_to", "run_name", "push_to_hub", "hub_model_id", "hub_private",
+    "engine_folder",
 )  # fmt: skip
 # They decide which rows, in which tokens, make up each step.
 OF_THE_ROWS = (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # The settings that name files and folders: what a run reads, its data sets, several names each, and where it writes.
 SOURCES = ("model", "teacher", "tokenizer", "chat_template", "adapter")
 DATASETS = ("dataset", "eval_dataset")
-NAMES = (*SOURCES, *DATASETS, "cache_dir", "output_dir", "resume")
+NAMES = (*SOURCES, *DATASETS, "cache_dir", "engine_folder", "output_dir", "resume")
 ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
 GENERATION_CONFIG = "generation_config.json"
 COMPRESSED_TENSORS = "compressed-tensors"  # `quant_method` of a config.json whose weights are codes, and our extra

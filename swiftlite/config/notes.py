@@ -40,6 +40,9 @@ METHOD_SETTINGS = {  # what acts in which methods
     ),
     "max_resample_times": SAMPLING,
     "answers_at_once": EXAMINED,
+    "engine_url": EXAMINED,
+    "engine_folder": EXAMINED,
+    "engine_ratio_cap": SAMPLING,
 }
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
 DEFAULT_SCALE = 2.0  # of LoRA's update
@@ -119,6 +122,10 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         if not config.reward:
             yield "teacher_weight", "without --reward: the teacher counts all"
             yield "max_resample_times", "without --reward"
+    if not config.engine_url:
+        yield from ((name, "without --engine-url") for name in ("engine_folder", "engine_ratio_cap"))
+    else:
+        yield "answers_at_once", "with --engine-url: the engine takes as many as it has room for"
     if config.lr_scheduler != "wsd":
         yield "decay_ratio", f"with --lr-scheduler {config.lr_scheduler}"
     if config.lr_scheduler.startswith("constant"):
@@ -154,6 +161,7 @@ def _without_evaluations(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, why) for name in ("eval_steps", "eval_on_start", "eval_samples", "eval_temperature"))
     if config.method in EXAMINED and not answers(config):
         judged = ("reward", "max_new_tokens", "answers_at_once") if not evaluates(config) else EXAMINED_BY
+        judged = (*judged, "engine_url")
         yield from ((name, "without --reward" if evaluates(config) else why) for name in judged)
 
 

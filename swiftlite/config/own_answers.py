@@ -68,6 +68,27 @@ def examination_rules(config: RunConfig) -> list[Rule]:
             ("max_new_tokens", "max_length"),
             f"give --max-length {2 * config.max_new_tokens}, or --max-new-tokens {max(1, config.max_length // 2)}",
         ),
+        *_engine_rules(config),
+    ]
+
+
+def _engine_rules(config: RunConfig) -> list[Rule]:
+    """Of runs whose answers engines give."""
+    if not config.engine_url:
+        return []
+    return [
+        (
+            any(not url.startswith(("http://", "https://")) for url in config.engine_url),
+            "--engine-url is the address of a server",
+            ("engine_url",),
+            "write http://HOST:PORT",
+        ),
+        (
+            config.qat != "none",
+            "--qat rounds weights in products, and an engine would answer by weights that are not",
+            ("engine_url", "qat"),
+            "leave one of them out",
+        ),
     ]
 
 

@@ -97,7 +97,8 @@ class MicroBatch:
     None where embeddings get no noise.
     taught: what a teacher says of the trained tokens; None without one, or before it has been asked. reference,
     sampled: fp32 `[trained tokens]`, or those of one rank's slice: their log p under the reference, where a loss wants
-    each, and when they were drawn, where that is not now.
+    each, and when they were drawn, where that is not now. drawn: fp32 `[trained tokens]`, their log p where an engine
+    has drawn them.
     data_set: int64 `[trained tokens]`, the number of the data set of each; None where there is one, and of answers that
     are compared.
     """
@@ -121,6 +122,7 @@ class MicroBatch:
     taught: Taught | None = None
     reference: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
+    drawn: torch.Tensor | None = None
     data_set: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -210,6 +212,9 @@ def collate(packs: Sequence[Pack]) -> MicroBatch:
         keys = np.asarray([document.noise for document in documents], dtype=np.int64)
         noise = np.stack([np.repeat(keys, lengths), positions, np.repeat(lengths, lengths)])
         batch = replace(batch, noise=torch.from_numpy(noise))
+    if documents[0].drawn is not None:
+        drawn = np.concatenate([document.drawn for document in documents])
+        batch = replace(batch, drawn=torch.from_numpy(drawn[trained]))
     if documents[0].preference is not None:
         batch = replace(batch, **_answers(documents, [segment for segment in segments if segment.answer], trained))
     elif documents[0].data_set is not None:  # of answers `Completions` knows it
@@ -284,5 +289,6 @@ def empty_micro_batch() -> MicroBatch:
         cost=0,
         owner=none,
         completions=Completions(none, none.bool(), none, none, none.float(), none.view(0, 2), none.float()),
+        drawn=none.float(),
         data_set=none,
     )

@@ -30,7 +30,8 @@ class Sequence:
     preference: of the methods that compare answers, or learn from several to one prompt; identity: the data set's
     number in the plan and the sequence's number in the data set, None of sequences that are made while training; noise:
     the key of what is added to its embeddings, None for nothing; asked: of a prompt that is answered while training,
-    its row as JSON; data_set: the number of its data set, None where there is one, or it is made while training.
+    its row as JSON; data_set: the number of its data set, None where there is one, or it is made while training; drawn:
+    fp32 `[n]`, log p of each token where another than the trained model has drawn it.
     """
 
     input_ids: np.ndarray
@@ -41,6 +42,7 @@ class Sequence:
     noise: int | None = None
     asked: str | None = None
     data_set: int | None = None
+    drawn: np.ndarray | None = None
 
 
 Pack = list[Sequence]

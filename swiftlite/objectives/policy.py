@@ -10,8 +10,13 @@ samples, the latter gives the gradient of KL(model || teacher) without the teach
 
 The ratio r has the gradient of log p where it is 1: in the first update of a step, which clips nothing. In later ones
 `clip` keeps it between 1 - low and 1 + high, beyond which a token teaches no more (PPO, arXiv 1707.06347, Eq. 7). The
-other term estimates the KL to the reference (http://joschu.net/blog/kl-approx.html, k3). share is 1 over what the loss
-counts, the answers and tokens of an update:
+other term estimates the KL to the reference (http://joschu.net/blog/kl-approx.html, k3).
+
+An engine that draws the answers does so by other kernels and in other types, from another p_drawn. The first term then
+counts min(p_sampled / p_drawn, cap) times: what is learnt is what the model's own answers would teach, but for the cap,
+which bounds the variance (truncated importance sampling, Ionides 2008, doi 10.1198/106186008X320456).
+
+share is 1 over what the loss counts, the answers and tokens of an update:
 
     dapo      all tokens alike (arXiv 2503.14476, Eq. 8)
     grpo      answers alike, and the tokens of each: 1 / (answers * n) (arXiv 2402.03300, Eq. 3)
@@ -33,7 +38,7 @@ import torch
 class Policy:
     """loss: one of the above; beta: b; teacher: w, 0 without one; answers, tokens: of the whole update, with those that
     are not trained because they have no advantage; longest: tokens that an answer may have; clip: low and high, None
-    where answers are learnt from once, by the weights that gave them."""
+    where answers are learnt from once, by the weights that gave them; cap: None where no engine draws the answers."""
 
     loss: str
     beta: float
@@ -42,6 +47,7 @@ class Policy:
     tokens: int
     longest: int
     clip: tuple[float, float] | None = None
+    cap: float | None = None
 
     @property
     def of_answers(self) -> bool:
@@ -54,6 +60,12 @@ class Policy:
             return torch.full_like(lengths, 1 / self.tokens, dtype=torch.float32)
         counted = torch.full_like(lengths, self.longest) if self.loss == "dr_grpo" else lengths
         return 1 / (self.answers * counted).float()
+
+    def weights(self, sampled: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what each token counts for having been drawn by an engine, whether that is the cap, 1 or 0), fp32 `[n]`.
+        sampled, drawn: log p by the model and by the engine, without gradient."""
+        ratio = (sampled - drawn).exp()
+        return ratio.clamp(max=self.cap), (ratio > self.cap).float()
 
     def ahead(self, sampled: torch.Tensor, advantages: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
         """A of each token, fp32 `[n]`. sampled: log p when it was drawn, without gradient; advantages: of its answer;

@@ -201,7 +201,7 @@ def slice_for_context(
 
     slice_tokens: of each rank, where that is settled; else as many as keep documents whole, or an even part.
     The row is padded by documents of their own without labels. `input_ids`, `position_ids` and `labels` become
-    `[1, slice]`, `noise` `[3, slice]`, `learnt`, `owner` and `data_set` those of the slice's labels, and the counts of
+    `[1, slice]`, `noise` `[3, slice]`, `learnt`, `owner`, `drawn` and `data_set` those of its labels, and the counts of
     tokens those of the slice, without padding: summed over the group they are the row's. Borders, keys, `max_document`
     and `completions` go on describing the whole row; `taught` is the slice's already.
     """
@@ -225,6 +225,7 @@ def slice_for_context(
         labels=row.labels[:, division.places],
         learnt=learnt,
         owner=None if row.owner is None else row.owner[labels],
+        drawn=None if row.drawn is None else row.drawn[labels],
         data_set=None if row.data_set is None else row.data_set[labels],
         noise=None if row.noise is None else row.noise[:, division.places],
         tokens=int((division.places < batch.tokens).sum()),

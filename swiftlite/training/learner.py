@@ -132,6 +132,7 @@ class Learner:
             if before is not None:  # the first update's loss says nothing of later ones: a step's mean is compared
                 self._watch_loss(step, fmean([*before, outcome.loss]), share, outcome)
             self._updates.finish()
+            self._trainee.updates += 1
             method.after(outcome.sums, count)
         if math.isfinite(outcome.loss):  # a loss that is no number is so at any scale
             self._scale.update(overflowed=not math.isfinite(norm))

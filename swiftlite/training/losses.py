@@ -35,6 +35,7 @@ class StepLoss(Protocol):
         """
 
 
+OF_ENGINE = "kl/engine"  # how far the engine that draws answers is from the model, nats a token
 OF_SETS = LOSS_OF, COUNT_OF = "loss/", "count of "  # what the names of a data set's sums begin with
 
 
@@ -215,7 +216,8 @@ class PolicyLoss:
     def names(self) -> tuple[str, ...]:
         kl = ("kl/teacher",) if self.policy.teacher else ("kl/reference",) if self.policy.beta else ()
         clipped = () if self.policy.clip is None else ("clipped",)
-        return ("entropy", *clipped, *kl)
+        engine = () if self.policy.cap is None else (OF_ENGINE, "engine/capped")
+        return ("entropy", *clipped, *engine, *kl)
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> Contribution:
         policy, answers = self.policy, batch.completions
@@ -225,7 +227,12 @@ class PolicyLoss:
         losses, clipped = policy.surrogate(self._log_ratio(logprobs, sampled, batch), logprobs, ahead)
         held, kl = policy.distance(logprobs, batch.reference)
         surprise = -logprobs.detach().sum()  # of what was sampled: its mean is the entropy
-        loss, found = (shares * (losses + held)).sum(), {"entropy": surprise, "clipped": clipped.sum()}
+        found = {"entropy": surprise, "clipped": clipped.sum()}
+        if policy.cap is not None:
+            weights, capped = policy.weights(sampled, batch.drawn)
+            losses = losses * weights
+            found |= {OF_ENGINE: (batch.drawn - sampled).sum(), "engine/capped": capped.sum()}
+        loss = (shares * (losses + held)).sum()
         sums = [found[name] if name in found else kl.sum() for name in self.names]
         if batch.context is not None:  # each rank of a row tells of all of it, see `reported`
             whole = [batch.context.sum(value) for value in (loss.detach(), *sums)]

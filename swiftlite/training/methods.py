@@ -21,6 +21,7 @@ from swiftlite.objectives.reward import RewardModel
 from swiftlite.objectives.unpaired import Unpaired, metric_means, reference_point
 from swiftlite.training.evaluation import Evaluation, MemoryErrors
 from swiftlite.training.losses import (
+    OF_ENGINE,
     OF_SETS,
     PairLoss,
     PolicyLoss,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from swiftlite.training.teacher import Teacher
 
 MakeLoss = Callable[[int], StepLoss]  # from what the loss is divided by
+OTHER_WEIGHTS = 0.2  # nats a token between engine and model: more than rounding makes, even to 4 bits
 START_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
@@ -253,6 +255,16 @@ class Reinforced(Method):
 
     def count(self, share: StepShare) -> int:
         return share.trained_tokens
+
+    def after(self, sums: dict[str, float], count: int) -> None:
+        """Raises RunError where an engine answers by other weights than those that learn."""
+        distance = abs(sums.get(OF_ENGINE, 0.0)) / max(1, count)
+        if distance > OTHER_WEIGHTS:
+            raise RunError(
+                f"the engine answers by other weights than the model's: they are {distance:.2g} nats a token apart",
+                where="--engine-url",
+                fix="let it serve the model that is trained, in bf16 or fp32, and go on with --resume auto",
+            )
 
     def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
         means = super().metrics(sums, count) if count else dict.fromkeys(sums)  # of no token there is none

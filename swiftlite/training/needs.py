@@ -233,7 +233,10 @@ class Outline:
 
     def _with_answers(self, held: Footprint, config: RunConfig, layout: Layout) -> Footprint:
         """With reward models, and the whole copy that answers where a model is divided, or its states are elsewhere;
-        and at least what a batch of answers takes, at which time nothing is kept for a backward pass."""
+        and at least what a batch of answers takes, at which time nothing is kept for a backward pass. Engines have
+        memory of their own."""
+        if config.engine_url:
+            return replace(held, weights=held.weights + self.judges)
         rows = self._answers_at_once(config, layout)
         cache = cache_bytes_per_token(self.model_config, self.precision.dtype) * rows * config.max_length
         drawn = rows * self.model_config.get_text_config().vocab_size * DRAWN_BYTES

@@ -49,6 +49,7 @@ from swiftlite.training.methods import preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder
 from swiftlite.training.own_answers.asking import build_asker
+from swiftlite.training.own_answers.engine import check_engines
 from swiftlite.training.own_answers.judges import notes_on_judges
 from swiftlite.training.own_answers.rewards import Reward, check_columns, load_rewards
 from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
@@ -91,6 +92,7 @@ def run_training(
                 find_weights(config, None)  # the start of a run that goes on has to be there still
             beside = check_teacher(config, layout, world.device, load) if config.teacher else None
             rewards = load_rewards(config.reward, config.method) if answers(config) else []
+            check_engines(config)
         for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
@@ -108,13 +110,12 @@ def run_training(
                 load()  # for checkpoints; by the first of them the model's folder may be gone
         for note in trainee.notes:
             reporter.message(f"note: {note}")
-        beside = world.within("start"), layout, trainee.choice
+        start = partial(build_trainee, config, model_config, None, load, world.within("start"), layout, trainee.choice)
         teacher = partial(build_teacher, config, trainee, load, world, layout, reporter.message)
         asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns))
         parts = MethodParts(
-            config=config, prepared=prepared, trainee=trainee, trainee_starts=resume is None,
-            build_start=partial(build_trainee, config, model_config, None, load, *beside), load_tokenizer=load,
-            reporter=reporter, same=world.same, build_teacher=teacher, build_asker=asker,
+            config=config, prepared=prepared, trainee=trainee, trainee_starts=resume is None, build_start=start,
+            load_tokenizer=load, reporter=reporter, same=world.same, build_teacher=teacher, build_asker=asker,
         )  # fmt: skip
         session = Session(claim, parts)
         session.restore(resume)

@@ -82,7 +82,7 @@ class Trainee:
     trained parameter of the whole model; matrices: the names of those that Muon takes; parameters: (trained, all);
     has_new_head: no file held the score head. kernels: `liger` or `none`; free: bytes of a device before weights
     loaded; alone: why documents have rows of their own, if they have. notes: what the user should know of how the
-    model is trained.
+    model is trained; updates: of its weights since they were loaded.
     """
 
     model: nn.Module
@@ -100,6 +100,7 @@ class Trainee:
     free: int
     alone: str | None
     notes: list[str]
+    updates: int = 0
 
     @property
     def layout_words(self) -> str:

@@ -29,7 +29,7 @@ _HOW_OFTEN = "write a number of steps, a part of the run such as 0.1, `epoch`, o
 _FILE = "there is no such file;"
 _IDENTITY = "write {model: NAME} for a model, {placeholders: name=NAME} for rows about itself"
 _ONE_SAMPLER = "write {method: grpo} with {reward: FILE.py:NAME}, the method here that learns from its own answers"
-_OWN_SAMPLER = _OUT + "the model that is trained gives the answers itself"
+_ENGINE = "start `vllm serve MODEL` and write {engine_url: http://HOST:8000}; without, the model answers itself"
 _OWN_REWARD = "write a function that rewards so, and {reward: FILE.py:NAME}"
 _TEACHER = "write {teacher: MODEL}, with {teacher_weight} and {teacher_tokens} for how much is learnt of it"
 _VISION = _OUT + "swiftlite trains the language model"
@@ -79,8 +79,9 @@ INSTEAD: dict[str, str] = trainers.INSTEAD | {
     **dict.fromkeys(
         ("use_vllm", "use_transformers_paged", "fast_inference", "gpu_memory_utilization",
          "max_lora_rank", "colocate_all_models"),
-        _OWN_SAMPLER,
+        _ENGINE,
     ),
+    "rollout_importance_sampling_threshold": "engine_ratio_cap: 2",
     "use_weighting": _OUT + "pairs count alike",
     "recompute_modules": "activation_checkpointing: selective",
     "liger_kernel_config": "kernels: liger",
@@ -241,7 +242,7 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("galore|badam|apollo", _GALORE),
     ("muon", _MUON),
     ("oft|boft|vera|relora|adalora|fourier|reft|llamapro|lora_ga", "write {tuner: lora}, or full"),
-    ("vllm|use_vllm", _OWN_SAMPLER),
+    ("vllm|use_vllm", _ENGINE),
     ("lmbda|seq_kd", _OUT + "sft learns from a teacher on the rows' own answers, grpo on those that the model gives"),
     ("cosine_m(in|ax)_len", _OWN_REWARD),
     ("repetition_(n_grams|max_penalty)", "write {reward: repetition}, of runs of four tokens, with *WEIGHT behind it"),

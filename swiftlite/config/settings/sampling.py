@@ -11,6 +11,7 @@ from swiftlite.config.types import (
     Names,
     OptionalNotNegative,
     OptionalPositive,
+    OptionalText,
     Positive,
     Spelling,
     Whole,
@@ -78,3 +79,16 @@ class SamplingSettings(BaseModel):
         "which teach nothing (DAPO's dynamic sampling).",
     )  # fmt: skip
     answers_at_once: Count = flag(64, REINFORCEMENT, "Answers that a process samples at a time.")
+    engine_url: Names = flag(
+        [], REINFORCEMENT, "vLLM servers that give the answers in place of the model itself, and take its weights over "
+        "before they do.", "vllm_server_base_url", shown="none: the model answers itself", metavar="URL ...",
+    )  # fmt: skip
+    engine_folder: OptionalText = flag(
+        None, REINFORCEMENT, "Where weights lie for them, a folder that they see under the same name; best in memory.",
+        shown="engine/ in --output-dir", metavar="FOLDER",
+    )  # fmt: skip
+    engine_ratio_cap: Positive = flag(
+        2.0, REINFORCEMENT, "How many times a token counts at most that the model finds likelier than the engine did "
+        "(truncated importance sampling).", "vllm_importance_sampling_cap", "rollout_is_threshold",
+        "tis_imp_ratio_cap",
+    )  # fmt: skip

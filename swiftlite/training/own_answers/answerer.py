@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,8 @@ from swiftlite.checkpoint.shared import to_write
 from swiftlite.config.layout import Layout
 from swiftlite.models.kernels.half_products import half_layers, half_weights
 from swiftlite.models.sampling import answering, sample
+from swiftlite.seeds import key_digest
+from swiftlite.training.own_answers.speaker import Asked, Drawn
 from swiftlite.training.qat import gathered_in
 from swiftlite.training.setup import Trainee, build_trainee
 
@@ -54,7 +57,8 @@ class Answerer:
 
     def __init__(self, trainee: Trainee, copy: Trainee | None, stops: Sequence[int], config: RunConfig) -> None:
         """copy: of one process, where the trainee does not answer itself; stops: ids that end an answer."""
-        self._trainee, self._copy, self._stops = trainee, copy, stops
+        self._trainee, self._copy, self._stops, self._config = trainee, copy, stops, config
+        self._taken: int | None = None  # updates of the weights that the copy has
         self._as_written = config.compile and copy is None
         self._speaker = copy or trainee
         (self._part,) = self._speaker.divided.parts
@@ -66,9 +70,10 @@ class Answerer:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """A context in which it answers as the weights are now. Every process enters it."""
-        if self._copy is not None:
+        """As of `Speaker`."""
+        if self._copy is not None and self._taken != self._trainee.updates:
             _take_over(self._trainee, self._copy)
+            self._taken = self._trainee.updates
         layers = half_layers(self._part.scorer)
         computing = self._speaker.precision.compute(self._speaker.mesh.device)
         # Each length of a row would be compiled: an answer has as many as tokens.
@@ -76,9 +81,31 @@ class Answerer:
         with answering(self._speaker.base, switch=self.pads), computing, half_weights(layers), as_written:
             yield
 
-    def answer(self, prompts: Sequence[Sequence[int]], numbers: torch.Tensor, temperature: float) -> list[list[int]]:
-        """As `swiftlite.models.sampling.sample`, within `ready`."""
-        return sample(self._speaker.base, prompts, numbers, self._stops, temperature, once=self.pads)
+    def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
+        """As of `Speaker`, by numbers that are functions of the keys."""
+        for some in self._at_once(asked):
+            numbers = np.stack([_uniform(self._config.max_new_tokens, *one.key) for one in some])
+            prompts = [one.ids for one in some]
+            base, stops = self._speaker.base, self._stops
+            yield from map(Drawn, sample(base, prompts, torch.from_numpy(numbers), stops, temperature, once=self.pads))
+
+    def _at_once(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
+        """Those that are answered together: of like length, or of one where nothing may be padded."""
+        some: list[Asked] = []
+        for one in asked:
+            alike = not some or self.pads or len(some[0].ids) == len(one.ids)
+            if len(some) == self._config.answers_at_once or not alike:
+                yield some
+                some = []
+            some.append(one)
+        if some:
+            yield some
+
+
+def _uniform(count: int, *key: object) -> np.ndarray:
+    """Numbers in `[0, 1)` that are a function of the key only, fp64 `[count]`."""
+    philox = np.random.Philox(key=np.frombuffer(key_digest("answers", *key, size=16), dtype=np.uint64))
+    return (philox.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
 @torch.no_grad()

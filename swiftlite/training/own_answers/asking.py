@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from swiftlite.checkpoint.shared import in_turn
 from swiftlite.data.order import Sequence as Document
 from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.parallel.mesh import Patient
-from swiftlite.seeds import key_digest
-from swiftlite.training.own_answers.answerer import Answerer, build_answerer
+from swiftlite.training.own_answers.answerer import build_answerer
+from swiftlite.training.own_answers.engine import Engine
+from swiftlite.training.own_answers.handover import FromEngine
 from swiftlite.training.own_answers.rewards import Answered, Reward, rewards_of
+from swiftlite.training.own_answers.speaker import Asked, Drawn, Speaker
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -63,7 +64,7 @@ class Asker:
     def __init__(
         self,
         config: RunConfig,
-        answerer: Answerer,
+        speaker: Speaker,
         tokenizer: PreTrainedTokenizerBase,
         rewards: Sequence[Reward],
         columns: Sequence[str],
@@ -72,12 +73,12 @@ class Asker:
     ) -> None:
         """columns: that some row of the data has; together: the processes, which share the prompts out, and wait for
         one another's functions; stops: ids that end an answer."""
-        self._config, self._answerer, self._tokenizer, self._rewards = config, answerer, tokenizer, rewards
+        self._config, self._speaker, self._tokenizer, self._rewards = config, speaker, tokenizer, rewards
         self._columns, self._together, self._stops = columns, together, stops
 
     def __call__(self, prompts: list[Document], draw: Draw) -> list[Answers]:
         """All groups in the order of the prompts, of which each process answers its part."""
-        drawn: dict[tuple[int, int], list[int]] = {}
+        drawn: dict[tuple[int, int], Drawn] = {}
         mine: list[Answers] = []
 
         def answer() -> None:
@@ -86,7 +87,7 @@ class Asker:
         def reward() -> None:
             mine.extend(self._rewarded(prompts, drawn, draw.samples))
 
-        with self._answerer.ready():
+        with self._speaker.ready():
             in_turn(self._together, answer)
         in_turn(self._together, reward)  # outside: a function with a model of its own computes as it does elsewhere
         groups = (group for theirs in self._together.collect(mine) for group in theirs)
@@ -94,8 +95,8 @@ class Asker:
 
     @property
     def pads(self) -> bool:
-        """As `Answerer.pads`."""
-        return self._answerer.pads
+        """As of `Speaker`."""
+        return self._speaker.pads
 
     @property
     def names(self) -> list[str]:
@@ -117,48 +118,37 @@ class Asker:
         """Whether an answer had no end before `--max-new-tokens`."""
         return ids[-1] not in self._stops
 
-    def _drawn(self, prompts: list[Document], draw: Draw) -> Iterator[tuple[tuple[int, int], list[int]]]:
-        """(place of the prompt, number of the answer) and the answer's ids, of this process's part, groups in order."""
-        config, ranks = self._config, self._together.size
+    def _drawn(self, prompts: list[Document], draw: Draw) -> Iterator[tuple[tuple[int, int], Drawn]]:
+        """(place of the prompt, number of the answer) and the answer, of this process's part, groups in order."""
+        ranks = self._together.size
         by_length = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].input_ids))
         rows = [(place, number) for place in by_length[self._together.rank :: ranks] for number in range(draw.samples)]
-        for some in self._at_once(rows, prompts):
-            keys = [(*draw.key(prompts[place], place), number) for place, number in some]
-            numbers = np.stack([_uniform(config.max_new_tokens, *key) for key in keys])
-            asked = [prompts[place].input_ids.tolist() for place, _ in some]
-            yield from zip(some, self._answerer.answer(asked, torch.from_numpy(numbers), draw.temperature), strict=True)
+        asked = [
+            Asked(prompts[place].input_ids.tolist(), (*draw.key(prompts[place], place), number))
+            for place, number in rows
+        ]
+        return zip(rows, self._speaker.answer(asked, draw.temperature), strict=True)
 
     def _rewarded(
-        self, prompts: list[Document], drawn: dict[tuple[int, int], list[int]], samples: int
+        self, prompts: list[Document], drawn: dict[tuple[int, int], Drawn], samples: int
     ) -> Iterator[Answers]:
         """drawn: as `_drawn` gives it."""
         places = [place for place, _ in drawn]
         records = {place: json.loads(prompts[place].asked) for place in dict.fromkeys(places)}
         columns = {place: dict.fromkeys(self._columns) | record["columns"] for place, record in records.items()}
         answered = [
-            self._read(prompts[place].where, records[place], columns[place], ids) for (place, _), ids in drawn.items()
+            self._read(prompts[place].where, records[place], columns[place], one) for (place, _), one in drawn.items()
         ]
         rewards = rewards_of(self._rewards, answered, self._config.max_new_tokens)
         for first in range(0, len(places), samples):
             part = slice(first, first + samples)
             yield Answers(places[first], answered[part], [of_function[part] for of_function in rewards])
 
-    def _at_once(self, rows: list[tuple[int, int]], prompts: list[Document]) -> Iterator[list[tuple[int, int]]]:
-        """Rows that are answered together: of like length, or of one where nothing may be padded."""
-        some: list[tuple[int, int]] = []
-        for row in rows:
-            alike = not some or self.pads or _same_length(prompts, some[0], row)
-            if len(some) == self._config.answers_at_once or not alike:
-                yield some
-                some = []
-            some.append(row)
-        if some:
-            yield some
-
-    def _read(self, where: str, record: dict[str, Any], columns: dict[str, Any], ids: list[int]) -> Answered:
-        """An answer by its ids. record, columns: of the row that stands at `where`."""
+    def _read(self, where: str, record: dict[str, Any], columns: dict[str, Any], drawn: Drawn) -> Answered:
+        """An answer by what was drawn. record, columns: of the row that stands at `where`."""
+        ids = drawn.ids
         text = self._tokenizer.decode(ids if self.is_cut(ids) else ids[:-1], skip_special_tokens=True)
-        return Answered(record["prompt"], text, ids, columns, where, record["expected"])
+        return Answered(record["prompt"], text, ids, columns, where, record["expected"], drawn.logprobs)
 
 
 def of_sets(prompts: Sequence[Document], data_sets: Sequence[str]) -> dict[str, np.ndarray]:
@@ -173,16 +163,6 @@ def _values(groups: list[Answers]) -> np.ndarray:
     return np.reshape([group.rewards for group in groups], shape).astype(np.float64)
 
 
-def _uniform(count: int, *key: object) -> np.ndarray:
-    """Numbers in `[0, 1)` that are a function of the key only, fp64 `[count]`."""
-    philox = np.random.Philox(key=np.frombuffer(key_digest("answers", *key, size=16), dtype=np.uint64))
-    return (philox.random_raw(count) >> np.uint64(11)) * 2.0**-53
-
-
-def _same_length(prompts: list[Document], one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return len(prompts[one[0]].input_ids) == len(prompts[other[0]].input_ids)
-
-
 def build_asker(
     config: RunConfig,
     model_config: PretrainedConfig,
@@ -192,11 +172,15 @@ def build_asker(
     rewards: Sequence[Reward],
     columns: Sequence[str],
 ) -> Asker:
-    """With the model itself, or a copy of it, to answer. columns: as for `Asker`. Raises UserError where a
-    reward model cannot be loaded."""
+    """With the model itself, a copy of it, or engines to answer. columns: as for `Asker`. Raises UserError where a
+    reward model cannot be loaded, or an engine cannot take the weights over."""
     tokenizer = load()
     for judge in filter(None, (reward.judge for reward in rewards)):
         judge.load(config, world.device, alone=world.size == 1)
     stops = stop_tokens(trainee.base.generation_config, tokenizer)
-    answerer = build_answerer(config, model_config, trainee, load, world, stops)
-    return Asker(config, answerer, tokenizer, rewards, columns, Patient(trainee.mesh), stops)
+    together = Patient(trainee.mesh)
+    if config.engine_url:
+        speaker = FromEngine(Engine(config, stops, together.rank), config, trainee, together)
+    else:
+        speaker = build_answerer(config, model_config, trainee, load, world, stops)
+    return Asker(config, speaker, tokenizer, rewards, columns, together, stops)

@@ -58,7 +58,8 @@ class Reward:
 @dataclass(frozen=True)
 class Answered:
     """One answer. prompt: messages, or the text it goes on from; text: without special tokens; ids: with what ended it;
-    columns: of the row; where: `file:line`; expected: what the row itself answers, if it does."""
+    columns: of the row; where: `file:line`; expected: what the row itself answers, if it does; logprobs: as of
+    `Drawn`."""
 
     prompt: list[dict[str, Any]] | str
     text: str
@@ -66,6 +67,7 @@ class Answered:
     columns: dict[str, Any]
     where: str
     expected: str | None = None
+    logprobs: list[float] | None = None
 
     @property
     def completion(self) -> list[dict[str, str]] | str:

@@ -23,6 +23,7 @@ from swiftlite.data.packing import best_fit_decreasing
 from swiftlite.data.tokens.preference_tokens import Group, Preference
 from swiftlite.objectives.policy import Policy
 from swiftlite.training.own_answers.asking import Answers, Asker, Draw, of_sets
+from swiftlite.training.own_answers.rewards import Answered
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -78,7 +79,7 @@ class Rollouts:
         kept = np.sort(np.argsort(equal, kind="stable")[:wanted])
         parts = np.array_split(kept, min(config.minibatches, wanted))
         lessons = [self._lesson(batch, prompts, [groups[i] for i in part], advantages[part]) for part in parts]
-        untaught = replace(lessons[0], packs=[[_untaught(prompts[0], answers[0])]])
+        untaught = replace(lessons[0], packs=[[_untaught(prompts[0], groups[0].answers[0])]])
         return [lesson for lesson in lessons if lesson.packs] or [untaught]
 
     def _asked(self, batch: StepBatch) -> tuple[list[Document], list[Answers]]:
@@ -121,6 +122,7 @@ class Rollouts:
             tokens=max(1, sum(lengths)),
             longest=config.max_new_tokens,
             clip=clip_range(config) if learns_again(config) else None,
+            cap=config.engine_ratio_cap if config.engine_url else None,
         )
         return Lesson(batch.step, batch.epoch, self._packs(documents), policy)
 
@@ -136,7 +138,7 @@ class Rollouts:
         """A prompt with the answers that have something to teach: as many behind one prompt as a pack may hold, or each
         behind its own."""
         shares, limit = self._config.share_prompt and self._ask.pads, self._config.max_length
-        some: list[tuple[list[int], float]] = []
+        some: list[tuple[Answered, float]] = []
         size = len(prompt.input_ids) - 1
         for answer, advantage in zip(group.answers, advantages, strict=True):
             if self._skips(answer.ids) or not (advantage or self._config.beta or self._config.teacher):
@@ -144,7 +146,7 @@ class Rollouts:
             if some and (not shares or size + 1 + len(answer.ids) > limit):
                 yield _document(prompt, some)
                 some, size = [], len(prompt.input_ids) - 1
-            some.append((answer.ids, advantage))
+            some.append((answer, advantage))
             size += 1 + len(answer.ids)
         if some:
             yield _document(prompt, some)
@@ -186,18 +188,22 @@ def _mean(known: np.ndarray) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _document(prompt: Document, answers: list[tuple[list[int], float]]) -> Document:
+def _document(prompt: Document, answers: list[tuple[Answered, float]]) -> Document:
     """A prompt with some answers and their advantages, laid out as `Group` says; with one as any document."""
     count, (opening, last) = len(prompt.input_ids), np.split(prompt.input_ids, [-1])
-    parts = [np.concatenate([last, np.asarray(ids, dtype=np.int32)]) for ids, _ in answers]
+    parts = [np.concatenate([last, np.asarray(answer.ids, dtype=np.int32)]) for answer, _ in answers]
     ids = np.concatenate([opening, *parts])
     trained = np.concatenate([np.zeros(count - 1, dtype=np.bool_), *(np.arange(len(part)) > 0 for part in parts)])
     lengths, advantages = tuple(map(len, parts)), tuple(advantage for _, advantage in answers)
     layout = Group(count - 1, lengths, advantages) if len(parts) > 1 else Preference(count, margin=advantages[0])
-    return Document(ids, trained, prompt.where, layout)
+    drawn = None
+    if answers[0][0].logprobs is not None:  # of all, or of none
+        told = [[0.0, *answer.logprobs] for answer, _ in answers]
+        drawn = np.concatenate([np.zeros(count - 1), *told]).astype(np.float32)
+    return Document(ids, trained, prompt.where, layout, drawn=drawn)
 
 
-def _untaught(prompt: Document, answer: list[int]) -> Document:
+def _untaught(prompt: Document, answer: Answered) -> Document:
     """With nothing to learn in it."""
     document = _document(prompt, [(answer, 0.0)])
     return replace(document, trained=np.zeros_like(document.trained))

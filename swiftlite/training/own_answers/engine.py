@@ -1,0 +1,220 @@
+"""Answers by vLLM servers beside a run, which take its weights over before they answer.
+
+Weights go through files in a folder that servers see as well: of an adapter the adapter, of a model all of it. A server
+says how likely it found each token, which its own kernels and types make another number than the model's: by both the
+loss knows what a token has to count (`swiftlite.objectives.policy`).
+
+Sources: https://docs.vllm.ai/en/latest/serving/openai_compatible_server/ for requests, .../features/lora/ for adapters
+at runtime; whole weights by `reload_weights` through `/collective_rpc`, which the development mode has.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import cycle, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from swiftlite.config.methods import SAMPLING, answers
+from swiftlite.errors import RunError, UserError, first_line
+from swiftlite.seeds import key_digest
+from swiftlite.serving.engines import VLLM_RANKS
+from swiftlite.training.own_answers.speaker import Asked, Drawn
+
+if TYPE_CHECKING:
+    import requests
+
+    from swiftlite.config.schema import RunConfig
+
+T = TypeVar("T")
+
+COMPLETE = "/v1/completions"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+RELOAD, FORGET = "/collective_rpc", "/reset_prefix_cache"
+API_KEY = "VLLM_API_KEY"
+CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 7200.0
+AGAIN, BUSY = 5, (500, 502, 503, 504)  # how often a request is sent again, and after which answers
+LONGEST_ERROR = 300
+MOST_AT_ONCE = 256  # requests of a process; a server has a queue of its own
+ALIKE = 1e-4  # log-probabilities that are one
+
+
+class Server:
+    """One of them. Raises RunError where it does not do what it is asked for."""
+
+    def __init__(self, url: str) -> None:
+        import requests
+        from requests.adapters import HTTPAdapter
+        from urllib3.util import Retry
+
+        self.url = url.rstrip("/").removesuffix("/v1")
+        again = Retry(
+            AGAIN, backoff_factor=1.0, status_forcelist=BUSY, allowed_methods=None, raise_on_status=False
+        )  # a request that is asked twice gives the same
+        self._session, self._once = requests.Session(), requests.Session()
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=MOST_AT_ONCE, max_retries=again))
+        if key := os.environ.get(API_KEY):  # of a server that asks for it, which goes by the same name
+            for session in (self._session, self._once):
+                session.headers["Authorization"] = f"Bearer {key}"
+        self._model = ""
+
+    def model(self) -> dict[str, Any]:
+        """What it says of the model that it serves, adapters aside. Raises UserError where nobody answers."""
+        try:
+            response = self._once.get(self.url + "/v1/models", timeout=CONNECT_SECONDS)
+            response.raise_for_status()
+            return next(card for card in response.json()["data"] if card.get("parent") is None)
+        except Exception as error:  # whatever answers there, it is no engine
+            raise UserError(f"no engine answers there: {first_line(error)}", where=self.url) from error
+
+    def has(self, path: str) -> bool:
+        """Whether it knows a request, of which an empty one is no valid one."""
+        return self._once.post(self.url + path, json={}, timeout=CONNECT_SECONDS).status_code != 404
+
+    def take(self, folder: Path, *, adapter: bool) -> None:
+        """Answer by the weights in a folder from now on."""
+        if adapter:
+            self.ask(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder)})
+            before, self._model = self._model, folder.name
+            if before:
+                self.ask(UNLOAD_ADAPTER, {"lora_name": before})
+            return
+        self.ask(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        self.ask(FORGET, {})
+
+    def ask(self, path: str, body: dict[str, Any]) -> requests.Response:
+        """Its answer to a request, which is sent again where the server is busy or cannot be reached."""
+        from requests import RequestException
+
+        try:
+            response = self._session.post(self.url + path, json=body, timeout=(CONNECT_SECONDS, ANSWER_SECONDS))
+            if response.ok:
+                return response
+            problem = f"{response.status_code} {response.text[:LONGEST_ERROR]}"
+        except RequestException as error:
+            problem = first_line(error)
+        raise RunError(
+            f"the engine does not do what it is asked for: {problem}",
+            where=self.url + path,
+            fix="look at what it says itself; when it answers again, go on with --resume auto",
+        )
+
+
+class Engine:
+    """The servers of `--engine-url`, between which prompts are shared out."""
+
+    def __init__(self, config: RunConfig, stops: Sequence[int], rank: int) -> None:
+        """stops: ids that end an answer; rank: of this process, by which it begins with another server."""
+        self._servers = [Server(url) for url in config.engine_url]
+        self._bases = [server.model()["id"] for server in self._servers]
+        self._adapter, self._rank = "", rank
+        self._request = {
+            "max_tokens": config.max_new_tokens,
+            "stop_token_ids": list(stops),
+            "ignore_eos": True,  # it would end answers by those of its own files
+            "logprobs": 0,
+            "return_token_ids": True,
+            "top_p": 1.0,  # and so on: else they are those of the model's generation_config.json
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+
+    def take(self, folder: Path, *, adapter: bool) -> None:
+        """Let all servers answer by the weights in a folder; one process asks them."""
+        self._each([partial(server.take, folder, adapter=adapter) for server in self._servers])
+
+    def named(self, adapter: str) -> None:
+        """Every process says which adapter, if there is one, it asks for."""
+        self._adapter = adapter
+
+    def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
+        """Of each, in order. Those in a row that differ by the last part of their keys are one request."""
+        servers = cycle(range(len(self._servers)))
+        for _ in range(self._rank):
+            next(servers)
+        groups = [list(group) for _, group in groupby(asked, key=lambda one: one.key[:-1])]
+        parts = [partial(self._answers, next(servers), group, temperature) for group in groups]
+        for of_group in self._each(parts):
+            yield from of_group
+
+    def _answers(self, number: int, group: list[Asked], temperature: float) -> list[Drawn]:
+        server, first = self._servers[number], group[0]
+        body = self._request | {
+            "model": self._adapter or self._bases[number],
+            "prompt": first.ids,
+            "n": len(group),
+            "temperature": temperature,
+            "seed": int.from_bytes(key_digest("answers", *first.key[:-1], size=7), "little"),
+        }
+        choices = sorted(server.ask(COMPLETE, body).json()["choices"], key=lambda choice: choice["index"])
+        try:
+            return [Drawn(list(one["token_ids"]), list(one["logprobs"]["token_logprobs"])) for one in choices]
+        except (KeyError, TypeError) as error:
+            raise RunError(
+                "the engine does not tell the tokens of its answers",
+                where=server.url + COMPLETE,
+                fix="use vLLM 0.11 or newer",
+            ) from error
+
+    @staticmethod
+    def _each(work: Sequence[Callable[[], T]]) -> list[T]:
+        """What each gives, done side by side."""
+        with ThreadPoolExecutor(min(len(work), MOST_AT_ONCE), "engine") as threads:
+            return list(threads.map(lambda one: one(), work))
+
+
+def check_engines(config: RunConfig) -> None:
+    """Before the model loads. Raises UserError where a server does not serve what the run needs of it."""
+    for url in config.engine_url if answers(config) else ():
+        server = Server(url)
+        fix = f"start it by `{_start_words(config)}`"
+        try:
+            longest = server.model().get("max_model_len") or config.max_length
+        except UserError as error:
+            raise UserError(error.what, where=f"--engine-url {url}", fix=fix) from error
+        if longest < config.max_length:
+            raise _unfit(url, f"reads {longest:,} tokens, fewer than --max-length {config.max_length}", fix)
+        if not server.has(LOAD_ADAPTER if config.tuner == "lora" else RELOAD):
+            kind = "adapters" if config.tuner == "lora" else "weights"
+            raise _unfit(url, f"takes no {kind} while it runs", fix)
+        if config.method in SAMPLING and config.temperature != 1 and not _scales_logprobs(server):
+            raise _unfit(url, f"tells probabilities as they are without --temperature {config.temperature:g}", fix)
+
+
+def _unfit(url: str, why: str, fix: str) -> UserError:
+    return UserError(f"the engine {why}", where=f"--engine-url {url}", fix=fix)
+
+
+def _scales_logprobs(server: Server) -> bool:
+    """Whether it tells probabilities of the distribution that it draws from: those of the likeliest token differ."""
+    body = {
+        "model": server.model()["id"],
+        "prompt": [1, 2, 3],
+        "max_tokens": 1,
+        "logprobs": 1,
+        "top_k": -1,
+        "top_p": 1.0,
+    }
+    found = [server.ask(COMPLETE, body | {"temperature": heat}).json() for heat in (1.0, 0.25)]
+    one, other = (max(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()) for answer in found)
+    return abs(one - other) > ALIKE
+
+
+def _start_words(config: RunConfig) -> str:
+    """The command line of a server that fits."""
+    words = ["vllm", "serve", config.model, "--max-model-len", str(config.max_length)]
+    if config.method in SAMPLING and config.temperature != 1:
+        words += ["--logprobs-mode", "processed_logprobs"]
+    if config.tuner != "lora":
+        return "VLLM_SERVER_DEV_MODE=1 " + shlex.join(words)
+    rank = next((size for size in VLLM_RANKS if size >= config.lora_rank), config.lora_rank)
+    words += ["--enable-lora", "--max-lora-rank", str(rank)]
+    return "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 " + shlex.join(words)

@@ -1,0 +1,98 @@
+"""The weights that are trained, handed over to engines beside the run, which answer by them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swiftlite.checkpoint.export import create_model_files
+from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
+from swiftlite.errors import UserError
+from swiftlite.serving.engines import MORE_THAN_LORA, NOTHING
+from swiftlite.training.own_answers.speaker import Asked, Drawn
+
+if TYPE_CHECKING:
+    from swiftlite.config.schema import RunConfig
+    from swiftlite.parallel.mesh import Patient
+    from swiftlite.training.own_answers.engine import Engine
+    from swiftlite.training.setup import Trainee
+
+FOLDER = "engine"  # of the output folder
+
+
+class FromEngine:
+    """A `Speaker` whose answers engines give."""
+
+    def __init__(self, engine: Engine, config: RunConfig, trainee: Trainee, together: Patient) -> None:
+        """together: the processes, which write the weights together, whatever each holds of them.
+
+        Raises UserError for an adapter that engines cannot take.
+        """
+        _check_adapter(trainee)
+        self._engine, self._trainee, self._together = engine, trainee, together
+        self._parent = Path(config.engine_folder or Path(config.output_dir) / FOLDER).expanduser().resolve()
+        run = hashlib.sha256(str(Path(config.output_dir).resolve()).encode()).hexdigest()[:8]
+        (self._name, *_) = together.collect(f"{run}-{uuid.uuid4().hex[:8]}")  # engines remember those of before
+        self._taken: int | None = None  # updates of the weights that engines have
+        self._files: Path | None = None
+        if together.rank == 0:
+            _remove(self._parent, run)  # what a run that was killed has left
+            weakref.finalize(self, _remove, self._parent, run)
+
+    @property
+    def pads(self) -> bool:
+        """As of `Speaker`."""
+        return self._trainee.alone is None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """As of `Speaker`."""
+        if self._taken != self._trainee.updates:
+            self._hand_over()
+            self._taken = self._trainee.updates
+        yield
+
+    def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
+        """As of `Speaker`, by random numbers of the engine's own, which are functions of the keys as well."""
+        return self._engine.answer(asked, temperature)
+
+    def _hand_over(self) -> None:
+        trainee, leads = self._trainee, self._together.rank == 0
+        files, before = trainee.files, self._files
+        mine = to_write(trainee.mesh, trainee.tensors())
+        self._files = folder = self._parent / f"{self._name}-{trainee.updates}"
+        create = partial(create_model_files, files=files, model=trainee.model, base=trainee.base, tokenizer=None)
+        write_together(self._together, folder, create, lambda part: files.plan.write(part, mine), manifest=False)
+        take = partial(self._engine.take, folder, adapter=files.adapter)
+        in_turn(self._together, take if leads else nothing)
+        self._engine.named(folder.name if files.adapter else "")
+        if leads and before is not None:  # until now an engine might have read it again
+            shutil.rmtree(before, ignore_errors=True)
+
+
+def _check_adapter(trainee: Trainee) -> None:
+    if not trainee.files.adapter:
+        return
+    settings = trainee.model.peft_config["default"].to_dict()
+    for key, words in MORE_THAN_LORA.items():
+        if settings.get(key) not in NOTHING:
+            raise UserError(
+                f"vLLM takes no adapter with {words}",
+                where="--engine-url",
+                fix="leave it out, so that the model answers itself, or use --tuner full",
+            )
+
+
+def _remove(parent: Path, run: str) -> None:
+    """What is left of a run's weights, and the folder, if nothing else is in it."""
+    for folder in [*parent.glob(f"{run}-*"), *parent.glob(f".{run}-*")]:
+        shutil.rmtree(folder, ignore_errors=True)
+    if parent.name == FOLDER and parent.is_dir() and not any(parent.iterdir()):
+        parent.rmdir()
