@@ -120,6 +120,45 @@ def test_a_run_goes_on_when_its_engine_does(tmp_path, tiny_model, write_rows, ch
     assert again == rows
 
 
+def test_the_next_step_is_answered_while_one_is_learnt(tmp_path, tiny_model, write_rows, chat_rows, beside):
+    """By weights that are one step older, which evaluations between are not, and the loss knows of."""
+    judged = {"eval_fraction": 0.2, "eval_steps": 1, "max_new_tokens": 8}
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, engine_ahead=True, **judged)
+    train_alone(resolve_config("grpo", **values))
+    seeds, order = {}, []
+    for path, body in beside.asked:
+        if path == "/collective_rpc" and "kwargs" in body:
+            order.append("weights")
+        elif path == "/v1/completions":
+            step = (
+                "evaluation"
+                if body["temperature"] == 0
+                else seeds.setdefault(body["seed"], len(seeds) // values["global_batch_size"] + 1)
+            )
+            order += [step] if order[-1] != step else []
+    assert order == ["weights", 1, 2, "weights", "evaluation", 3, "weights", "evaluation", "weights", "evaluation"]
+    rows = metrics(tmp_path / "out")
+    assert abs(rows[0]["kl/engine"]) < 1e-6 and all(1e-4 < abs(row["kl/engine"]) < 0.2 for row in rows[1:])
+    train_alone(resolve_config("grpo", **values | {"output_dir": str(tmp_path / "other")}))
+    assert [[row[name] for name in OWN] for row in metrics(tmp_path / "other")] == [
+        [row[n] for n in OWN] for row in rows
+    ]
+
+
+def test_a_failure_ahead_ends_the_step_that_asks_for_it(
+    tmp_path, tiny_model, write_rows, chat_rows, beside, monkeypatch
+):
+    monkeypatch.setattr(engine, "AGAIN", 0)
+    beside.fails_after = 6
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, engine_ahead=True, save_steps=1)
+    with pytest.raises(RunError, match="does not do what it is asked for: 500"):
+        train_alone(resolve_config("grpo", **values))
+    assert len(metrics(tmp_path / "out")) == 1
+    beside.fails_after = None
+    train_alone(resolve_config("grpo", **values | {"resume": "auto"}))
+    assert len(metrics(tmp_path / "out")) == 3
+
+
 def test_what_a_run_that_was_killed_has_left_is_removed(tmp_path, tiny_model, write_rows, chat_rows, beside):
     """And that of others is not."""
     values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, max_steps=1)

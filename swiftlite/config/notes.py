@@ -42,6 +42,7 @@ METHOD_SETTINGS = {  # what acts in which methods
     "answers_at_once": EXAMINED,
     "engine_url": EXAMINED,
     "engine_folder": EXAMINED,
+    "engine_ahead": SAMPLING,
     "engine_ratio_cap": SAMPLING,
 }
 LORA_SHAPE = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "dora", "rslora")
@@ -123,7 +124,7 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "teacher_weight", "without --reward: the teacher counts all"
             yield "max_resample_times", "without --reward"
     if not config.engine_url:
-        yield from ((name, "without --engine-url") for name in ("engine_folder", "engine_ratio_cap"))
+        yield from ((name, "without --engine-url") for name in ("engine_folder", "engine_ahead", "engine_ratio_cap"))
     else:
         yield "answers_at_once", "with --engine-url: the engine takes as many as it has room for"
     if config.lr_scheduler != "wsd":

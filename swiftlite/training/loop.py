@@ -142,16 +142,17 @@ class Loop:
         return number or None, peak
 
     def _prepared_steps(self) -> Iterator[tuple[StepBatch, list[tuple[StepBatch, StepShare]], float]]:
-        steps = self._parts.plan.steps(self.progress.step)
+        steps, method, following = self._parts.plan.steps(self.progress.step), self._parts.method, None
         while True:
             started = time.perf_counter()
             with unfit_rows():
-                batch = next(steps, None)
+                batch = following or next(steps, None)
+                following = next(steps, None) if method.looks_ahead else None
             if batch is None:
                 return
             found = time.perf_counter()
             with self._learner.memory_errors(f"the answers of step {batch.step}", ()):
-                parts, answered = self._parts.method.lessons(batch), time.perf_counter()
+                parts, answered = method.lessons(batch, following), time.perf_counter()
             lessons = [(part, self._model.share(self._packs(part))) for part in parts]
             yield batch, lessons, found - started + time.perf_counter() - answered
 

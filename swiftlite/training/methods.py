@@ -45,19 +45,23 @@ if TYPE_CHECKING:
 
 MakeLoss = Callable[[int], StepLoss]  # from what the loss is divided by
 OTHER_WEIGHTS = 0.2  # nats a token between engine and model: more than rounding makes, even to 4 bits
+OLDER_WEIGHTS = 1.0  # the same where it answers by those before the last step
 START_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
 class Method(ABC):
     """One method, and what most of them have in common. state: what a checkpoint keeps of it, as JSON; passes: how
-    often a step's lessons are learnt from."""
+    often a step's lessons are learnt from; looks_ahead: whether it begins with the next step before a step is learnt.
+    """
 
     state: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
     passes = 1
+    looks_ahead = False
     learns_nothing = "no trained token in the whole step"  # why a step can be without any
 
-    def lessons(self, batch: StepBatch) -> Sequence[StepBatch]:
-        """What the step's updates learn from, one after the other: the step itself, or what is made of it now."""
+    def lessons(self, batch: StepBatch, following: StepBatch | None) -> Sequence[StepBatch]:
+        """What the step's updates learn from, one after the other: the step itself, or what is made of it now.
+        following: the next step of a method that looks ahead, if there is one."""
         return [batch]
 
     @abstractmethod
@@ -236,12 +240,12 @@ class Reinforced(Method):
         """reference: that the model is held to, or its teacher, if there is one; sampler: the trained model itself,
         where a step has several updates."""
         self._rollouts, self._reference, self._sampler = rollouts, reference, sampler
-        self.passes = passes(config)
+        self.passes, self.looks_ahead = passes(config), bool(config.engine_url) and config.engine_ahead
         if config.cut_answers == "skip":
             self.learns_nothing += ", or they are cut"
 
-    def lessons(self, batch: StepBatch) -> Sequence[StepBatch]:
-        return self._rollouts(batch)
+    def lessons(self, batch: StepBatch, following: StepBatch | None) -> Sequence[StepBatch]:
+        return self._rollouts(batch, following)
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         batches = share.micro_batches
@@ -259,7 +263,7 @@ class Reinforced(Method):
     def after(self, sums: dict[str, float], count: int) -> None:
         """Raises RunError where an engine answers by other weights than those that learn."""
         distance = abs(sums.get(OF_ENGINE, 0.0)) / max(1, count)
-        if distance > OTHER_WEIGHTS:
+        if distance > (OLDER_WEIGHTS if self.looks_ahead else OTHER_WEIGHTS):
             raise RunError(
                 f"the engine answers by other weights than the model's: they are {distance:.2g} nats a token apart",
                 where="--engine-url",

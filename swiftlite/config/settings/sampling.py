@@ -87,6 +87,10 @@ class SamplingSettings(BaseModel):
         None, REINFORCEMENT, "Where weights lie for them, a folder that they see under the same name; best in memory.",
         shown="engine/ in --output-dir", metavar="FOLDER",
     )  # fmt: skip
+    engine_ahead: bool = flag(
+        False, REINFORCEMENT, "Have the next step's answers given while a step is learnt, by weights that are one step "
+        "older.", "async_generate", "async_train",
+    )  # fmt: skip
     engine_ratio_cap: Positive = flag(
         2.0, REINFORCEMENT, "How many times a token counts at most that the model finds likelier than the engine did "
         "(truncated importance sampling).", "vllm_importance_sampling_cap", "rollout_is_threshold",

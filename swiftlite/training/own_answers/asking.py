@@ -93,6 +93,11 @@ class Asker:
         groups = (group for theirs in self._together.collect(mine) for group in theirs)
         return sorted(groups, key=lambda group: group.place)
 
+    def foresee(self, prompts: list[Document], draw: Draw) -> None:
+        """Have an engine begin with what it will be asked next, by the weights as they are now."""
+        with self._speaker.ready():
+            self._speaker.foresee(self._questions(prompts, draw)[1], draw.temperature)
+
     @property
     def pads(self) -> bool:
         """As of `Speaker`."""
@@ -120,14 +125,18 @@ class Asker:
 
     def _drawn(self, prompts: list[Document], draw: Draw) -> Iterator[tuple[tuple[int, int], Drawn]]:
         """(place of the prompt, number of the answer) and the answer, of this process's part, groups in order."""
+        rows, asked = self._questions(prompts, draw)
+        return zip(rows, self._speaker.answer(asked, draw.temperature), strict=True)
+
+    def _questions(self, prompts: list[Document], draw: Draw) -> tuple[list[tuple[int, int]], list[Asked]]:
+        """The same places and numbers, with what is asked for each."""
         ranks = self._together.size
         by_length = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].input_ids))
         rows = [(place, number) for place in by_length[self._together.rank :: ranks] for number in range(draw.samples)]
-        asked = [
+        return rows, [
             Asked(prompts[place].input_ids.tolist(), (*draw.key(prompts[place], place), number))
             for place, number in rows
         ]
-        return zip(rows, self._speaker.answer(asked, draw.temperature), strict=True)
 
     def _rewarded(
         self, prompts: list[Document], drawn: dict[tuple[int, int], Drawn], samples: int

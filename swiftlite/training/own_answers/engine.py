@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from itertools import cycle, groupby
 from pathlib import Path
@@ -129,7 +130,7 @@ class Engine:
 
     def take(self, folder: Path, *, adapter: bool) -> None:
         """Let all servers answer by the weights in a folder; one process asks them."""
-        self._each([partial(server.take, folder, adapter=adapter) for server in self._servers])
+        _each([partial(server.take, folder, adapter=adapter) for server in self._servers])
 
     def named(self, adapter: str) -> None:
         """Every process says which adapter, if there is one, it asks for."""
@@ -142,7 +143,7 @@ class Engine:
             next(servers)
         groups = [list(group) for _, group in groupby(asked, key=lambda one: one.key[:-1])]
         parts = [partial(self._answers, next(servers), group, temperature) for group in groups]
-        for of_group in self._each(parts):
+        for of_group in _each(parts):
             yield from of_group
 
     def _answers(self, number: int, group: list[Asked], temperature: float) -> list[Drawn]:
@@ -164,11 +165,30 @@ class Engine:
                 fix="use vLLM 0.11 or newer",
             ) from error
 
-    @staticmethod
-    def _each(work: Sequence[Callable[[], T]]) -> list[T]:
-        """What each gives, done side by side."""
-        with ThreadPoolExecutor(min(len(work), MOST_AT_ONCE), "engine") as threads:
-            return list(threads.map(lambda one: one(), work))
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """What it will give. A process may end meanwhile, which it does not with threads of an executor."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="engine", daemon=True).start()
+    return found
+
+
+def _each(work: Sequence[Callable[[], T]]) -> list[T]:
+    """What each gives, done side by side."""
+    room = threading.Semaphore(MOST_AT_ONCE)
+
+    def in_room(one: Callable[[], T]) -> T:
+        with room:
+            return one()
+
+    return [found.result() for found in [in_background(partial(in_room, one)) for one in work]]
 
 
 def check_engines(config: RunConfig) -> None:

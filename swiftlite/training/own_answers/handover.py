@@ -7,6 +7,7 @@ import shutil
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from swiftlite.checkpoint.export import create_model_files
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
 from swiftlite.errors import UserError
 from swiftlite.serving.engines import MORE_THAN_LORA, NOTHING
+from swiftlite.training.own_answers.engine import in_background
 from swiftlite.training.own_answers.speaker import Asked, Drawn
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class FromEngine:
         (self._name, *_) = together.collect(f"{run}-{uuid.uuid4().hex[:8]}")  # engines remember those of before
         self._taken: int | None = None  # updates of the weights that engines have
         self._files: Path | None = None
+        self._foreseen: tuple[Sequence[Asked], Future[list[Drawn]]] | None = None
         if together.rank == 0:
             _remove(self._parent, run)  # what a run that was killed has left
             weakref.finalize(self, _remove, self._parent, run)
@@ -53,7 +56,9 @@ class FromEngine:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """As of `Speaker`."""
+        """As of `Speaker`. What is being answered is so by the weights that it was asked of."""
+        if self._foreseen is not None:
+            wait([self._foreseen[1]])
         if self._taken != self._trainee.updates:
             self._hand_over()
             self._taken = self._trainee.updates
@@ -61,7 +66,14 @@ class FromEngine:
 
     def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
         """As of `Speaker`, by random numbers of the engine's own, which are functions of the keys as well."""
-        return self._engine.answer(asked, temperature)
+        if self._foreseen is None or self._foreseen[0] != asked:  # an evaluation asks others meanwhile
+            return self._engine.answer(asked, temperature)
+        found, self._foreseen = self._foreseen[1], None
+        return iter(found.result())
+
+    def foresee(self, asked: Sequence[Asked], temperature: float) -> None:
+        """Have answered, by the weights as they are now, what will be asked next. Within `ready`."""
+        self._foreseen = asked, in_background(lambda: list(self._engine.answer(asked, temperature)))
 
     def _hand_over(self) -> None:
         trainee, leads = self._trainee, self._together.rank == 0

@@ -52,9 +52,9 @@ class Rollouts:
         self._config, self._ask, self._tell, self._others = config, ask, tell, others
         self.told: dict[str, float | None] = {}
 
-    def __call__(self, batch: StepBatch) -> list[Lesson]:
+    def __call__(self, batch: StepBatch, following: StepBatch | None = None) -> list[Lesson]:
         """The same step with answers in place of its prompts, divided by updates. `told` says of them what metrics are
-        to have.
+        to have. following: the next step, whose prompts an engine begins to answer meanwhile.
 
         An answer without an advantage has nothing to teach and is left out, unless the model is held to a reference, or
         a teacher tells of it; `--cut-answers skip` leaves out those without an end. A step in which none is left keeps
@@ -62,6 +62,8 @@ class Rollouts:
         """
         config, began = self._config, time.perf_counter()
         prompts, groups = self._asked(batch)
+        if following is not None:
+            self._ask.foresee(_prompts(following), self._draw(following, 0))
         seconds = time.perf_counter() - began
         totals = self._ask.totals(groups)
         equal, wanted = _equal(totals), sum(map(len, batch.packs))
@@ -86,7 +88,7 @@ class Rollouts:
         """(the step's prompts, and behind them those asked in place of the ones whose answers all have one reward; the
         answers to each). Source: dynamic sampling in DAPO, arXiv 2503.14476, section 3.2."""
         config, others = self._config, self._others(batch)
-        prompts = [document for pack in batch.packs for document in pack]
+        prompts = _prompts(batch)
         groups, wanted = self._drawn(batch, prompts, 0), len(prompts)
         for _ in range(config.max_resample_times if config.reward else 0):
             missing = wanted - int((~_equal(self._ask.totals(groups))).sum())
@@ -99,9 +101,11 @@ class Rollouts:
 
     def _drawn(self, batch: StepBatch, prompts: list[Document], first: int) -> list[Answers]:
         """The answers to prompts whose places in the step begin at `first`."""
+        return [replace(group, place=first + group.place) for group in self._ask(prompts, self._draw(batch, first))]
+
+    def _draw(self, batch: StepBatch, first: int) -> Draw:
         config = self._config
-        draw = Draw(config.samples, config.temperature, lambda _, place: (config.seed, batch.step, first + place))
-        return [replace(group, place=first + group.place) for group in self._ask(prompts, draw)]
+        return Draw(config.samples, config.temperature, lambda _, place: (config.seed, batch.step, first + place))
 
     def _lesson(
         self, batch: StepBatch, prompts: list[Document], groups: list[Answers], advantages: np.ndarray
@@ -172,6 +176,10 @@ class Rollouts:
             "answers/equal": float(equal.mean()),
             "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
         }
+
+
+def _prompts(batch: StepBatch) -> list[Document]:
+    return [document for pack in batch.packs for document in pack]
 
 
 def _equal(totals: np.ma.MaskedArray) -> np.ndarray:
