@@ -179,3 +179,9 @@ def test_an_evaluation_compares_with_what_rows_answer(tmp_path, tiny_model, writ
     given = {"dataset": [str(write_rows("rows.jsonl", rows))], "max_new_tokens": 6, "max_length": 100}
     [found] = evaluate(model=str(tiny_model("llama")), reward=["exact_match"], cache_dir=str(tmp_path), **given)
     assert found.metrics["rewards/exact_match"] == 0.0 and found.metrics["answers/unrewarded"] == 0.2
+
+
+def test_a_function_that_comes_along_means_the_limit_where_rows_have_one_too():
+    answers = [Answered("Q", "A", [1] * 9, {"max_new_tokens": "64"}, "rows.jsonl:1")]
+    (found,) = rewards_of(load_rewards(["soft_overlong"]), answers, 10)
+    assert found == [pytest.approx(-0.5)]

@@ -192,9 +192,10 @@ def _require(config: RunConfig, *, needs_rows: bool) -> None:
     if not config.model:
         fix = "add --model with a hub id, a folder or a short name (qwen3-0.6b)"
         fix += "; --model-name is what rows call it" if config.placeholders else ""
-        raise UserError("no model is named", fix=fix)
+        raise UserError("no model is named", where="--model", fix=fix)
     if needs_rows and not config.dataset and not config.dry_run:  # which only shows what was resolved
-        raise UserError("no data set is named", fix="add --dataset with a file, a folder, a hub id or a short name")
+        fix = "add --dataset with a file, a folder, a hub id or a short name"
+        raise UserError("no data set is named", where="--dataset", fix=fix)
 
 
 def require_reward(config: RunConfig) -> None:

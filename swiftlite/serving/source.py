@@ -50,7 +50,8 @@ def find_source(model: str | None, adapter: str | None, flag: str = MODEL_FLAG) 
     Raises UserError where a name leads nowhere or the two do not go together.
     """
     if model is None and adapter is None:
-        raise UserError("no model is named", fix="add --model with a folder, a hub id or a short name (qwen3-0.6b)")
+        fix = "add --model with a folder, a hub id or a short name (qwen3-0.6b)"
+        raise UserError("no model is named", where=flag, fix=fix)
     for by, name in ((flag, model), ("--adapter", adapter)):
         if name is not None:
             check_name(name, by)

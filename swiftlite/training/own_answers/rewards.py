@@ -297,6 +297,9 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered], limit: in
     on_request = {EXPECTED: [answer.expected for answer in answers], LIMIT: limit}
     asked = [on_request.keys() & (_parameters(reward.function) or {}).keys() for reward in rewards]
     given = [{name: on_request[name] for name in names} | columns for names in asked]
+    for reward, mine in zip(rewards, given, strict=True):
+        if reward.function is KNOWN["soft_overlong"]:  # which means the limit, whatever rows have by that name
+            mine[LIMIT] = limit
     with _setting_back():  # and what it gets each may change
         return [_asked(reward, deepcopy(mine), answers) for reward, mine in zip(rewards, given, strict=True)]
 
