@@ -45,6 +45,7 @@ from swiftlite.parallel.stages import check_pipeline, choose_schedule, plan_stag
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.devices import find_device
 from swiftlite.training.guards.fits import check_alone
+from swiftlite.training.own_answers.engine import start_words
 from swiftlite.training.plan import Fleet, Proposal, outline_of, settle
 
 RECIPES = shipped_recipes()
@@ -136,7 +137,7 @@ def test_a_header_is_true(name):
 
 def has_copy(config, layout) -> bool:
     """Whether each process has the model once more, whole."""
-    return config.method == "grpo" and layout.world > 1
+    return config.method == "grpo" and layout.world > 1 and not config.engine_url
 
 
 def all_gib(name: str) -> float:
@@ -188,6 +189,15 @@ def test_the_command_of_the_header_starts_the_recipe(name, monkeypatch, capsys):
         words = words[words.index("-m") + 1 :]
     monkeypatch.chdir(recipes_folder().parent)
     assert f"processes {said.world} (" in dry_run(words[1:], monkeypatch, capsys)
+
+
+def test_a_recipe_with_an_engine_says_how_that_is_started():
+    """On all of several GPUs, if it likes."""
+    beside = [name for name in RECIPES if resolved(name).config.engine_url]
+    for name in beside:
+        said = RECIPES[name].read_text().splitlines()[4]
+        assert said.partition(" --tensor-parallel-size")[0] == f"# Engine: {start_words(resolved(name).config)}"
+    assert len(beside) == 2
 
 
 def check_layout(config, layout, folder, *, count=True) -> None:

@@ -195,7 +195,7 @@ def check_engines(config: RunConfig) -> None:
     """Before the model loads. Raises UserError where a server does not serve what the run needs of it."""
     for url in config.engine_url if answers(config) else ():
         server = Server(url)
-        fix = f"start it by `{_start_words(config)}`"
+        fix = f"start it by `{start_words(config)}`"
         try:
             longest = server.model().get("max_model_len") or config.max_length
         except UserError as error:
@@ -228,7 +228,7 @@ def _scales_logprobs(server: Server) -> bool:
     return abs(one - other) > ALIKE
 
 
-def _start_words(config: RunConfig) -> str:
+def start_words(config: RunConfig) -> str:
     """The command line of a server that fits."""
     words = ["vllm", "serve", config.model, "--max-model-len", str(config.max_length)]
     if config.method in SAMPLING and config.temperature != 1:
