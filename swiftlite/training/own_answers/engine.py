@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import cycle, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,9 +53,7 @@ class Server:
         from urllib3.util import Retry
 
         self.url = url.rstrip("/").removesuffix("/v1")
-        again = Retry(
-            AGAIN, backoff_factor=1.0, status_forcelist=BUSY, allowed_methods=None, raise_on_status=False
-        )  # a request that is asked twice gives the same
+        again = Retry(AGAIN, backoff_factor=1.0, status_forcelist=BUSY, allowed_methods=None, raise_on_status=False)
         self._session, self._once = requests.Session(), requests.Session()
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=MOST_AT_ONCE, max_retries=again))
@@ -89,11 +87,13 @@ class Server:
         self.ask(FORGET, {})
 
     def ask(self, path: str, body: dict[str, Any]) -> requests.Response:
-        """Its answer to a request, which is sent again where the server is busy or cannot be reached."""
+        """Its answer to a request, which is sent again where the server is busy or cannot be reached; but for adapters,
+        of which it would say that it has them already."""
         from requests import RequestException
 
+        session = self._once if path in (LOAD_ADAPTER, UNLOAD_ADAPTER) else self._session
         try:
-            response = self._session.post(self.url + path, json=body, timeout=(CONNECT_SECONDS, ANSWER_SECONDS))
+            response = session.post(self.url + path, json=body, timeout=(CONNECT_SECONDS, ANSWER_SECONDS))
             if response.ok:
                 return response
             problem = f"{response.status_code} {response.text[:LONGEST_ERROR]}"
@@ -138,11 +138,11 @@ class Engine:
 
     def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
         """Of each, in order. Those in a row that differ by the last part of their keys are one request."""
-        servers = cycle(range(len(self._servers)))
-        for _ in range(self._rank):
-            next(servers)
         groups = [list(group) for _, group in groupby(asked, key=lambda one: one.key[:-1])]
-        parts = [partial(self._answers, next(servers), group, temperature) for group in groups]
+        numbers = [(self._rank + place) % len(self._servers) for place in range(len(groups))]
+        parts = [
+            partial(self._answers, number, group, temperature) for number, group in zip(numbers, groups, strict=True)
+        ]
         for of_group in _each(parts):
             yield from of_group
 
