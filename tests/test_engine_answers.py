@@ -104,6 +104,18 @@ def test_an_engine_with_other_weights_is_told(tmp_path, tiny_model, write_rows, 
     assert not [*(tmp_path / "out").glob("checkpoints/*")]
 
 
+def test_an_engine_that_does_not_see_the_weights_is_told_of_them(
+    tmp_path, tiny_model, write_rows, chat_rows, beside, monkeypatch
+):
+    does = beside.does
+    said = 404, {"error": "no adapter there"}
+    monkeypatch.setattr(beside, "does", lambda path, body: said if body.get("lora_name") else does(path, body))
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, tuner="lora")
+    with pytest.raises(RunError, match="404 .*no adapter there") as failure:
+        train_alone(resolve_config("grpo", **values))
+    assert "(--engine-folder)" in failure.value.fix and failure.value.where == f"{beside.url}/v1/load_lora_adapter"
+
+
 def test_a_run_goes_on_when_its_engine_does(tmp_path, tiny_model, write_rows, chat_rows, beside, monkeypatch):
     monkeypatch.setattr(engine, "AGAIN", 0)
     values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, save_steps=1, max_steps=3)

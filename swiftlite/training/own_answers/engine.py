@@ -40,6 +40,7 @@ API_KEY = "VLLM_API_KEY"
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 7200.0
 AGAIN, BUSY = 5, (500, 502, 503, 504)  # how often a request is sent again, and after which answers
 LONGEST_ERROR = 300
+SEEN = "let it see the folder of the weights under the same name (--engine-folder)"
 MOST_AT_ONCE = 256  # requests of a process; a server has a queue of its own
 ALIKE = 1e-4  # log-probabilities that are one
 
@@ -78,15 +79,15 @@ class Server:
     def take(self, folder: Path, *, adapter: bool) -> None:
         """Answer by the weights in a folder from now on."""
         if adapter:
-            self.ask(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder)})
+            self.ask(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder)}, fix=SEEN)
             before, self._model = self._model, folder.name
             if before:
                 self.ask(UNLOAD_ADAPTER, {"lora_name": before})
             return
-        self.ask(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        self.ask(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fix=SEEN)
         self.ask(FORGET, {})
 
-    def ask(self, path: str, body: dict[str, Any]) -> requests.Response:
+    def ask(self, path: str, body: dict[str, Any], *, fix: str = "look at what it says itself") -> requests.Response:
         """Its answer to a request, which is sent again where the server is busy or cannot be reached; but for adapters,
         of which it would say that it has them already."""
         from requests import RequestException
@@ -102,7 +103,7 @@ class Server:
         raise RunError(
             f"the engine does not do what it is asked for: {problem}",
             where=self.url + path,
-            fix="look at what it says itself; when it answers again, go on with --resume auto",
+            fix=f"{fix}; when it answers again, go on with --resume auto",
         )
 
 
