@@ -66,7 +66,8 @@ def examination_rules(config: RunConfig) -> list[Rule]:
             prompt_limit(config) < 1,
             f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in --max-length {config.max_length}",
             ("max_new_tokens", "max_length"),
-            f"give --max-length {2 * config.max_new_tokens}, or --max-new-tokens {max(1, config.max_length // 2)}",
+            f"give --max-length {2 * config.max_new_tokens}"
+            + (f", or --max-new-tokens {config.max_length // 2}" if config.max_length > 1 else ""),
         ),
         *_engine_rules(config),
     ]
