@@ -25,6 +25,7 @@ from swiftlite.errors import UserError
 from swiftlite.models.anatomy import beside_text, dissect, parts_beside_text
 from swiftlite.models.attention import documents as attention
 from swiftlite.models.load import build_model, load_config
+from swiftlite.models.sampling import answering, sample
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.toys import toy_config, toy_tokenizer, write_toy
 from swiftlite.models.tuners import apply_tuner
@@ -378,6 +379,19 @@ def test_what_no_text_goes_through_is_no_work(with_images):
         both = AutoModelForImageTextToText.from_config(config)
         text = AutoModelForCausalLM.from_config(config.get_text_config())
     assert FlopCounter(both).step([8, 5]) == FlopCounter(text).step([8, 5]) > 0
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_answers_are_drawn_by_any_number(with_images, kind):
+    """These models keep from one answer to the next by how much images shift its places."""
+    model = AutoModelForImageTextToText.from_pretrained(with_images(kind), dtype=torch.float32)
+    drawn = torch.rand(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    prompts = [[5, 6, 7]] * 2 + [[9] * 11] * 3
+    with answering(model, switch=False):
+        together = sample(model, prompts, drawn, stops=[2])
+        assert sample(model, prompts[:4], drawn[:4], stops=[2]) == together[:4]
+        alone = [sample(model, [prompt], drawn[i : i + 1], stops=[2])[0] for i, prompt in enumerate(prompts)]
+    assert together == alone
 
 
 def test_it_gives_no_scores(with_images):

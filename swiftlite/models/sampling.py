@@ -85,6 +85,7 @@ def sample(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        _forget_images(model)
         read = _read_once(model, ids, mask, rows) if once and longest > 1 and len(runs) < len(prompts) else {}
         out = model.generate(
             input_ids=ids[rows],
@@ -106,6 +107,14 @@ def padded(
     ids = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     mask = [torch.ones_like(row) for row in ids]
     return fill(ids, padding_value=pad).to(device), fill(mask).to(device)
+
+
+def _forget_images(model: PreTrainedModel) -> None:
+    """Of the rows before: Qwen's models for images keep by how much these shift the places behind them, and would add
+    it to those of other rows."""
+    for module in model.modules():
+        if vars(module).get("rope_deltas") is not None:
+            module.rope_deltas = None
 
 
 def _read_once(
