@@ -10,14 +10,15 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class SwiftliteError(Exception):
     """Base of the errors that the command line shows as one block without a traceback.
 
-    what: one sentence; where: file and line, row, key or rank; fix: what to do next.
+    what: one sentence; where: file and line, row, key; fix: what to do next; rank: of the process that has met it,
+    where another one raises it.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, rank: int | None = None) -> None:
         super().__init__(what)
-        self.what, self.where, self.fix = what, where, fix
+        self.what, self.where, self.fix, self.rank = what, where, fix, rank
 
     def __str__(self) -> str:
         parts = [self.what]

@@ -21,6 +21,7 @@ from swiftlite.checkpoint import space as space_module
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
 from swiftlite.checkpoint.shared import _reason, in_turn, nothing
 from swiftlite.checkpoint.space import Space
+from swiftlite.cli.errors import show_error
 from swiftlite.config.types import seconds_of
 from swiftlite.errors import RunError, UserError
 from swiftlite.parallel.world import AnotherFailed
@@ -531,6 +532,19 @@ def fail_with(another):
 def test_all_processes_fail_for_the_reason_of_one_and_with_its_exit_code(kind):
     with pytest.raises(kind, match="the disk is small"):
         fail_with(kind("the disk is small", where="/", fix="free space"))
+
+
+def test_an_error_names_the_process_that_met_it(monkeypatch, capsys):
+    """Any other one may be the first to tell it."""
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    for rank, error in ((0, RunError("it failed", where="here")), (1, RunError("it failed", where="here"))):
+        with pytest.raises(RunError) as failure:
+            if rank == 1:
+                raise error
+            fail_with(error)
+        show_error(failure.value)
+        assert f"where: here, rank {rank}\n" in capsys.readouterr().err
 
 
 def test_what_is_no_error_of_ours_is_told_by_the_process_that_met_it():

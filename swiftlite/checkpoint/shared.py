@@ -67,9 +67,9 @@ def in_turn(mesh: Together, work: Callable[[], None]) -> None:
     except Exception as error:
         problem = error
     if mesh.any(problem is not None):
-        reasons = [reason for reason in mesh.collect(_reason(problem)) if reason is not None]
-        kind, what, where, fix = reasons[0]
-        raise problem or kind(what, where=where, fix=fix)
+        reasons = [(rank, *reason) for rank, reason in enumerate(mesh.collect(_reason(problem))) if reason is not None]
+        rank, kind, what, where, fix = reasons[0]
+        raise problem or kind(what, where=where, fix=fix, rank=rank)
 
 
 def _reason(problem: Exception | None) -> tuple[type[SwiftliteError], str, str | None, str | None] | None:

@@ -20,10 +20,10 @@ def show_error(error: BaseException, *, debug: bool = False) -> int:
     shown = error if isinstance(error, SwiftliteError) else unforeseen(error)
     if debug:
         traceback.print_exception(error)
-    where = shown.where
-    if follows(os.environ):
-        rank = f"rank {os.environ['RANK']}"
-        where = f"{where}, {rank}" if where else rank
+    rank = shown.rank
+    if rank is None and follows(os.environ):
+        rank = int(os.environ["RANK"])
+    where = ", ".join(filter(None, (shown.where, None if rank is None else f"rank {rank}")))
     for label, text in (("error", shown.what), ("where", where), ("fix", shown.fix)):
         if text:
             text = printable(without_secrets(text))  # it may quote what others wrote
