@@ -393,6 +393,25 @@ def test_a_new_score_head_may_be_narrower_than_hidden_states():
     assert {name: len(zero) for name, zero in new_scores(model, "score.weight").items()} == {"score.weight": 16}
 
 
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
+def test_a_head_of_its_own_that_a_config_ties_is_refused(family, tiny_model, tmp_path):
+    """transformers keeps both, engines one of them, and a run would drop the other without a word."""
+    folder, head = shutil.copytree(tiny_model(family), tmp_path / "model"), "lm_head.weight"
+    base = build_model(str(folder), load_config(str(folder)), dtype=torch.float32, attention="eager")
+    tensors = load_file(folder / "model.safetensors")
+    (embedding,) = (tensor for name, tensor in tensors.items() if "embed_tokens" in name or "wte" in name)
+    save_file(tensors | {head: embedding.clone()}, folder / "model.safetensors")
+    match_files(TensorFolder(folder), base)
+    other = embedding.clone()
+    other[-1, -1] += 1
+    save_file(tensors | {head: other}, folder / "model.safetensors")
+    with pytest.raises(
+        UserError, match="says that lm_head.weight and .* are one, and in the files they differ"
+    ) as refused:
+        match_files(TensorFolder(folder), base)
+    assert refused.value.where == str(folder) and '"tie_word_embeddings": false' in refused.value.fix
+
+
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3-moe"])
 def test_tensors_that_a_config_has_no_place_for_are_told(family, tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model(family), tmp_path / "model")

@@ -125,7 +125,7 @@ def _adapter_on_disk(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[st
     from peft import get_peft_model_state_dict
 
     state = {name: _stand_in(tensor) for name, tensor in stored_tensors(model)}
-    tied = {name: state[first] for name, first in _tied_names(model).items()}
+    tied = {name: state[first] for name, first in tied_names(model).items()}
     with _KeepViews() as views:
         on_disk = get_peft_model_state_dict(model, state_dict=state | tied, save_embedding_layers=False)
     return state, on_disk, views
@@ -135,7 +135,7 @@ def _plain(name: str) -> str:
     return name.removeprefix("base_model.model.")
 
 
-def _tied_names(model: nn.Module) -> dict[str, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
     """Further names of tied parameters -> the first one."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)

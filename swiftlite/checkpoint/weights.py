@@ -76,13 +76,24 @@ class TensorFolder:
             return self._open[file].get_tensor(name)
         return self._open[file].get_slice(name)[part]
 
+    def find(self, name: str, prefix: str) -> str | None:
+        """What these files call a tensor, as `match` has it; None where they lack it."""
+        inside = name.removeprefix(f"{prefix}.")
+        candidates = (name, inside, f"{prefix}.{name}", f"{prefix}.language_model.{inside}")
+        return next((candidate for candidate in candidates if candidate in self.entries), None)
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors of one shape hold the same numbers. Reads them a piece at a time."""
+        parts = pieces(self.entries[one].shape)
+        return all(torch.equal(self.read(one, part).float(), self.read(other, part).float()) for part in parts)
+
     def match(self, catalog: Catalog, prefix: str) -> Catalog:
         """The catalog in the names of these files: files of a bare decoder lack `prefix.` before every name, those of a
         model for images too have the language model's below `prefix.language_model.` (Qwen3.5).
 
         Raises UserError where tensors are missing or of another shape than the model wants.
         """
-        named = [(self._find(entry.name, prefix), entry) for entry in catalog]
+        named = [(self.find(entry.name, prefix), entry) for entry in catalog]
         missing = [entry.name for name, entry in named if name is None]
         if missing:
             known = {entry.name for entry in catalog}
@@ -96,11 +107,6 @@ class TensorFolder:
         if coded:
             raise self._misfit(f"are codes whose scales are not there: {shown_names(coded)}")
         return [replace(entry, name=name) for name, entry in named]
-
-    def _find(self, name: str, prefix: str) -> str | None:
-        inside = name.removeprefix(f"{prefix}.")
-        candidates = (name, inside, f"{prefix}.{name}", f"{prefix}.language_model.{inside}")
-        return next((candidate for candidate in candidates if candidate in self.entries), None)
 
     def _misfit(self, problem: str) -> UserError:
         return UserError(

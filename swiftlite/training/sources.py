@@ -17,6 +17,7 @@ from swiftlite.checkpoint.catalog import (
     check_adapter,
     stored_tensors,
     take_prefixes,
+    tied_names,
     unread_of_adapter,
 )
 from swiftlite.checkpoint.safetensors_files import ADAPTER
@@ -61,12 +62,31 @@ def drawn_values(base: PreTrainedModel, seed: int) -> Callable[[str], torch.Tens
 
 
 def match_files(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, str | None]:
-    """(what the files hold of the model, the name of a score head that they lack)."""
+    """(what the files hold of the model, the name of a score head that they lack). Raises UserError."""
     take_prefixes(base, weights.entries)
     catalog = catalog_model(base)
     score = f"{SCORE_HEAD}.weight"
     lacking = score if dissect(base).gives_scores and score not in weights.entries else None
-    return weights.match([entry for entry in catalog if entry.name != lacking], base.base_model_prefix), lacking
+    on_disk = weights.match([entry for entry in catalog if entry.name != lacking], base.base_model_prefix)
+    _check_tied(weights, on_disk, base)
+    return on_disk, lacking
+
+
+def _check_tied(weights: TensorFolder, on_disk: Catalog, base: PreTrainedModel) -> None:
+    """Raise UserError where files have another tensor under each name of a tied one, as those of a model whose head was
+    trained apart: transformers keeps both then, whatever config.json says."""
+    read = {entry.owner: entry.name for entry in on_disk}
+    for name, first in tied_names(base).items():
+        one, other = read.get(first), weights.find(name, base.base_model_prefix)
+        if None in (one, other) or one == other or weights.entries[one].shape != weights.entries[other].shape:
+            continue
+        if not weights.are_equal(one, other):
+            raise UserError(
+                f"config.json says that {other} and {one} are one, and in the files they differ",
+                where=str(weights.path),
+                fix='write "tie_word_embeddings": false into config.json, or give --config-overrides '
+                "tie_word_embeddings=false under --tuner full; or take the tensor out that is not meant",
+            )
 
 
 def unread_in_words(weights: TensorFolder, on_disk: Catalog, base: PreTrainedModel) -> list[str]:
