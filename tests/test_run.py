@@ -20,6 +20,7 @@ from swiftlite.config.validate import Given
 from swiftlite.data import windows
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.toys import toy_config, toy_judged, toy_pairs, write_toy
+from swiftlite.serving.export import ExportOptions, run_export
 from swiftlite.serving.source import find_source
 from swiftlite.training import loop as loop_module
 from swiftlite.training import run as run_module
@@ -175,6 +176,18 @@ def test_the_result_has_the_type_of_the_source(base, tmp_path, tuner):
     result = tmp_path / "out" / "model"
     assert json.loads((result / "config.json").read_text())["dtype"] == "bfloat16"
     assert {tensor.dtype for tensor in load_file(result / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_model_that_gives_attention_weights_is_saved(base, tmp_path):
+    """transformers refuses to write that of any attention but its own slowest, after all of the training."""
+    model = shutil.copytree(base["model"], tmp_path / "model")
+    said = json.loads((model / "config.json").read_text()) | {"output_attentions": True}
+    (model / "config.json").write_text(json.dumps(said))
+    train(base, model=str(model), max_steps=1)
+    run_export(ExportOptions(str(tmp_path / "out"), None, tmp_path / "again"))
+    for folder in (tmp_path / "out" / "model", tmp_path / "again"):
+        saved = json.loads((folder / "config.json").read_text())
+        assert saved["output_attentions"] and "attn_implementation" not in " ".join(saved)
 
 
 def test_another_precision_brings_its_own_loss_scale(base, tmp_path):

@@ -117,6 +117,7 @@ def _save_config(folder: Path, base: PreTrainedModel, files: ModelFiles) -> None
     """A training's switch for the loss of routers is none of the result's: whoever loads that would compute the loss in
     each forward pass. transformers says of router logits that they should not be returned in inference."""
     written = copy.deepcopy(base.config)  # the model may be training meanwhile
+    written._attn_implementation = None  # no file says it, and of one it refuses to write `output_attentions`
     written.dtype = files.dtype
     if files.gives_router_logits is not None:
         written.get_text_config().output_router_logits = files.gives_router_logits
