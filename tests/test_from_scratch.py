@@ -225,7 +225,16 @@ def test_an_override_wins_over_another_name(tmp_path, tiny_model):
         ("llama", ["hidden_sise=96"], "llama has no setting hidden_sise"),
         ("llama", ["model_type=gpt2"], "llama has no setting model_type"),
         ("llama", ["hidden_size=wide"], "'wide' is no int, which hidden_size is"),
+        ("llama", ["_name_or_path=other"], "llama has no setting _name_or_path"),
         ("llama", ["tie_word_embeddings=1"], "1 is no bool"),
+        ("llama", ['rope_scaling={"factor": 4.0}'], "like that: Unrecognized keys .*='default': {'factor'}"),
+        ("llama", ['rope_scaling={"rope_type": "yarn", "factor": 0}'], "like that: .*factor field must be"),
+        ("llama", ['rope_scaling={"rope_type": "yarn", "factor": 2.0, "beta": 1}'], "like that: Unrecognized keys"),
+        (
+            "gemma3",
+            ['rope_parameters={"full_attention": 8}'],
+            "8 is no dict, which rope_parameters of full_attention is",
+        ),
         ("llama", ["num_attention_heads=7"], "no llama can be like that: .*not a multiple of"),
         ("gemma3", ["num_hidden_layers=7"], "config.json says layer_types of 2 layers"),
     ],
@@ -317,11 +326,30 @@ def test_a_model_learns_longer_texts(tmp_path, tiny_model, write_rows, chat_rows
             train_alone(resolve_config("sft", **values | {"config_overrides": said} | more))
 
 
+def test_what_is_not_said_of_a_rotary_embedding_stays(tmp_path, tiny_model):
+    """With a kind of its own it is scaled anew, from its own frequencies; with null not at all."""
+    has = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256, "rope_theta": 5e5}
+    folder = with_settings(tmp_path / "scaled", tiny_model("llama"), rope_parameters=has)
+
+    def made(said):
+        return overridden(folder, f"rope_scaling={json.dumps(said)}").rope_parameters
+
+    assert made({"rope_theta": 1e6}) == has | {"rope_theta": 1e6}
+    assert made({"factor": 4.0}) == has | {"factor": 4.0}
+    assert made({"type": "linear", "factor": 4.0}) == {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+    assert made(None) == {"rope_type": "default", "rope_theta": 5e5}
+    with pytest.raises(UserError, match="no setting rope_theta") as error:
+        overridden(folder, "rope_theta=1e6")
+    assert error.value.fix == 'write rope_parameters={"rope_theta": 1000000.0}'
+
+
 def test_rotary_embeddings_of_each_kind_of_layer(tiny_model):
     longer = {"full_attention": {"rope_type": "linear", "factor": 8.0}}
     has = load_config(str(tiny_model("gemma3"))).rope_parameters
     made = overridden(tiny_model("gemma3"), f"rope_parameters={json.dumps(longer)}").rope_parameters
     assert made == has | {"full_attention": has["full_attention"] | longer["full_attention"]}
+    unscaled = overridden(tiny_model("gemma3"), "rope_parameters=null").rope_parameters
+    assert unscaled == {kind: of | {"rope_type": "default"} for kind, of in has.items()}
     with pytest.raises(UserError, match="for each kind of layer, and factor is none") as error:
         overridden(tiny_model("gemma3"), 'rope_scaling={"factor": 8.0, "rope_type": "linear"}')
     assert "full_attention and sliding_attention" in error.value.fix

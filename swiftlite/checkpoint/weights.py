@@ -112,7 +112,7 @@ class TensorFolder:
         return UserError(
             f"tensors of the model {problem}",
             where=str(self.path),
-            fix="check that config.json and the safetensors files belong to the same model",
+            fix="check that config.json (and --config-overrides) and the safetensors files belong to the same model",
         )
 
 

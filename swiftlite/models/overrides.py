@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +25,10 @@ ROTARY = "rope_parameters"
 UNSCALED = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 TRAINED_FOR = "original_max_position_embeddings"
 FROM_LENGTH = ("yarn", "longrope", "llama3")  # kinds that want to know for how many positions it was trained
-FIXED = {"model_type", "architectures", "auto_map", "transformers_version", "dtype"}  # no part of a model's shape
+# What transformers says of a rotary embedding that is none, and goes on.
+OF_NO_ROTARY = re.compile("Unrecognized keys|Missing validation|`rope_parameters`'s")
+# No part of a model's shape.
+FIXED = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "_name_or_path"}
 
 
 def overridden(
@@ -31,6 +37,7 @@ def overridden(
     """A config of the same class out of its file's own settings with others among them, so that what the class makes of
     them is made anew. Raises UserError."""
     settings, _ = config.get_config_dict(model, revision=revision)
+    of_file = copy.deepcopy(settings)
     text, known = settings.get("text_config") or settings, config.get_text_config()
     where, wanted, other_names = _as_written(overrides), {}, {"rope_scaling": ROTARY} | known.attribute_map
     for key, said in overrides.items():
@@ -42,12 +49,17 @@ def overridden(
     _fit_heads(text, known, wanted)
     if ROTARY in wanted:
         wanted[ROTARY] = _fitted_rotary(known, wanted[ROTARY])
+        with _faults_of_rotary() as before:
+            type(config).from_dict(of_file)
     for other, name in other_names.items():
         if name in wanted:
             text.pop(other, None)  # another name for it, which would win
     text |= wanted
     try:
-        made = type(config).from_dict(settings)
+        with _faults_of_rotary() as faults:
+            made = type(config).from_dict(settings)
+        if ROTARY in wanted and (new := [fault for fault in faults if fault not in before]):
+            raise ValueError(new[0])
     except Exception as error:  # classes raise whatever they like
         what = f"no {known.model_type} can be like that: {' '.join(str(error).split())[:300]}"
         raise UserError(what, where=where, fix=CHANGE_THESE) from error
@@ -89,6 +101,8 @@ def _checked(known: PretrainedConfig, key: str, name: str, value: Any, written: 
     if name not in says or name in FIXED:
         guess = nearest(key, says.keys() - FIXED)
         fix = f"did you mean {guess}?" if guess else f"config.json has {', '.join(sorted(written.keys() - FIXED))}"
+        if name in UNSCALED and ROTARY in says:  # which older files have beside it
+            fix = f'write {ROTARY}={{"{name}": {value}}}'
         raise UserError(f"{known.model_type} has no setting {key} that can be another", where=where, fix=fix)
     kind = type(says[name])
     if kind is float and type(value) is int:
@@ -131,23 +145,54 @@ def _fit_layers(settings: dict[str, Any], known: PretrainedConfig, wanted: Mappi
             settings[key] = value[:count]
 
 
-def _fitted_rotary(known: PretrainedConfig, value: dict[str, Any]) -> dict[str, Any]:
-    """A rotary embedding that is scaled otherwise, of the model's own frequencies. Raises UserError."""
+def _fitted_rotary(known: PretrainedConfig, value: dict[str, Any] | None) -> dict[str, Any]:
+    """A rotary embedding that is scaled otherwise, of the model's own frequencies; by None not at all. Raises
+    UserError."""
     has = getattr(known, ROTARY) or {}
     kinds = [name for name, part in has.items() if isinstance(part, dict)]
     if not kinds:
         return _scaled(known, has, value)
+    value = dict.fromkeys(kinds) if value is None else value
     if strange := sorted(value.keys() - kinds):
         what = f"config.json says {ROTARY} for each kind of layer, and {strange[0]} is none"
         raise UserError(what, where=f"--config-overrides {ROTARY}", fix=f"give them for {' and '.join(kinds)}")
+    for name, part in value.items():
+        if not isinstance(part, dict | None):
+            what = f"{part!r} is no dict, which {ROTARY} of {name} is"
+            raise UserError(what, where=f"--config-overrides {ROTARY}", fix="write it as config.json does")
     return {name: _scaled(known, has[name], value[name]) if name in value else has[name] for name in kinds}
 
 
-def _scaled(known: PretrainedConfig, has: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
+def _scaled(known: PretrainedConfig, has: dict[str, Any], value: dict[str, Any] | None) -> dict[str, Any]:
+    """value: anew where it names a kind of scaling, else changes to what the model has."""
+    unscaled = {name: has[name] for name in UNSCALED if name in has}
+    if value is None:
+        return unscaled
     value = dict(value)
     if "type" in value:  # its older name
         value.setdefault("rope_type", value.pop("type"))
-    made = {name: has[name] for name in UNSCALED if name in has} | value
+    made = (unscaled if "rope_type" in value else has) | value
     if made.get("rope_type") in FROM_LENGTH:
         made.setdefault(TRAINED_FOR, has.get(TRAINED_FOR) or known.max_position_embeddings)
     return made
+
+
+@contextlib.contextmanager
+def _faults_of_rotary() -> Iterator[list[str]]:
+    """What transformers says against the rotary embedding of a config that is made meanwhile."""
+    found: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if OF_NO_ROTARY.match(record.getMessage()):
+                found.append(record.getMessage())
+
+    logger, listening = logging.getLogger("transformers.modeling_rope_utils"), Listening()
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(listening)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(listening)
+        logger.setLevel(level)
