@@ -250,6 +250,25 @@ def test_a_language_model_of_its_own_class_is_told(with_images):
         assert not text_alone_in_words(on_meta(folder), load_config(str(folder)))
 
 
+def test_a_language_model_that_nothing_loads_is_told_before(tmp_path, write_rows, chat_rows):
+    """No Auto class of transformers knows the config of Llama 3.2 Vision's text; an adapter goes with the whole."""
+    sizes = {key: value for key, value in toy_config("llama").to_dict().items() if key in ("vocab_size", "hidden_size")}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_global_layers": 1}
+    tower |= {"attention_heads": 2, "image_size": 32, "patch_size": 8, "intermediate_layers_indices": [0]}
+    text = sizes | {"cross_attention_layers": [], "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
+    config = CONFIG_MAPPING["mllama"](text_config=text, vision_config=tower | {"vision_output_dim": 64})
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    toy_tokenizer().save_pretrained(tmp_path / "model")
+    values = settings(tmp_path, tmp_path / "model", write_rows("rows.jsonl", chat_rows), max_steps=1)
+    with pytest.raises(UserError, match="nothing would load .*MllamaForCausalLM.*mllama_text_model") as refused:
+        train_alone(resolve_config("sft", **values))
+    assert "--tuner lora" in refused.value.fix
+    train_alone(resolve_config("sft", **values | {"tuner": "lora"}))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    peft.PeftModel.from_pretrained(base, tmp_path / "out" / "model")
+
+
 def test_layouts_equal_one_process(tmp_path, with_images):
     kind, chosen = Subject("mistral3", "full", FULL), ("fsdp full 2", "ddp 2", "tp 2", "cp 2", "pp 2")
     for verdict in in_real_processes(tmp_path, 2, chosen, kind, model=with_images("mistral3")):

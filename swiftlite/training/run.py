@@ -40,6 +40,7 @@ from swiftlite.streams import outlive_readers
 from swiftlite.training.best import best_model, forget_lost_best, forget_other_losses
 from swiftlite.training.guards.agreement import check_same_rows
 from swiftlite.training.guards.failures import StepFailed, other_memory_errors
+from swiftlite.training.guards.fits import check_result
 from swiftlite.training.guards.stopping import Stopped, stop_requests
 from swiftlite.training.guards.watchdog import watchdog
 from swiftlite.training.interval import Interval
@@ -87,7 +88,7 @@ def run_training(
         reading = without_gone_adapter(config, resume, reporter.message)
         load = tokenizer_loader(reading, reporter.message)
         with reporter.phase("checking the model"):
-            model_config = check_model(config, layout, world.device, resume)
+            model_config = check_result(config, check_model(config, layout, world.device, resume))
             if needs_reference(preference_of(config)) or keeps_second(config):
                 find_weights(config, None)  # the start of a run that goes on has to be there still
             beside = check_teacher(config, layout, world.device, load) if config.teacher else None

@@ -9,6 +9,7 @@ from swiftlite.config.names import PLAIN_MODEL, gives_scores, most_positions
 from swiftlite.errors import UserError
 from swiftlite.host_memory import check_host_memory
 from swiftlite.models.anatomy import check_plain_weights, check_trainable_architecture, why_alone
+from swiftlite.models.architecture import auto_class
 from swiftlite.parallel.context import check_context_parallel, check_shared_prompts
 from swiftlite.parallel.experts import check_expert_parallel
 from swiftlite.parallel.stages import check_pipeline
@@ -32,6 +33,22 @@ def check_config(config: RunConfig, model_config: PretrainedConfig, plain_weight
     if not config.from_scratch:  # which reads none
         check_plain_weights(model_config, f"--model {config.model}", plain_weights)
     _check_length(config, model_config)
+
+
+def check_result(config: RunConfig, model_config: PretrainedConfig) -> PretrainedConfig:
+    """The model's config. Raises UserError where nothing would load a result: of some models that take images too
+    transformers has a class for the language model alone, but none for the config that this writes. An adapter is
+    loaded with the whole."""
+    known = auto_class(model_config, classifier=config.method == "rm")._model_mapping
+    trained = known.get(type(model_config), None)
+    if config.tuner == "lora" or trained is None or trained.config_class in known:
+        return model_config
+    raise UserError(
+        f"nothing would load the result: {trained.__name__} is the language model alone, and no Auto class of "
+        f"transformers knows the type of its config, {trained.config_class.model_type}",
+        where=f"--model {config.model}",
+        fix="use --tuner lora, whose adapter is loaded with the model that it names, or another model",
+    )
 
 
 def _check_words(config: RunConfig, model_config: PretrainedConfig) -> None:
