@@ -319,6 +319,7 @@ def test_rows_are_read_as_in_training(tmp_path):
         (b'{"messages": 3}', "must be an array"),
         (b'{"messages": "x"}', "is no JSON array"),
         (b'{"prompt": "x", "history": [1]}', "list of .question, answer. pairs"),
+        (b'{"prompt": "<image>x", "images": ["a.png"]}', "stands under images by <image>"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_before_anything_is_loaded(tmp_path, tiny_model, monkeypatch, line, says):

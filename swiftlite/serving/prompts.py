@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from swiftlite.data.rows.formats import check_shown
 from swiftlite.data.rows.forms import BadRow
 from swiftlite.data.rows.readers import Payload, parse_payload, read_rows
 from swiftlite.data.rows.sources import DataFile, as_data_file
@@ -56,6 +57,7 @@ def _question(payload: Payload, where: str, system: str | None) -> Question:
     except BadRow as bad:
         raise UserError(bad.detail, where=where, fix="write one JSON object a line, as UTF-8") from bad
     try:
+        check_shown(row)
         return read_question(row, where, system)
     except BadRow as bad:
         raise UserError(bad.detail, where=where, fix="write rows as `swiftlite sft` takes them") from bad

@@ -216,7 +216,7 @@ def check_shown(row: Mapping[str, Any]) -> None:
     for kind in ("image", "video", "audio"):
         column = next((name for name in (f"{kind}s", kind) if row.get(name)), None)
         if column is not None and _says(row, f"<{kind}>"):
-            raise BadRow("not_text", f"its text shows what stands under {column} by <{kind}>; only text is trained")
+            raise BadRow("not_text", f"its text shows what stands under {column} by <{kind}>; only text is read")
 
 
 def _says(value: Any, mark: str) -> bool:
