@@ -1,5 +1,6 @@
 """Answers that an engine beside a run gives: what is learnt from them, and engines that do not fit."""
 
+import json
 import shutil
 
 import pytest
@@ -62,6 +63,7 @@ def test_a_run_learns_what_it_learns_from_answers_of_its_own(
     answers = [(tmp_path / name / "answers.jsonl").read_text() for name in ("out", "own")]
     assert answers[0] == answers[1]
     assert len(beside.taken) == len(set(beside.taken)) == len(rows)  # the weights of each step, once
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["facts"]["answers"] == f"by {beside.url}"
     assert not (tmp_path / "out" / "engine").exists() and len(beside.known) == (more["tuner"] == "lora")
 
 

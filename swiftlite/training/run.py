@@ -372,6 +372,7 @@ class Session:
             "model": config.model,
             "method": f"{config.method}, {tuner}",
             **({"teacher": config.teacher} if config.teacher else {}),
+            **({"answers": f"by {' '.join(config.engine_url)}"} if config.engine_url and answers(config) else {}),
             "layout": trainee.layout_words,
             "parameters": f"{trained:,} trained of {total:,}",
             "data": "{rows:,} rows, {tokens:,} tokens, {packs:,} packs, {fill:.1%} full".format(**data),
