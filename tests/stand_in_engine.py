@@ -73,7 +73,7 @@ class StandIn:
                     self.say(*stand_in.does(self.path, body))
 
             def say(self, status, body):
-                text = json.dumps(body).encode()
+                text = (body if isinstance(body, str) else json.dumps(body)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
@@ -102,6 +102,8 @@ class StandIn:
                 return 500, {"error": "out of order"}
             if body["model"] not in {"base", *self.known}:
                 return 404, {"error": "no such model"}
+            if body.get("n", 1) > 1 and not body["temperature"]:
+                return 400, {"error": "n must be 1 when using greedy sampling"}
             return 200, {"choices": [*self._answers(body)][::-1]}
         elif path != "/reset_prefix_cache":
             return 404, {"error": "no such path"}

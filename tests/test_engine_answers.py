@@ -271,3 +271,73 @@ def test_a_plan_counts_no_copy_where_an_engine_answers(tmp_path, tiny_model, wri
     plain = config.model_copy(update={"method": "sft"})
     for layout in (Layout(), Layout(dp_replicate=2)):
         assert outline.holds(config, layout, None).weights == outline.holds(plain, layout, None).weights
+
+
+def _spoilt(change):
+    """As `StandIn.does` of answers, of which each choice goes through `change`; None of it is left out."""
+
+    def spoil(answer):
+        changed = [change(choice) for choice in answer["choices"]]
+        return answer | {"choices": [choice for choice in changed if choice is not None]}
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_spoilt(lambda one: one if one["index"] else None), "gives 3 answers where 4 were asked for"),
+        (_spoilt(lambda one: one | {"token_ids": one["token_ids"][:1]}), "how likely it found each token"),
+        (_spoilt(lambda one: one | {"logprobs": {"token_logprobs": [None] * len(one["token_ids"])}}), "how likely"),
+        (
+            _spoilt(lambda one: one | {"logprobs": {"token_logprobs": [float("nan")] * len(one["token_ids"])}}),
+            "how lik",
+        ),
+        (_spoilt(lambda one: one | {"token_ids": [], "logprobs": {"token_logprobs": []}}), "ends an answer after 0"),
+        (
+            _spoilt(lambda one: one | {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}}),
+            "an answer after 1 tok",
+        ),
+        (_spoilt(lambda one: one | {"logprobs": None}), "does not tell the tokens of its answers"),
+        (lambda answer: {"detail": "of something else"}, "does not tell the tokens of its answers"),
+        (lambda answer: "<html>a page</html>", "does not tell the tokens of its answers"),
+    ],
+)
+def test_answers_that_are_not_what_was_asked_for_are_told(
+    tmp_path, tiny_model, write_rows, chat_rows, beside, monkeypatch, spoil, said
+):
+    does = beside.does
+
+    def spoilt(path, body):
+        status, answer = does(path, body)
+        return status, spoil(answer) if path == "/v1/completions" else answer
+
+    monkeypatch.setattr(beside, "does", spoilt)
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, max_steps=1)
+    with pytest.raises(RunError, match=said) as failure:
+        train_alone(resolve_config("grpo", **values))
+    assert failure.value.where == f"{beside.url}/v1/completions"
+
+
+def test_a_prompt_that_is_held_out_twice_is_asked_twice(tmp_path, tiny_model, write_rows, chat_rows, beside):
+    """vLLM gives no two answers of the likeliest tokens to one request."""
+    held_out = str(write_rows("held.jsonl", [chat_rows[0], chat_rows[0], chat_rows[1]]))
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, max_steps=1, max_new_tokens=8)
+    train_alone(resolve_config("grpo", **values | {"eval_dataset": [held_out], "eval_steps": 1}))
+    assert [body["n"] for body in beside.answered if body["temperature"] == 0] == [1, 1, 1]
+
+
+def test_keys_and_values_of_former_weights_are_dropped_or_the_run_ends(
+    tmp_path, tiny_model, write_rows, chat_rows, beside, monkeypatch
+):
+    monkeypatch.setattr(engine, "BETWEEN_SECONDS", 0.0)
+    does, said = beside.does, [{"success": False}, {"success": False}, {"success": True}]
+    monkeypatch.setattr(
+        beside, "does", lambda path, body: (200, said.pop(0)) if path == "/reset_prefix_cache" else does(path, body)
+    )
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, max_steps=1)
+    train_alone(resolve_config("grpo", **values))
+    assert not said
+    said += [{"success": False}] * 9
+    with pytest.raises(RunError, match="it answers somebody else meanwhile"):
+        train_alone(resolve_config("grpo", **values | {"output_dir": str(tmp_path / "other")}))

@@ -10,13 +10,14 @@ at runtime; whole weights by `reload_weights` through `/collective_rpc`, which t
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +40,7 @@ RELOAD, FORGET = "/collective_rpc", "/reset_prefix_cache"
 API_KEY = "VLLM_API_KEY"
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 7200.0
 AGAIN, BUSY = 5, (500, 502, 503, 504)  # how often a request is sent again, and after which answers
+BETWEEN_SECONDS = 1.0  # two attempts to let it forget
 LONGEST_ERROR = 300
 SEEN = "let it see the folder of the weights under the same name (--engine-folder)"
 MOST_AT_ONCE = 256  # requests of a process; a server has a queue of its own
@@ -85,7 +87,19 @@ class Server:
                 self.ask(UNLOAD_ADAPTER, {"lora_name": before})
             return
         self.ask(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fix=SEEN)
-        self.ask(FORGET, {})
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the keys and values that other weights have made of prompts, which a request in progress holds."""
+        for _ in range(AGAIN):
+            if b"false" not in self.ask(FORGET, {}).content:
+                return
+            time.sleep(BETWEEN_SECONDS)
+        raise RunError(
+            "the engine keeps keys and values that former weights have made: it answers somebody else meanwhile",
+            where=self.url + FORGET,
+            fix="let nobody else ask it during the run, and go on with --resume auto",
+        )
 
     def ask(self, path: str, body: dict[str, Any], *, fix: str = "look at what it says itself") -> requests.Response:
         """Its answer to a request, which is sent again where the server is busy or cannot be reached; but for adapters,
@@ -139,7 +153,7 @@ class Engine:
 
     def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
         """Of each, in order. Those in a row that differ by the last part of their keys are one request."""
-        groups = [list(group) for _, group in groupby(asked, key=lambda one: one.key[:-1])]
+        groups = _by_prompt(asked)
         numbers = [(self._rank + place) % len(self._servers) for place in range(len(groups))]
         parts = [
             partial(self._answers, number, group, temperature) for number, group in zip(numbers, groups, strict=True)
@@ -156,15 +170,50 @@ class Engine:
             "temperature": temperature,
             "seed": int.from_bytes(key_digest("answers", *first.key[:-1], size=7), "little"),
         }
-        choices = sorted(server.ask(COMPLETE, body).json()["choices"], key=lambda choice: choice["index"])
+        response = server.ask(COMPLETE, body)
         try:
-            return [Drawn(list(one["token_ids"]), list(one["logprobs"]["token_logprobs"])) for one in choices]
-        except (KeyError, TypeError) as error:
+            choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
+            found = [Drawn(list(one["token_ids"]), list(one["logprobs"]["token_logprobs"])) for one in choices]
+        except (KeyError, TypeError, ValueError) as error:
             raise RunError(
                 "the engine does not tell the tokens of its answers",
                 where=server.url + COMPLETE,
                 fix="use vLLM 0.11 or newer",
             ) from error
+        self._check(found, len(group), server.url + COMPLETE)
+        return found
+
+    def _check(self, found: list[Drawn], count: int, where: str) -> None:
+        """Raises RunError where answers are not what was asked for. count: of answers."""
+        longest, stops = self._request["max_tokens"], self._request["stop_token_ids"]
+        numbers = [number for one in found for number in one.logprobs]
+        short = [len(one.ids) for one in found if len(one.ids) < longest and (not one.ids or one.ids[-1] not in stops)]
+        if len(found) != count:
+            why, fix = f"gives {len(found)} answers where {count} were asked for", "look at what it says itself"
+        elif any(len(one.ids) != len(one.logprobs) for one in found) or not all(map(_is_number, numbers)):
+            why, fix = "does not tell how likely it found each token", "look at what it says itself"
+        elif short:
+            why = f"ends an answer after {short[0]} tokens, though it is not at its end and may have {longest}"
+            fix = "let it know no limit of its own (--generation-config, --override-generation-config)"
+        else:
+            return
+        raise RunError(f"the engine {why}", where=where, fix=f"{fix}, and go on with --resume auto")
+
+
+def _by_prompt(asked: Sequence[Asked]) -> list[list[Asked]]:
+    """What one request asks for: answers to one prompt. Where a data set has a prompt twice, each begins anew: greedy
+    answers are given one at a time."""
+    groups: list[list[Asked]] = []
+    for one in asked:
+        before = groups[-1][-1].key if groups else ()
+        if before[:-1] != one.key[:-1] or before[-1] >= one.key[-1]:
+            groups.append([])
+        groups[-1].append(one)
+    return groups
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
