@@ -188,6 +188,18 @@ def test_what_a_run_that_was_killed_has_left_is_removed(tmp_path, tiny_model, wr
     assert [*memory.iterdir()] == [others]
 
 
+@pytest.mark.parametrize("more", [{}, {"engine_ahead": True}])
+def test_nothing_of_the_weights_is_left_when_a_run_is_stopped(
+    tmp_path, tiny_model, write_rows, chat_rows, beside, more
+):
+    """Whoever stops it keeps what it has raised until the process ends, and with it all that the run has made."""
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, max_steps=9, stop_after="1s", **more)
+    with pytest.raises(SystemExit) as stopped:
+        train_alone(resolve_config("grpo", **values))
+    assert stopped.value.code == 0 and 0 < len(metrics(tmp_path / "out")) < 9
+    assert beside.taken and not (tmp_path / "out" / "engine").exists()
+
+
 def test_evaluations_ask_the_engine_too(tmp_path, tiny_model, write_rows, chat_rows, beside):
     """Of sft as well; it takes the weights over once for an evaluation of several batches."""
     values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), tuner="full", max_steps=2)

@@ -121,7 +121,7 @@ def run_evaluation(
             reporter.message(f"note: {note}")
 
         build_start = cache(partial(_load_start, start, trainee, load, world, layout))
-        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, columns))
+        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, columns, stack))
         told = tell_answers if world.rank == 0 else None
 
         def build(number: int, prepared: PreparedData) -> Evaluator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -83,7 +83,7 @@ def run_training(
     outlive_readers()
     began, output = time.monotonic() if began is None else began, Path(config.output_dir)
     reporter = reporter or (RunReporter(config, output) if world.rank == 0 else QuietReporter())
-    with reporter, closing(Claim(output)) as claim, other_memory_errors():
+    with reporter, closing(Claim(output)) as claim, ExitStack() as ending, other_memory_errors():
         resume = find_resume(config, output, claim, world, reporter.message)
         reading = without_gone_adapter(config, resume, reporter.message)
         load = tokenizer_loader(reading, reporter.message)
@@ -113,7 +113,9 @@ def run_training(
             reporter.message(f"note: {note}")
         start = partial(build_trainee, config, model_config, None, load, world.within("start"), layout, trainee.choice)
         teacher = partial(build_teacher, config, trainee, load, world, layout, reporter.message)
-        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns))
+        asker = cache(
+            partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns, ending)
+        )
         parts = MethodParts(
             config=config, prepared=prepared, trainee=trainee, trainee_starts=resume is None, build_start=start,
             load_tokenizer=load, reporter=reporter, same=world.same, build_teacher=teacher, build_asker=asker,

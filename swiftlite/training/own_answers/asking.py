@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -180,16 +181,18 @@ def build_asker(
     world: World,
     rewards: Sequence[Reward],
     columns: Sequence[str],
+    ending: ExitStack,
 ) -> Asker:
-    """With the model itself, a copy of it, or engines to answer. columns: as for `Asker`. Raises UserError where a
-    reward model cannot be loaded, or an engine cannot take the weights over."""
+    """With the model itself, a copy of it, or engines to answer. columns: as for `Asker`; ending: is left when the run
+    ends, however it does. Raises UserError where a reward model cannot be loaded, or an engine cannot take the weights
+    over."""
     tokenizer = load()
     for judge in filter(None, (reward.judge for reward in rewards)):
         judge.load(config, world.device, alone=world.size == 1)
     stops = stop_tokens(trainee.base.generation_config, tokenizer)
     together = Patient(trainee.mesh)
     if config.engine_url:
-        speaker = FromEngine(Engine(config, stops, together.rank), config, trainee, together)
+        speaker = FromEngine(Engine(config, stops, together.rank), config, trainee, together, ending)
     else:
         speaker = build_answerer(config, model_config, trainee, load, world, stops)
     return Asker(config, speaker, tokenizer, rewards, columns, together, stops)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import shutil
 import uuid
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +31,11 @@ FOLDER = "engine"  # of the output folder
 class FromEngine:
     """A `Speaker` whose answers engines give."""
 
-    def __init__(self, engine: Engine, config: RunConfig, trainee: Trainee, together: Patient) -> None:
-        """together: the processes, which write the weights together, whatever each holds of them.
+    def __init__(
+        self, engine: Engine, config: RunConfig, trainee: Trainee, together: Patient, ending: ExitStack
+    ) -> None:
+        """together: the processes, which write the weights together, whatever each holds of them; ending: is left
+        when the run ends.
 
         Raises UserError for an adapter that engines cannot take.
         """
@@ -47,7 +49,7 @@ class FromEngine:
         self._foreseen: tuple[Sequence[Asked], Future[list[Drawn]]] | None = None
         if together.rank == 0:
             _remove(self._parent, run)  # what a run that was killed has left
-            weakref.finalize(self, _remove, self._parent, run)
+            ending.callback(_remove, self._parent, run)
 
     @property
     def pads(self) -> bool:
