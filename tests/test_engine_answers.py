@@ -257,6 +257,12 @@ def test_an_address_where_nobody_answers_is_told(tmp_path, tiny_model, write_row
         resolve_config("grpo", **values | {"engine_url": ["localhost:8000"]})
 
 
+def test_a_server_is_named_once(tmp_path, tiny_model, write_rows, chat_rows, beside):
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside)
+    with pytest.raises(UserError, match="--engine-url names a server twice"):
+        resolve_config("grpo", **values | {"engine_url": [beside.url, f"{beside.url}/v1/"]})
+
+
 @pytest.mark.parametrize(
     ("more", "said"), [({"dora": True}, "DoRA"), ({"modules_to_save": ["lm_head"]}, "whole modules")]
 )

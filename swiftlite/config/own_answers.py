@@ -73,6 +73,11 @@ def examination_rules(config: RunConfig) -> list[Rule]:
     ]
 
 
+def address(url: str) -> str:
+    """Of a server, without what OpenAI's clients want behind it."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def _engine_rules(config: RunConfig) -> list[Rule]:
     """Of runs whose answers engines give."""
     if not config.engine_url:
@@ -83,6 +88,12 @@ def _engine_rules(config: RunConfig) -> list[Rule]:
             "--engine-url is the address of a server",
             ("engine_url",),
             "write http://HOST:PORT",
+        ),
+        (
+            len({address(url) for url in config.engine_url}) < len(config.engine_url),
+            "--engine-url names a server twice",
+            ("engine_url",),
+            "name each once: it takes as many prompts at once as it has room for",
         ),
         (
             config.qat != "none",

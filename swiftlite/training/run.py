@@ -113,12 +113,10 @@ def run_training(
             reporter.message(f"note: {note}")
         start = partial(build_trainee, config, model_config, None, load, world.within("start"), layout, trainee.choice)
         teacher = partial(build_teacher, config, trainee, load, world, layout, reporter.message)
-        asker = cache(
-            partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns, ending)
-        )
+        asker = partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns, ending)
         parts = MethodParts(
             config=config, prepared=prepared, trainee=trainee, trainee_starts=resume is None, build_start=start,
-            load_tokenizer=load, reporter=reporter, same=world.same, build_teacher=teacher, build_asker=asker,
+            load_tokenizer=load, reporter=reporter, same=world.same, build_teacher=teacher, build_asker=cache(asker),
         )  # fmt: skip
         session = Session(claim, parts)
         session.restore(resume)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swiftlite.config.methods import SAMPLING, answers
+from swiftlite.config.own_answers import address
 from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.seeds import key_digest
 from swiftlite.serving.engines import VLLM_RANKS
@@ -55,7 +56,7 @@ class Server:
         from requests.adapters import HTTPAdapter
         from urllib3.util import Retry
 
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = address(url)
         again = Retry(AGAIN, backoff_factor=1.0, status_forcelist=BUSY, allowed_methods=None, raise_on_status=False)
         self._session, self._once = requests.Session(), requests.Session()
         for scheme in ("http://", "https://"):
