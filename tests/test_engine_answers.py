@@ -282,6 +282,14 @@ def test_settings_of_an_engine_without_one_are_told(tmp_path, tiny_model, write_
         assert {note.partition(" ")[0] for note in notes if "has no effect" in note} & {*given} >= idle
 
 
+@pytest.mark.parametrize("more", [{"reward": ["contains"]}, {"eval_fraction": 0.2}])
+def test_settings_of_an_engine_that_nothing_is_asked_are_told(tmp_path, tiny_model, write_rows, chat_rows, more):
+    values = settings(tmp_path, tiny_model("llama"), write_rows("rows.jsonl", chat_rows), **more)
+    given = {"method": "sft", **values, "engine_url": ["http://there:8000"], "engine_folder": "/there"}
+    notes = resolve(None, {name: Given(value, name, "flag") for name, value in given.items()}).notes
+    assert {note.partition(" ")[0] for note in notes if "has no effect" in note} >= {"engine_url", "engine_folder"}
+
+
 def test_a_plan_counts_no_copy_where_an_engine_answers(tmp_path, tiny_model, write_rows, chat_rows, beside):
     values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, activation_checkpointing="none")
     config = resolve_config("grpo", **values)

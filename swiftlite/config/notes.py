@@ -162,7 +162,7 @@ def _without_evaluations(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, why) for name in ("eval_steps", "eval_on_start", "eval_samples", "eval_temperature"))
     if config.method in EXAMINED and not answers(config):
         judged = ("reward", "max_new_tokens", "answers_at_once") if not evaluates(config) else EXAMINED_BY
-        judged = (*judged, "engine_url")
+        judged = (*judged, "engine_url", "engine_folder")
         yield from ((name, "without --reward" if evaluates(config) else why) for name in judged)
 
 
