@@ -257,6 +257,27 @@ def test_an_address_where_nobody_answers_is_told(tmp_path, tiny_model, write_row
         resolve_config("grpo", **values | {"engine_url": ["localhost:8000"]})
 
 
+@pytest.mark.parametrize(
+    ("ranks", "said"), [({"r": 48}, "--max-lora-rank 64`"), ({"rank_pattern": {"q_proj": 128}}, "--max-lora-rank 128`")]
+)
+def test_a_server_has_room_for_the_adapter_that_goes_on(tmp_path, tiny_model, write_rows, chat_rows, ranks, said):
+    """Which has a rank of its own."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"r": 8, **ranks}))
+    with StandIn(tiny_model("llama")) as gone:
+        values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, gone, tuner="lora")
+    config = resolve_config("grpo", **values | {"adapter": str(tmp_path / "adapter")})
+    with pytest.raises(UserError, match="no engine answers") as failure:
+        engine.check_engines(config)
+    assert failure.value.fix.endswith(said)
+
+
+def test_an_adapter_of_a_rank_that_no_server_takes_is_refused(tmp_path, tiny_model, write_rows, chat_rows, beside):
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, tuner="lora", lora_rank=513)
+    with pytest.raises(UserError, match="of a rank above 512"):
+        train_alone(resolve_config("grpo", **values))
+
+
 def test_a_server_is_named_once(tmp_path, tiny_model, write_rows, chat_rows, beside):
     values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside)
     with pytest.raises(UserError, match="--engine-url names a server twice"):

@@ -176,7 +176,7 @@ def _refused(engine: Engine, source: ModelSource, settings: dict[str, Any]) -> s
     config = Path(source.base) / MODEL_CONFIG
     if engine.no_lora and config.is_file() and read_settings(config).get("model_type") in engine.no_lora:
         return f"takes no adapter on models of the type {read_settings(config)['model_type']}"
-    if engine.name == "vllm" and _rank(settings, source.adapter) > VLLM_RANKS[-1]:
+    if engine.name == "vllm" and highest_rank(settings, source.adapter) > VLLM_RANKS[-1]:
         return f"takes no adapter of a rank above {VLLM_RANKS[-1]}"
     return ""
 
@@ -186,7 +186,8 @@ def _targets(settings: dict[str, Any]) -> list[str]:
     return [targets] if isinstance(targets, str) else list(map(str, targets))
 
 
-def _rank(settings: dict[str, Any], adapter: Path) -> int:
+def highest_rank(settings: dict[str, Any], adapter: Path) -> int:
+    """Of an adapter's layers. settings: those in its folder. Raises UserError where they do not say it."""
     pattern = settings.get("rank_pattern") or {}
     ranks = [settings.get("r"), *(pattern.values() if isinstance(pattern, dict) else [None])]
     if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
@@ -230,7 +231,7 @@ def named_adapter(engine: Engine, name: str, adapter: Path) -> list[str]:
         return ["--lora-paths", pair]
     if engine.name == "lmdeploy":  # whose other backend, the usual one, passes adapters over in silence
         return ["--backend", "pytorch", "--adapters", pair]
-    rank = _rank(read_settings(adapter / ADAPTER_CONFIG), adapter)
+    rank = highest_rank(read_settings(adapter / ADAPTER_CONFIG), adapter)
     if "," in pair:  # vLLM takes it for JSON
         pair = json.dumps({"name": name, "path": str(adapter)}, ensure_ascii=False)
     allowed = next(size for size in VLLM_RANKS if size >= rank)

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swiftlite.config.methods import SAMPLING, answers
+from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.config.own_answers import address
 from swiftlite.errors import RunError, UserError, first_line
+from swiftlite.models.load import read_settings
 from swiftlite.seeds import key_digest
-from swiftlite.serving.engines import VLLM_RANKS
+from swiftlite.serving.engines import VLLM_RANKS, highest_rank
 from swiftlite.training.own_answers.speaker import Asked, Drawn
 
 if TYPE_CHECKING:
@@ -244,7 +246,14 @@ def _each(work: Sequence[Callable[[], T]]) -> list[T]:
 
 def check_engines(config: RunConfig) -> None:
     """Before the model loads. Raises UserError where a server does not serve what the run needs of it."""
-    for url in config.engine_url if answers(config) else ():
+    urls = config.engine_url if answers(config) else ()
+    if urls and config.tuner == "lora" and _rank(config) > VLLM_RANKS[-1]:
+        raise UserError(
+            f"vLLM takes no adapter of a rank above {VLLM_RANKS[-1]}",
+            where=f"--engine-url {urls[0]}",
+            fix="lower --lora-rank, leave --engine-url out, so that the model answers itself, or use --tuner full",
+        )
+    for url in urls:
         server = Server(url)
         fix = f"start it by `{start_words(config)}`"
         try:
@@ -258,6 +267,14 @@ def check_engines(config: RunConfig) -> None:
             raise _unfit(url, f"takes no {kind} while it runs", fix)
         if config.method in SAMPLING and config.temperature != 1 and not _scales_logprobs(server):
             raise _unfit(url, f"tells probabilities as they are without --temperature {config.temperature:g}", fix)
+
+
+def _rank(config: RunConfig) -> int:
+    """Of the adapter that is trained."""
+    if config.adapter is None:
+        return config.lora_rank
+    folder = Path(config.adapter).expanduser()
+    return highest_rank(read_settings(folder / ADAPTER_CONFIG), folder)
 
 
 def _unfit(url: str, why: str, fix: str) -> UserError:
@@ -286,6 +303,6 @@ def start_words(config: RunConfig) -> str:
         words += ["--logprobs-mode", "processed_logprobs"]
     if config.tuner != "lora":
         return "VLLM_SERVER_DEV_MODE=1 " + shlex.join(words)
-    rank = next((size for size in VLLM_RANKS if size >= config.lora_rank), config.lora_rank)
+    rank = next((size for size in VLLM_RANKS if size >= _rank(config)), VLLM_RANKS[-1])
     words += ["--enable-lora", "--max-lora-rank", str(rank)]
     return "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 " + shlex.join(words)
