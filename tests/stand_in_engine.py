@@ -62,9 +62,7 @@ class StandIn:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                cards = [{"id": "base", "parent": None, "max_model_len": stand_in.longest}]
-                cards += [{"id": name, "parent": "base"} for name in sorted(stand_in.known)]
-                self.say(200 if self.path == "/v1/models" else 404, {"data": cards[::-1]})
+                self.say(*stand_in.does(self.path, None))
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -86,6 +84,9 @@ class StandIn:
 
     def does(self, path, body):
         """(status, answer)."""
+        if path == "/v1/models":
+            cards = [{"id": "base", "parent": None, "max_model_len": self.longest}]
+            return 200, {"data": [*({"id": name, "parent": "base"} for name in sorted(self.known)), *cards]}
         if path == "/v1/load_lora_adapter" and self.adapters:
             if "lora_name" not in body or body["lora_name"] in self.known:
                 return 400, {"error": "no such adapter, or known already"}

@@ -246,6 +246,31 @@ def test_an_engine_that_does_not_fit_is_told_before_the_model_loads(
     assert kind in failure.value.fix and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("path", "answer", "said"),
+    [
+        ("/v1/models", (200, {"data": [{"name": "base"}]}), "no engine answers there"),
+        ("/v1/models", (200, {"data": [{"id": "base", "max_model_len": "long"}]}), "no engine answers there"),
+        ("/v1/models", (401, {"error": "Unauthorized"}), "the engine asks for a key"),
+        ("/collective_rpc", None, "no engine answers there"),
+        ("/v1/completions", (200, "<html>a page</html>"), "no engine answers there"),
+        ("/v1/completions", (200, {"choices": [{"logprobs": None}]}), "no engine answers there"),
+        ("/v1/completions", (400, {"error": "out of its mind"}), "out of its mind"),
+    ],
+)
+def test_what_is_no_engine_is_told_before_the_model_loads(
+    tmp_path, tiny_model, write_rows, chat_rows, beside, monkeypatch, path, answer, said
+):
+    """None: it hangs up."""
+    does = beside.does
+    monkeypatch.setattr(beside, "does", lambda asked, body: answer if asked == path else does(asked, body))
+    config = resolve_config("grpo", **by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, temperature=0.5))
+    with pytest.raises(UserError, match=said) as failure:
+        engine.check_engines(config)
+    assert failure.value.where == f"--engine-url {beside.url}"
+    assert ("VLLM_API_KEY" if "key" in said else "vllm serve") in failure.value.fix
+
+
 def test_an_address_where_nobody_answers_is_told(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch):
     monkeypatch.setattr(engine, "AGAIN", 0)
     with StandIn(tiny_model("llama")) as gone:

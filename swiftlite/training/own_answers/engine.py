@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from swiftlite.config.methods import SAMPLING, answers
 from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.config.own_answers import address
-from swiftlite.errors import RunError, UserError, first_line
+from swiftlite.errors import RunError, SwiftliteError, UserError, first_line
 from swiftlite.models.load import read_settings
 from swiftlite.seeds import key_digest
 from swiftlite.serving.engines import VLLM_RANKS, highest_rank
@@ -43,6 +43,7 @@ RELOAD, FORGET = "/collective_rpc", "/reset_prefix_cache"
 API_KEY = "VLLM_API_KEY"
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 7200.0
 AGAIN, BUSY = 5, (500, 502, 503, 504)  # how often a request is sent again, and after which answers
+NO_KEY = (401, 403)
 BETWEEN_SECONDS = 1.0  # two attempts to let it forget
 LONGEST_ERROR = 300
 SEEN = "let it see the folder of the weights under the same name (--engine-folder)"
@@ -68,12 +69,19 @@ class Server:
                 session.headers["Authorization"] = f"Bearer {key}"
         self._model = ""
 
-    def model(self) -> dict[str, Any]:
-        """What it says of the model that it serves, adapters aside. Raises UserError where nobody answers."""
+    def model(self) -> tuple[str, int | None]:
+        """(the name of the model that it serves, adapters aside, how many tokens it reads where it says that). Raises
+        UserError where nobody answers."""
         try:
             response = self._once.get(self.url + "/v1/models", timeout=CONNECT_SECONDS)
+            if response.status_code in NO_KEY:
+                raise UserError("the engine asks for a key, or for another one", fix=f"give it in {API_KEY}")
             response.raise_for_status()
-            return next(card for card in response.json()["data"] if card.get("parent") is None)
+            card = next(card for card in response.json()["data"] if card.get("parent") is None)
+            longest = card.get("max_model_len")
+            return card["id"], None if longest is None else int(longest)
+        except UserError:
+            raise
         except Exception as error:  # whatever answers there, it is no engine
             raise UserError(f"no engine answers there: {first_line(error)}", where=self.url) from error
 
@@ -130,7 +138,7 @@ class Engine:
     def __init__(self, config: RunConfig, stops: Sequence[int], rank: int) -> None:
         """stops: ids that end an answer; rank: of this process, by which it begins with another server."""
         self._servers = [Server(url) for url in config.engine_url]
-        self._bases = [server.model()["id"] for server in self._servers]
+        self._bases = [server.model()[0] for server in self._servers]
         self._adapter, self._rank = "", rank
         self._request = {
             "max_tokens": config.max_new_tokens,
@@ -254,19 +262,28 @@ def check_engines(config: RunConfig) -> None:
             fix="lower --lora-rank, leave --engine-url out, so that the model answers itself, or use --tuner full",
         )
     for url in urls:
-        server = Server(url)
-        fix = f"start it by `{start_words(config)}`"
+        where, fix = f"--engine-url {url}", f"start it by `{start_words(config)}`"
         try:
-            longest = server.model().get("max_model_len") or config.max_length
-        except UserError as error:
-            raise UserError(error.what, where=f"--engine-url {url}", fix=fix) from error
-        if longest < config.max_length:
-            raise _unfit(url, f"reads {longest:,} tokens, fewer than --max-length {config.max_length}", fix)
-        if not server.has(LOAD_ADAPTER if config.tuner == "lora" else RELOAD):
-            kind = "adapters" if config.tuner == "lora" else "weights"
-            raise _unfit(url, f"takes no {kind} while it runs", fix)
-        if config.method in SAMPLING and config.temperature != 1 and not _scales_logprobs(server):
-            raise _unfit(url, f"tells probabilities as they are without --temperature {config.temperature:g}", fix)
+            why = _misfit(config, Server(url))
+        except SwiftliteError as error:
+            own = error.fix if isinstance(error, UserError) else None
+            raise UserError(error.what, where=where, fix=own or fix) from error
+        except Exception as error:  # whatever answers there, it is no engine
+            raise UserError(f"no engine answers there: {first_line(error)}", where=where, fix=fix) from error
+        if why:
+            raise UserError(f"the engine {why}", where=where, fix=fix)
+
+
+def _misfit(config: RunConfig, server: Server) -> str:
+    """What a server lacks that the run needs of it; empty where it fits."""
+    _, longest = server.model()
+    if longest is not None and longest < config.max_length:
+        return f"reads {longest:,} tokens, fewer than --max-length {config.max_length}"
+    if not server.has(LOAD_ADAPTER if config.tuner == "lora" else RELOAD):
+        return f"takes no {'adapters' if config.tuner == 'lora' else 'weights'} while it runs"
+    if config.method in SAMPLING and config.temperature != 1 and not _scales_logprobs(server):
+        return f"tells probabilities as they are without --temperature {config.temperature:g}"
+    return ""
 
 
 def _rank(config: RunConfig) -> int:
@@ -277,14 +294,10 @@ def _rank(config: RunConfig) -> int:
     return highest_rank(read_settings(folder / ADAPTER_CONFIG), folder)
 
 
-def _unfit(url: str, why: str, fix: str) -> UserError:
-    return UserError(f"the engine {why}", where=f"--engine-url {url}", fix=fix)
-
-
 def _scales_logprobs(server: Server) -> bool:
     """Whether it tells probabilities of the distribution that it draws from: those of the likeliest token differ."""
     body = {
-        "model": server.model()["id"],
+        "model": server.model()[0],
         "prompt": [1, 2, 3],
         "max_tokens": 1,
         "logprobs": 1,
