@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import requests
 import torch
 from stand_in_engine import StandIn, numbers, seed_of
 from test_grpo import sampled
@@ -269,6 +270,22 @@ def test_what_is_no_engine_is_told_before_the_model_loads(
         engine.check_engines(config)
     assert failure.value.where == f"--engine-url {beside.url}"
     assert ("VLLM_API_KEY" if "key" in said else "vllm serve") in failure.value.fix
+
+
+def test_an_address_that_leads_to_another_is_told(tmp_path, tiny_model, write_rows, chat_rows, beside, monkeypatch):
+    """Requests for answers would not get there."""
+    found = requests.Session.get
+
+    def moved(session, url, **more):
+        response = found(session, url.replace("http://elsewhere:80", beside.url), **more)
+        response.history = [response]
+        return response
+
+    monkeypatch.setattr(requests.Session, "get", moved)
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, engine_url=["http://elsewhere:80"])
+    with pytest.raises(UserError, match="has moved") as failure:
+        engine.check_engines(resolve_config("grpo", **values))
+    assert failure.value.fix == f"write {beside.url}" and failure.value.where == "--engine-url http://elsewhere:80"
 
 
 def test_an_address_where_nobody_answers_is_told(tmp_path, tiny_model, write_rows, chat_rows, monkeypatch):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COMPLETE = "/v1/completions"
+MODELS, COMPLETE = "/v1/models", "/v1/completions"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 RELOAD, FORGET = "/collective_rpc", "/reset_prefix_cache"
 API_KEY = "VLLM_API_KEY"
@@ -73,10 +73,12 @@ class Server:
         """(the name of the model that it serves, adapters aside, how many tokens it reads where it says that). Raises
         UserError where nobody answers."""
         try:
-            response = self._once.get(self.url + "/v1/models", timeout=CONNECT_SECONDS)
+            response = self._once.get(self.url + MODELS, timeout=CONNECT_SECONDS)
             if response.status_code in NO_KEY:
                 raise UserError("the engine asks for a key, or for another one", fix=f"give it in {API_KEY}")
             response.raise_for_status()
+            if response.history:  # what is posted there would arrive as a question for a page
+                raise UserError("the engine has moved", fix=f"write {address(response.url.removesuffix(MODELS))}")
             card = next(card for card in response.json()["data"] if card.get("parent") is None)
             longest = card.get("max_model_len")
             return card["id"], None if longest is None else int(longest)
