@@ -337,6 +337,15 @@ def test_an_adapter_that_engines_cannot_take_is_refused(
         train_alone(resolve_config("grpo", **values))
 
 
+def test_tokens_that_the_server_has_no_rows_for_are_refused(tmp_path, tiny_model, write_rows, chat_rows, beside):
+    """Those that find room among its rows are not."""
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, max_steps=1)
+    train_alone(resolve_config("grpo", **values | {"new_tokens": ["<one>"]}))
+    many = [f"<{number}>" for number in range(400)]
+    with pytest.raises(UserError, match="no weights of 8.. tokens into a model of 512"):
+        train_alone(resolve_config("grpo", **values | {"new_tokens": many, "output_dir": str(tmp_path / "other")}))
+
+
 def test_settings_of_an_engine_without_one_are_told(tmp_path, tiny_model, write_rows, chat_rows, beside):
     values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, engine_ratio_cap=3.0, answers_at_once=8)
     for urls, idle in (([], {"engine_ratio_cap"}), ([beside.url], {"answers_at_once"})):

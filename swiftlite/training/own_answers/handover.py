@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from swiftlite.checkpoint.export import create_model_files
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
 from swiftlite.errors import UserError
+from swiftlite.models.load import load_config_of
 from swiftlite.serving.engines import MORE_THAN_LORA, NOTHING
 from swiftlite.training.own_answers.engine import in_background
 from swiftlite.training.own_answers.speaker import Asked, Drawn
@@ -37,9 +38,10 @@ class FromEngine:
         """together: the processes, which write the weights together, whatever each holds of them; ending: is left
         when the run ends.
 
-        Raises UserError for an adapter that engines cannot take.
+        Raises UserError for an adapter, or a vocabulary, that engines cannot take.
         """
         _check_adapter(trainee)
+        _check_vocabulary(config, trainee)
         self._engine, self._trainee, self._together = engine, trainee, together
         self._parent = Path(config.engine_folder or Path(config.output_dir) / FOLDER).expanduser().resolve()
         run = hashlib.sha256(str(Path(config.output_dir).resolve()).encode()).hexdigest()[:8]
@@ -102,6 +104,19 @@ def _check_adapter(trainee: Trainee) -> None:
                 where="--engine-url",
                 fix="leave it out, so that the model answers itself, or use --tuner full",
             )
+
+
+def _check_vocabulary(config: RunConfig, trainee: Trainee) -> None:
+    """A server has as many rows for tokens as the model that it was started with."""
+    if not config.new_tokens:
+        return
+    served, trained = (of.get_text_config().vocab_size for of in (load_config_of(config), trainee.base.config))
+    if trained > served:
+        raise UserError(
+            f"vLLM takes no weights of {trained:,} tokens into a model of {served:,}",
+            where=f"--engine-url, --new-tokens ({len(config.new_tokens)})",
+            fix="leave one of them out, or train a model that has these tokens, and serve that",
+        )
 
 
 def _remove(parent: Path, run: str) -> None:
