@@ -62,7 +62,7 @@ class StandIn:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                self.say(*stand_in.does(self.path, None))
+                self.say(*stand_in.does(self.path, {}))
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -93,6 +93,8 @@ class StandIn:
             self._take(body["lora_path"], adapter=True)
             self.known.add(body["lora_name"])
         elif path == "/v1/unload_lora_adapter" and self.adapters:
+            if body["lora_name"] not in self.known:
+                return 404, {"error": "no such adapter"}
             self.known.remove(body["lora_name"])
         elif path == "/collective_rpc" and self.reloads:
             if body.get("method") != "reload_weights":

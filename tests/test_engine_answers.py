@@ -174,6 +174,23 @@ def test_a_failure_ahead_ends_the_step_that_asks_for_it(
     assert len(metrics(tmp_path / "out")) == 3
 
 
+def test_a_server_that_is_started_anew_between_steps_serves_on(
+    tmp_path, tiny_model, write_rows, chat_rows, beside, monkeypatch
+):
+    """It knows nothing of the adapter before."""
+    does = beside.does
+
+    def anew(path, body):
+        if path == "/v1/load_lora_adapter" and body:
+            beside.known.clear()
+        return does(path, body)
+
+    monkeypatch.setattr(beside, "does", anew)
+    values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, tuner="lora")
+    train_alone(resolve_config("grpo", **values))
+    assert len(metrics(tmp_path / "out")) == len(beside.taken) == 3
+
+
 def test_what_a_run_that_was_killed_has_left_is_removed(tmp_path, tiny_model, write_rows, chat_rows, beside):
     """And that of others is not."""
     values = by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, max_steps=1)

@@ -97,7 +97,7 @@ class Server:
             self.ask(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder)}, fix=SEEN)
             before, self._model = self._model, folder.name
             if before:
-                self.ask(UNLOAD_ADAPTER, {"lora_name": before})
+                self.ask(UNLOAD_ADAPTER, {"lora_name": before}, also=(404,))  # one that was started anew lacks it
             return
         self.ask(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fix=SEEN)
         self._forget()
@@ -114,15 +114,17 @@ class Server:
             fix="let nobody else ask it during the run, and go on with --resume auto",
         )
 
-    def ask(self, path: str, body: dict[str, Any], *, fix: str = "look at what it says itself") -> requests.Response:
+    def ask(
+        self, path: str, body: dict[str, Any], *, fix: str = "look at what it says itself", also: Sequence[int] = ()
+    ) -> requests.Response:
         """Its answer to a request, which is sent again where the server is busy or cannot be reached; but for adapters,
-        of which it would say that it has them already."""
+        of which it would say that it has them already. also: what it may answer beside that all is well."""
         from requests import RequestException
 
         session = self._once if path in (LOAD_ADAPTER, UNLOAD_ADAPTER) else self._session
         try:
             response = session.post(self.url + path, json=body, timeout=(CONNECT_SECONDS, ANSWER_SECONDS))
-            if response.ok:
+            if response.ok or response.status_code in also:
                 return response
             problem = f"{response.status_code} {response.text[:LONGEST_ERROR]}"
         except RequestException as error:
