@@ -104,7 +104,7 @@ class Server:
 
     def _forget(self) -> None:
         """Drop the keys and values that other weights have made of prompts, which a request in progress holds."""
-        for _ in range(AGAIN):
+        for _ in range(1 + AGAIN):
             if b"false" not in self.ask(FORGET, {}).content:
                 return
             time.sleep(BETWEEN_SECONDS)
