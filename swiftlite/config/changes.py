@@ -39,7 +39,7 @@ OF_THE_LOSS = (
     "loss", "beta", "label_smoothing", "rpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight",
     "center_rewards", "teacher", "teacher_weight", "teacher_tokens", "minibatches", "update_epochs", "epsilon",
     "epsilon_high", "scale_rewards", "cut_answers", "max_resample_times",
-    "engine_ahead",
+    "engine_ahead", "engine_ratio_cap",
 )  # fmt: skip
 # The same of any loss, and of answers: of the model's own weights, or of what they are rounded to.
 OF_THE_WEIGHTS = ("qat",)

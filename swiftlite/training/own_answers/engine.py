@@ -41,7 +41,7 @@ MODELS, COMPLETE = "/v1/models", "/v1/completions"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 RELOAD, FORGET = "/collective_rpc", "/reset_prefix_cache"
 API_KEY = "VLLM_API_KEY"
-CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 7200.0
+CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 3300.0  # of two attempts, sooner than other processes give this one up
 AGAIN, BUSY = 5, (500, 502, 503, 504)  # how often a request is sent again, and after which answers
 NO_KEY = (401, 403)
 BETWEEN_SECONDS = 1.0  # two attempts to let it forget
@@ -60,7 +60,14 @@ class Server:
         from urllib3.util import Retry
 
         self.url = address(url)
-        again = Retry(AGAIN, backoff_factor=1.0, status_forcelist=BUSY, allowed_methods=None, raise_on_status=False)
+        again = Retry(
+            AGAIN,
+            read=min(1, AGAIN),
+            backoff_factor=1.0,
+            status_forcelist=BUSY,
+            allowed_methods=None,
+            raise_on_status=False,
+        )
         self._session, self._once = requests.Session(), requests.Session()
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=MOST_AT_ONCE, max_retries=again))
