@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from swiftlite.models.sampling import answering, sample
 from swiftlite.seeds import key_digest
 
+ALONE = threading.Lock()  # of all of them: transformers sets switches of the whole process while it loads a model
+
 
 def seed_of(key):
     """That a run sends for the answers to a prompt."""
@@ -31,7 +33,7 @@ class StandIn:
     def __init__(self, base, *, adapters=True, reloads=True, longest=4096, scaled=True):
         self.base, self.adapters, self.reloads, self.longest, self.scaled = base, adapters, reloads, longest, scaled
         self.shift, self.fails_after, self.ends, self.asked, self.held, self.known = 0.0, None, True, [], None, set()
-        self._lock, self._model = threading.Lock(), None
+        self._model = None
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -66,7 +68,7 @@ class StandIn:
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with stand_in._lock:
+                with ALONE:
                     stand_in.asked.append((self.path, body))
                     self.say(*stand_in.does(self.path, body))
 

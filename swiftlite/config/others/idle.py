@@ -184,7 +184,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
          "use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_bias_correction_kl", "kl_in_reward", "use_kl_in_reward",
          "dynamic_sample",
          "use_slow_tokenizer", "disable_fast_tokenizer", "dynamic_filtering", "enable_ema",
-         "async_generate", "use_liger_loss", "log_unique_prompts", "no_advantage_std_norm",
+         "use_liger_loss", "log_unique_prompts", "no_advantage_std_norm",
          "use_leave_one_out_baseline", "reference_free"),
         (OFF, "it is off in any case"),
     ),
