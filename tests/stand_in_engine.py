@@ -28,11 +28,11 @@ def numbers(seed, index, count):
 class StandIn:
     """adapters, reloads: what it takes while it runs; longest: tokens that it reads; scaled: whether it tells
     probabilities at the temperature; shift: added to each log-probability that it tells; fails_after: answers, behind
-    which it fails. asked: paths and bodies of all requests; held: the folder of the weights it answers by."""
+    which it fails. asked: paths and bodies of all requests; known: its adapters."""
 
     def __init__(self, base, *, adapters=True, reloads=True, longest=4096, scaled=True):
         self.base, self.adapters, self.reloads, self.longest, self.scaled = base, adapters, reloads, longest, scaled
-        self.shift, self.fails_after, self.ends, self.asked, self.held, self.known = 0.0, None, True, [], None, set()
+        self.shift, self.fails_after, self.asked, self.known = 0.0, None, [], set()
         self._model = None
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -117,7 +117,7 @@ class StandIn:
     def _take(self, folder, *, adapter):
         plain = {"dtype": torch.float32, "attn_implementation": "eager"}
         model = AutoModelForCausalLM.from_pretrained(self.base if adapter else folder, **plain)
-        self._model, self.held = PeftModel.from_pretrained(model, folder) if adapter else model, folder
+        self._model = PeftModel.from_pretrained(model, folder) if adapter else model
 
     def _answers(self, body):
         if self._model is None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -17,6 +18,7 @@ from swiftlite.config.validate import Given
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.load import load_config
 from swiftlite.objectives.policy import Policy
+from swiftlite.training.losses import PolicyLoss
 from swiftlite.training.own_answers import answerer, engine
 from swiftlite.training.plan import outline_of
 from swiftlite.verification.cases import FULL, SAMPLED, Subject
@@ -92,11 +94,25 @@ def test_a_token_counts_by_how_likely_the_engine_found_it(
     assert (row["kl/engine"], row["engine/capped"]) == (pytest.approx(shift, abs=1e-5), capped)
 
 
-def test_what_holds_to_the_reference_counts_once_whoever_drew():
-    """And a capped token no more than the cap."""
+def test_a_token_counts_no_more_than_the_cap():
     policy = Policy("dapo", 0.0, 0.0, answers=1, tokens=2, longest=8, cap=2.0)
     weights, capped = policy.weights(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -3.0]))
     assert weights.tolist() == pytest.approx([1.6487213, 2.0]) and capped.tolist() == [0.0, 1.0]
+
+
+def test_what_holds_to_the_reference_counts_once_whoever_drew():
+    """Of answers that are no better than others nothing else is left."""
+    answers = SimpleNamespace(tokens=torch.tensor([2]), margin=torch.zeros(1))
+    now, reference, owner = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), torch.zeros(2, dtype=torch.int64)
+    found = []
+    for drawn in (now, now - 0.5):
+        batch = SimpleNamespace(
+            completions=answers, owner=owner, sampled=None, drawn=drawn, reference=reference, context=None
+        )
+        loss, _ = PolicyLoss(Policy("dapo", 0.1, 0.0, answers=1, tokens=2, longest=8, cap=2.0))(now, batch)
+        found.append(loss.item())
+    d = (reference - now).double()
+    assert found == [pytest.approx((0.1 * (d.exp() - d - 1)).sum().item() / 2)] * 2
 
 
 def test_an_engine_with_other_weights_is_told(tmp_path, tiny_model, write_rows, chat_rows, beside):

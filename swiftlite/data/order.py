@@ -58,6 +58,11 @@ class StepBatch:
     packs: list[Pack]
     data_sets: tuple[str, ...] = field(default=(), kw_only=True)
 
+    @property
+    def documents(self) -> list[Sequence]:
+        """Of all packs, in their order."""
+        return [document for pack in self.packs for document in pack]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -135,7 +140,7 @@ class BatchPlan:
     def others(self, batch: StepBatch) -> Iterator[Sequence]:
         """What is in the same epoch as a step, each once, in an order of the step's own; without packing."""
         packs = self._packs(math.ceil(batch.epoch) - 1)
-        seen = {document.identity for pack in batch.packs for document in pack}
+        seen = {document.identity for document in batch.documents}
         for place in permutation(len(packs), self._options.seed, batch.step, "others"):
             (document,) = self._read_pack(packs[place])
             if document.identity not in seen:

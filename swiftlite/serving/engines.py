@@ -168,9 +168,8 @@ def _refused(engine: Engine, source: ModelSource, settings: dict[str, Any]) -> s
         return "takes no adapters"
     if settings.get("peft_type") != "LORA":
         return f"takes LoRA adapters alone, and this one is of the kind {settings.get('peft_type')}"
-    for key, words in {**MORE_THAN_LORA, **engine.cannot}.items():
-        if settings.get(key) not in NOTHING:
-            return f"takes no adapter with {words} ({key})"
+    for key, words in asks_more(settings, {**MORE_THAN_LORA, **engine.cannot}):
+        return f"takes no adapter with {words} ({key})"
     if engine.name == "lmdeploy" and any("." in name for name in _targets(settings)):
         return "takes no adapter whose target_modules are paths: it would put it on all layers of the last name"
     config = Path(source.base) / MODEL_CONFIG
@@ -179,6 +178,16 @@ def _refused(engine: Engine, source: ModelSource, settings: dict[str, Any]) -> s
     if engine.name == "vllm" and highest_rank(settings, source.adapter) > VLLM_RANKS[-1]:
         return f"takes no adapter of a rank above {VLLM_RANKS[-1]}"
     return ""
+
+
+def asks_more(settings: Mapping[str, Any], than: Mapping[str, str] = MORE_THAN_LORA) -> list[tuple[str, str]]:
+    """The settings of an adapter that an engine does not read, with what they are in words. than: all of them."""
+    return [(key, words) for key, words in than.items() if settings.get(key) not in NOTHING]
+
+
+def vllm_rank(rank: int) -> int:
+    """What vLLM is told that adapters have at most, of one that it takes."""
+    return next(size for size in VLLM_RANKS if size >= rank)
 
 
 def _targets(settings: dict[str, Any]) -> list[str]:
@@ -234,5 +243,4 @@ def named_adapter(engine: Engine, name: str, adapter: Path) -> list[str]:
     rank = highest_rank(read_settings(adapter / ADAPTER_CONFIG), adapter)
     if "," in pair:  # vLLM takes it for JSON
         pair = json.dumps({"name": name, "path": str(adapter)}, ensure_ascii=False)
-    allowed = next(size for size in VLLM_RANKS if size >= rank)
-    return ["--enable-lora", "--lora-modules", pair, "--max-lora-rank", str(allowed)]
+    return ["--enable-lora", "--lora-modules", pair, "--max-lora-rank", str(vllm_rank(rank))]

@@ -63,8 +63,12 @@ from swiftlite.training.sources import find_weights
 from swiftlite.training.teacher import build_teacher, check_teacher
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from swiftlite.config.layout import Layout
     from swiftlite.config.schema import RunConfig
+    from swiftlite.data.prepare import LoadTokenizer
+    from swiftlite.training.needs import Beside
 
 SECONDS_TO_FINISH = 60  # of a checkpoint that is being written when the run fails
 
@@ -88,12 +92,7 @@ def run_training(
         reading = without_gone_adapter(config, resume, reporter.message)
         load = tokenizer_loader(reading, reporter.message)
         with reporter.phase("checking the model"):
-            model_config = check_result(config, check_model(config, layout, world.device, resume))
-            if needs_reference(preference_of(config)) or keeps_second(config):
-                find_weights(config, None)  # the start of a run that goes on has to be there still
-            beside = check_teacher(config, layout, world.device, load) if config.teacher else None
-            rewards = load_rewards(config.reward, config.method) if answers(config) else []
-            check_engines(config)
+            model_config, beside, rewards = _checked(config, world, layout, load, resume)
         for note in unused_on_cpu(config) if world.device.type == "cpu" else []:
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
@@ -129,6 +128,21 @@ def run_training(
             reporter.message(f"uploaded to {publish(output / 'model', repository, config)}")
         if config.push_to_hub:
             world.meet("upload")  # else the others would end what joins them while this one works
+
+
+def _checked(
+    config: RunConfig, world: World, layout: Layout, load: LoadTokenizer, resume: Path | None
+) -> tuple[PretrainedConfig, Beside | None, list[Reward]]:
+    """(the model's config, its teacher's outline if it has one, what rewards answers), before rows are read. Raises
+    UserError where the model or what is beside it does not fit."""
+    model_config = check_model(config, layout, world.device, resume)
+    check_result(config, model_config)
+    if needs_reference(preference_of(config)) or keeps_second(config):
+        find_weights(config, None)  # the start of a run that goes on has to be there still
+    beside = check_teacher(config, layout, world.device, load) if config.teacher else None
+    rewards = load_rewards(config.reward, config.method) if answers(config) else []
+    check_engines(config)
+    return model_config, beside, rewards
 
 
 def _told_of_data(config: RunConfig, audit: dict[str, Any], rewards: Sequence[Reward]) -> Iterator[str]:

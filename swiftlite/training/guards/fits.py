@@ -35,14 +35,13 @@ def check_config(config: RunConfig, model_config: PretrainedConfig, plain_weight
     _check_length(config, model_config)
 
 
-def check_result(config: RunConfig, model_config: PretrainedConfig) -> PretrainedConfig:
-    """The model's config. Raises UserError where nothing would load a result: of some models that take images too
-    transformers has a class for the language model alone, but none for the config that this writes. An adapter is
-    loaded with the whole."""
+def check_result(config: RunConfig, model_config: PretrainedConfig) -> None:
+    """Raises UserError where nothing would load a result: of some models that take images too transformers has a class
+    for the language model alone, but none for the config that this writes. An adapter is loaded with the whole."""
     known = auto_class(model_config, classifier=config.method == "rm")._model_mapping
     trained = known.get(type(model_config), None)
     if config.tuner == "lora" or trained is None or trained.config_class in known:
-        return model_config
+        return
     raise UserError(
         f"nothing would load the result: {trained.__name__} is the language model alone, and no Auto class of "
         f"transformers knows the type of its config, {trained.config_class.model_type}",

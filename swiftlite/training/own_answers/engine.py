@@ -27,7 +27,7 @@ from swiftlite.config.own_answers import address
 from swiftlite.errors import RunError, SwiftliteError, UserError, first_line
 from swiftlite.models.load import read_settings
 from swiftlite.seeds import key_digest
-from swiftlite.serving.engines import VLLM_RANKS, highest_rank
+from swiftlite.serving.engines import VLLM_RANKS, highest_rank, vllm_rank
 from swiftlite.training.own_answers.speaker import Asked, Drawn
 
 if TYPE_CHECKING:
@@ -287,12 +287,12 @@ def check_engines(config: RunConfig) -> None:
 
 def _misfit(config: RunConfig, server: Server) -> str:
     """What a server lacks that the run needs of it; empty where it fits."""
-    _, longest = server.model()
+    name, longest = server.model()
     if longest is not None and longest < config.max_length:
         return f"reads {longest:,} tokens, fewer than --max-length {config.max_length}"
     if not server.has(LOAD_ADAPTER if config.tuner == "lora" else RELOAD):
         return f"takes no {'adapters' if config.tuner == 'lora' else 'weights'} while it runs"
-    if config.method in SAMPLING and config.temperature != 1 and not _scales_logprobs(server):
+    if config.method in SAMPLING and config.temperature != 1 and not _scales_logprobs(server, name):
         return f"tells probabilities as they are without --temperature {config.temperature:g}"
     return ""
 
@@ -305,10 +305,11 @@ def _rank(config: RunConfig) -> int:
     return highest_rank(read_settings(folder / ADAPTER_CONFIG), folder)
 
 
-def _scales_logprobs(server: Server) -> bool:
-    """Whether it tells probabilities of the distribution that it draws from: those of the likeliest token differ."""
+def _scales_logprobs(server: Server, name: str) -> bool:
+    """Whether it tells probabilities of the distribution that it draws from: those of the likeliest token differ. name:
+    of its model."""
     body = {
-        "model": server.model()[0],
+        "model": name,
         "prompt": [1, 2, 3],
         "max_tokens": 1,
         "logprobs": 1,
@@ -327,6 +328,5 @@ def start_words(config: RunConfig) -> str:
         words += ["--logprobs-mode", "processed_logprobs"]
     if config.tuner != "lora":
         return "VLLM_SERVER_DEV_MODE=1 " + shlex.join(words)
-    rank = next((size for size in VLLM_RANKS if size >= _rank(config)), VLLM_RANKS[-1])
-    words += ["--enable-lora", "--max-lora-rank", str(rank)]
+    words += ["--enable-lora", "--max-lora-rank", str(vllm_rank(_rank(config)))]
     return "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 " + shlex.join(words)

@@ -34,7 +34,7 @@ class Examiner:
         """
         config = self._config
         draw = Draw(config.eval_samples, examined_at(config), self._key)
-        prompts = [document for pack in batch.packs for document in pack]
+        prompts = batch.documents
         with memory_errors("the evaluation", ()):
             groups = self._ask(prompts, draw)
         totals, answers = self._ask.totals(groups), [ids for group in groups for ids in group.ids]

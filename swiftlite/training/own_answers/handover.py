@@ -16,7 +16,7 @@ from swiftlite.checkpoint.export import create_model_files
 from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_together
 from swiftlite.errors import UserError
 from swiftlite.models.load import load_config_of
-from swiftlite.serving.engines import MORE_THAN_LORA, NOTHING
+from swiftlite.serving.engines import asks_more
 from swiftlite.training.own_answers.engine import in_background
 from swiftlite.training.own_answers.speaker import Asked, Drawn
 
@@ -47,7 +47,7 @@ class FromEngine:
         run = hashlib.sha256(str(Path(config.output_dir).resolve()).encode()).hexdigest()[:8]
         (self._name, *_) = together.collect(f"{run}-{uuid.uuid4().hex[:8]}")  # engines remember those of before
         self._taken: int | None = None  # updates of the weights that engines have
-        self._files: Path | None = None
+        self._folder: Path | None = None  # of those weights
         self._foreseen: tuple[Sequence[Asked], Future[list[Drawn]]] | None = None
         if together.rank == 0:
             _remove(self._parent, run)  # what a run that was killed has left
@@ -81,9 +81,9 @@ class FromEngine:
 
     def _hand_over(self) -> None:
         trainee, leads = self._trainee, self._together.rank == 0
-        files, before = trainee.files, self._files
+        files, before = trainee.files, self._folder
         mine = to_write(trainee.mesh, trainee.tensors())
-        self._files = folder = self._parent / f"{self._name}-{trainee.updates}"
+        self._folder = folder = self._parent / f"{self._name}-{trainee.updates}"
         create = partial(create_model_files, files=files, model=trainee.model, base=trainee.base, tokenizer=None)
         write_together(self._together, folder, create, lambda part: files.plan.write(part, mine), manifest=False)
         take = partial(self._engine.take, folder, adapter=files.adapter)
@@ -96,14 +96,12 @@ class FromEngine:
 def _check_adapter(trainee: Trainee) -> None:
     if not trainee.files.adapter:
         return
-    settings = trainee.model.peft_config["default"].to_dict()
-    for key, words in MORE_THAN_LORA.items():
-        if settings.get(key) not in NOTHING:
-            raise UserError(
-                f"vLLM takes no adapter with {words}",
-                where="--engine-url",
-                fix="leave it out, so that the model answers itself, or use --tuner full",
-            )
+    for _, words in asks_more(trainee.model.peft_config["default"].to_dict()):
+        raise UserError(
+            f"vLLM takes no adapter with {words}",
+            where="--engine-url",
+            fix="leave it out, so that the model answers itself, or use --tuner full",
+        )
 
 
 def _check_vocabulary(config: RunConfig, trainee: Trainee) -> None:

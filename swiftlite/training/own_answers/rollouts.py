@@ -63,7 +63,7 @@ class Rollouts:
         config, began = self._config, time.perf_counter()
         prompts, groups = self._asked(batch)
         if following is not None:
-            self._ask.foresee(_prompts(following), self._draw(following, 0))
+            self._ask.foresee(following.documents, self._draw(following, 0))
         seconds = time.perf_counter() - began
         totals = self._ask.totals(groups)
         equal, wanted = _equal(totals), sum(map(len, batch.packs))
@@ -88,7 +88,7 @@ class Rollouts:
         """(the step's prompts, and behind them those asked in place of the ones whose answers all have one reward; the
         answers to each). Source: dynamic sampling in DAPO, arXiv 2503.14476, section 3.2."""
         config, others = self._config, self._others(batch)
-        prompts = _prompts(batch)
+        prompts = batch.documents
         groups, wanted = self._drawn(batch, prompts, 0), len(prompts)
         for _ in range(config.max_resample_times if config.reward else 0):
             missing = wanted - int((~_equal(self._ask.totals(groups))).sum())
@@ -176,10 +176,6 @@ class Rollouts:
             "answers/equal": float(equal.mean()),
             "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
         }
-
-
-def _prompts(batch: StepBatch) -> list[Document]:
-    return [document for pack in batch.packs for document in pack]
 
 
 def _equal(totals: np.ma.MaskedArray) -> np.ndarray:
