@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from test_template import PLAIN
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data import build, store
@@ -271,9 +272,10 @@ def test_a_bad_row_is_told_with_the_file_of_this_run(prepare, write_rows, chat_r
     assert failure.value.where == f"{copy}:{len(chat_rows) + 1}"
 
 
-def test_what_is_lost_is_told_in_words(prepare, write_rows, chat_rows):
+def test_what_is_lost_is_told_in_words(prepare, write_rows, chat_rows, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
     assert losses_in_words(prepare(write_rows("a.jsonl", chat_rows)).audit) is None
-    tools = {"tools": [{"name": "add"}]}  # which the toy's template does not write
+    tools = {"tools": [{"name": "add"}]}  # which the template does not write
     path = write_rows("b.jsonl", [*chat_rows, BAD, chat_rows[0] | tools])
     prepared = prepare(path, on_bad_row="skip", max_length=24, eval_dataset=[str(path)])
     rows = prepared.audit["rows"]
@@ -325,9 +327,7 @@ def test_what_the_template_does_not_write_of_the_context_is_counted(prepare, wri
     asked, answered = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4", "name": "ann"}
     path = write_rows("a.jsonl", [*chat_rows, {"messages": [asked, call, result, answered]}])
     written = prepare(path).audit["rows"]
-    assert written["unused_columns"] == dict.fromkeys(
-        ("messages.tool_calls", "messages.tool_call_id", "messages.name"), 1
-    )
+    assert written["unused_columns"] == dict.fromkeys(("messages.tool_call_id", "messages.name"), 1)
     assert "messages_left_out" not in written
     whole = tokenizer.chat_template
     tokenizer.chat_template = whole.replace("message['content']", "message['content'] | tojson")

@@ -374,7 +374,7 @@ class Said(Asker):
     def __init__(self, rewards):
         """rewards: `[prompts][functions][answers]`."""
         self._rewards = [Reward(name, weight, print, name) for name, weight in (("one", 1.0), ("two", 0.5))]
-        self._stops, self._known, self._speaker = [2], rewards, SimpleNamespace(pads=True)
+        self._stops, self._known, self._speaker, self._tools = [2], rewards, SimpleNamespace(pads=True), None
 
     def __call__(self, prompts, draw):
         answers = [Answered("?", "x", ids, {}, "rows.jsonl:1") for ids in ([5, 6, 2], [5])]

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from test_parity import metrics, plain_adamw, planned_rows, render_chat, settings, train_alone
+from test_template import PLAIN
 from test_verify import in_real_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds import run_ranks
@@ -659,10 +660,11 @@ def test_an_answer_without_a_reward_is_compared_with_nothing(tmp_path, tiny_mode
 # ---- prompts --------------------------------------------------------------------------------------------------------
 
 
-def prepared(tmp_path, write_rows, tiny_model, rows, **more):
-    data = write_rows("rows.jsonl", rows)
+def prepared(tmp_path, write_rows, tiny_model, rows, template=None, **more):
+    data, tokenizer = write_rows("rows.jsonl", rows), load_tokenizer(str(tiny_model("llama")))
+    tokenizer.chat_template = template or tokenizer.chat_template
     config = resolve_config("grpo", **sampled(tmp_path, tiny_model("llama"), data, **more))
-    return prepare_data(config, lambda: load_tokenizer(config.model)), AutoTokenizer.from_pretrained(config.model)
+    return prepare_data(config, lambda: tokenizer), tokenizer
 
 
 def test_rows_become_prompts(tmp_path, write_rows, tiny_model):
@@ -715,7 +717,8 @@ def test_what_is_not_asked_as_the_row_has_it_is_counted(tmp_path, write_rows, ti
         {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
         {"prompt": "Once", "completion": " upon"},
     ]
-    found, _ = prepared(tmp_path, write_rows, tiny_model, rows, placeholders={"name": "Robo"}, system="Be kind.")
+    more = {"placeholders": {"name": "Robo"}, "system": "Be kind."}
+    found, _ = prepared(tmp_path, write_rows, tiny_model, rows, template=PLAIN, **more)
     counts = {"placeholders_filled": 1, "placeholders_left": 1, "tools_left_out": 1, "system_added": 3}
     assert {name: found.audit["rows"].get(name) for name in counts} == counts
     tokenizer = load_tokenizer(str(tiny_model("llama")))
@@ -739,8 +742,10 @@ def test_functions_get_the_columns_of_all_rows(tmp_path, write_rows, tiny_model,
     (batch, *_) = found.train.steps()
     prompts = [document for pack in batch.packs for document in pack]
     config = resolve_config("grpo", **sampled(tmp_path, tiny_model("llama"), "rows.jsonl", samples=2))
-    ask = Asker(config, None, tokenizer, load_rewards([f"{functions}:right"]), found.columns, None, [2])
-    (group,) = ask._rewarded(prompts, {(0, 0): Drawn([5, 2]), (0, 1): Drawn([6, 7])}, 2)
+    together = Patient(build_mesh(Layout(), torch.device("cpu")))
+    speaker = SimpleNamespace(ready=nullcontext, answer=lambda asked, _: [Drawn([5, 2]), Drawn([6, 7])])
+    ask = Asker(config, speaker, tokenizer, load_rewards([f"{functions}:right"]), found.columns, together, [2])
+    (group,) = ask(prompts, Draw(2, 1.0, lambda *_: ()))
     assert group.rewards == [[0.25, 0.25]] and [answer.columns for answer in group.answers] == [{"answer": None}] * 2
 
 

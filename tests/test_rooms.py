@@ -34,6 +34,7 @@ ARROWS = {
 SHELVES = {
     "config/others": {""},
     "config/settings": {""},
+    "data/calls": {"rows", "tokens"},
     "data/rows": set(),
     "data/tokens": {"rows"},
     "models/attention": {""},

@@ -13,6 +13,10 @@ from swiftlite.errors import UserError
 from swiftlite.models.tokenizer import read_chat_template
 from swiftlite.models.toys import toy_tokenizer
 
+PLAIN = (  # ChatML that knows no tools
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 CHATML_MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -223,7 +227,7 @@ def test_a_dropped_tool_call_is_a_bad_row(make_tokenizer):
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "I add.", "tool_calls": [call]}]
     with pytest.raises(BadRow) as failure:
-        ChatRenderer(make_tokenizer(toy_tokenizer().chat_template), "2025-03-09").render(chat(messages))
+        ChatRenderer(make_tokenizer(PLAIN), "2025-03-09").render(chat(messages))
     assert failure.value.reason == "template_drops_content"
 
 
@@ -475,14 +479,14 @@ def test_arguments_are_written_as_json_whatever_the_template_takes(make_tokenize
     call = {"type": "function", "function": {"name": "add", "arguments": given}}
     messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     calls = "{% for c in message['tool_calls'] or [] %}" + written + "{% endfor %}<|im_end|>"
-    tokenizer = make_tokenizer(toy_tokenizer().chat_template.replace("<|im_end|>", calls))
+    tokenizer = make_tokenizer(PLAIN.replace("<|im_end|>", calls))
     assert trained_texts(tokenizer, chat(messages)) == [['<add{"a": [1, null]}><|im_end|>']]
 
 
 def test_a_template_that_writes_the_first_call_only_is_told(make_tokenizer):
     """As that of gpt-oss does."""
     calls = "{% if message.tool_calls %}{{ message.tool_calls[0].function.name }}{% endif %}<|im_end|>"
-    tokenizer = make_tokenizer(toy_tokenizer().chat_template.replace("<|im_end|>", calls))
+    tokenizer = make_tokenizer(PLAIN.replace("<|im_end|>", calls))
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     assert trained_texts(tokenizer, chat(messages)) == [["add<|im_end|>"]]

@@ -35,7 +35,7 @@ USED_PANELS = (MODEL, DATA, PREFERENCE, PARALLELISM)
 USED = {  # of the other panels
     "adapter", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "precision", "pure_bf16",
     "seed", "offload", "quantization", "qat", "kernels", "compile", "resume", "method", "debug", "dry_run", "reward",
-    *EXAMINED_BY,
+    "tools", *EXAMINED_BY,
 }  # fmt: skip
 UNUSED = {"from_scratch", "config_overrides", "shuffle", "streaming", "sync_every_microbatch"}  # of those panels
 ANSWERS = "--answers"

@@ -33,18 +33,19 @@ OF_THE_ROWS = (
     "model", "tokenizer", "chat_template", "new_tokens", "method", "dataset", "eval_dataset", "eval_fraction",
     "columns", "max_samples", "deduplicate", "system", "placeholders", "streaming", "sample_by", "max_length",
     "overlong", "share_prompt", "train_on", "packing", "shuffle", "global_batch_size", "seed", "max_new_tokens",
+    "tools",
 )  # fmt: skip
 # Losses under others of these are no measure for each other.
 OF_THE_LOSS = (
     "loss", "beta", "label_smoothing", "rpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight",
     "center_rewards", "teacher", "teacher_weight", "teacher_tokens", "minibatches", "update_epochs", "epsilon",
     "epsilon_high", "scale_rewards", "cut_answers", "max_resample_times",
-    "engine_ahead", "engine_ratio_cap",
+    "tool_rounds", "engine_ahead", "engine_ratio_cap",
 )  # fmt: skip
 # The same of any loss, and of answers: of the model's own weights, or of what they are rounded to.
 OF_THE_WEIGHTS = ("qat",)
 # The same of answers to held-out prompts.
-OF_THE_REWARD = ("reward", "max_new_tokens", "eval_samples", "eval_temperature")
+OF_THE_REWARD = ("reward", "tools", "tool_rounds", "max_new_tokens", "eval_samples", "eval_temperature")
 
 # They decide how the files of a result hold its weights.
 OF_THE_FILES = ("save_dtype", "max_shard_size")

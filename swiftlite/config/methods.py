@@ -15,7 +15,9 @@ TOKEN_ACCURACY = "token_accuracy"  # a metric of methods that learn given tokens
 COMPARED = ("chosen", "rejected", "accuracy", "margin")  # what their metrics have as rewards/NAME
 SAMPLING = ("grpo",)  # learn from answers that the model itself gives to each step's prompts
 EXAMINED = ("sft", "dpo", "kto", *SAMPLING)  # whose model may answer held-out prompts, and its answers be rewarded
-EXAMINED_BY = ("max_new_tokens", "answers_at_once", "eval_samples", "eval_temperature")  # beside reward functions
+EXAMINED_BY = (  # beside functions
+    "max_new_tokens", "tool_rounds", "answers_at_once", "eval_samples", "eval_temperature",
+)  # fmt: skip
 KNOWN_REWARDS = (  # functions that come along
     "exact_match", "contains", "last_number", "math_equal", "think_format", "soft_overlong", "repetition",
 )  # fmt: skip
@@ -23,6 +25,7 @@ PROMPT = ("prompt", "completion")  # of a row, which are no columns to the funct
 GIVEN = ("prompts", "completions", "completion_ids")  # what they get beside the columns
 EXPECTED = "expected"  # what a row itself answers, for those that ask for it and find no such column
 LIMIT = "max_new_tokens"  # of an answer, likewise
+ENVIRONMENTS = "environments"  # of tools that are a class the object of each answer, likewise
 
 
 def pack_capacity(config: RunConfig) -> int:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # The settings that name files and folders: what a run reads, its data sets, several names each, and where it writes.
 SOURCES = ("model", "teacher", "tokenizer", "chat_template", "adapter")
 DATASETS = ("dataset", "eval_dataset")
+FUNCTIONS = ("reward", "tools")  # these name code and models, several each
 NAMES = (*SOURCES, *DATASETS, "cache_dir", "engine_folder", "output_dir", "resume")
 ADAPTER_CONFIG = "adapter_config.json"  # what makes a folder an adapter
 GENERATION_CONFIG = "generation_config.json"
@@ -198,7 +199,7 @@ def with_absolute_names(config: RunConfig) -> RunConfig:
     """The config whose files and folders are found from any folder. What is not there, such as a hub id, stays."""
     found: dict[str, object] = {name: _absolute(getattr(config, name)) for name in NAMES if name not in DATASETS}
     found |= {name: [_absolute_spec(spec) for spec in getattr(config, name)] for name in DATASETS}
-    found["reward"] = [_of_file(word, _absolute) for word in config.reward]
+    found |= {name: [_of_file(word, _absolute) for word in getattr(config, name)] for name in FUNCTIONS}
     return config.model_copy(update=found)
 
 
@@ -207,8 +208,9 @@ def _absolute(name: str | None) -> str | None:
     return name if path is None else str(path.absolute())
 
 
-def placed_reward(word: str, base: Path | None) -> str:
-    """A word of `--reward` with the path of its file or model, if it names one that exists, found as `placed` does."""
+def placed_function(word: str, base: Path | None) -> str:
+    """A word of `--reward` or `--tools` with the path of its file or model, if it names one that exists, found as
+    `placed` does."""
     return _of_file(word, lambda file: placed(file, base))
 
 

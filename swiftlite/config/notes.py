@@ -30,6 +30,8 @@ METHOD_SETTINGS = {  # what acts in which methods
     "center_rewards": ("rm",),
     "share_prompt": ("dpo", "rm", *SAMPLING),
     "reward": EXAMINED,
+    "tools": EXAMINED,
+    "tool_rounds": EXAMINED,
     "samples": SAMPLING,
     "max_new_tokens": EXAMINED,
     "temperature": SAMPLING,
@@ -123,6 +125,8 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[str, str]]:
         if not config.reward:
             yield "teacher_weight", "without --reward: the teacher counts all"
             yield "max_resample_times", "without --reward"
+    if not config.tools:
+        yield "tool_rounds", "without --tools"
     if not config.engine_url:
         yield from ((name, "without --engine-url") for name in ("engine_folder", "engine_ahead", "engine_ratio_cap"))
     else:
@@ -161,15 +165,17 @@ def _without_evaluations(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not evaluates(config):
         yield from ((name, why) for name in ("eval_steps", "eval_on_start", "eval_samples", "eval_temperature"))
     if config.method in EXAMINED and not answers(config):
-        judged = ("reward", "max_new_tokens", "answers_at_once") if not evaluates(config) else EXAMINED_BY
-        judged = (*judged, "engine_url", "engine_folder")
+        judged = (
+            ("reward", "max_new_tokens", "tool_rounds", "answers_at_once") if not evaluates(config) else EXAMINED_BY
+        )
+        judged = (*judged, "tools", "engine_url", "engine_folder")
         yield from ((name, "without --reward" if evaluates(config) else why) for name in judged)
 
 
 def _judged_by_loss(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Of `swiftlite eval`, where it judges no answers."""
     if config.method not in SAMPLING:
-        yield from ((name, f"with --method {config.method}") for name in ("reward", *EXAMINED_BY))
+        yield from ((name, f"with --method {config.method}") for name in ("reward", "tools", *EXAMINED_BY))
 
 
 def _ineffective_layout(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -20,13 +20,14 @@ from swiftlite.config.methods import SAMPLING, answers, evaluates, prompt_limit
 from swiftlite.config.names import (
     ADAPTER_CONFIG,
     DATASETS,
+    FUNCTIONS,
     SOURCES,
     check_names,
     dataset_names,
     model_name,
     most_positions,
     placed,
-    placed_reward,
+    placed_function,
     system_text,
 )
 from swiftlite.config.notes import unsaid, unused
@@ -246,7 +247,7 @@ def _names(config: RunConfig, base: Path | None) -> dict[str, Any]:
         named[name] = value and (placed(value, base) or value)
     for name in ("model", "teacher"):
         named[name] = named[name] and model_name(named[name])
-    named["reward"] = [placed_reward(word, base) for word in config.reward]
+    named |= {name: [placed_function(word, base) for word in getattr(config, name)] for name in FUNCTIONS}
     if config.system is not None:
         named["system"] = system_text(config.system, base)
     return named

@@ -23,6 +23,7 @@ from swiftlite.data.rows.formats import check_columns
 from swiftlite.data.rows.sources import Source, check_unchanged, content_hash, file_states, parse_spec, resolve
 from swiftlite.data.store import REJECTED, SEQUENCES, SequenceStore, load_or_build
 from swiftlite.data.stream import StreamPlan, stream_identity
+from swiftlite.data.tokens.own_tools import load_tools
 from swiftlite.data.tokens.tokenize import TokenOptions
 from swiftlite.data.tokens.tokenizer_key import tokenizer_key
 from swiftlite.data.windows import LARGEST_GROUP, LAYOUT_VERSION, WINDOW_BYTES
@@ -263,11 +264,12 @@ def prepare_one(
     layout = (options.share_prompt,) if options.method in PAIRED else ()
     opening = () if options.system is None else ("system", options.system)
     learnt = () if options.train_on == "answers" else ("train_on", options.train_on)
+    called = ("tools", json.dumps(options.tools)) if options.tools else ()
     key = _digest(
         FORMAT_VERSION, version("transformers"), version("tokenizers"), identity, content, options.method,
         options.max_length, options.overlong, sorted(options.columns.items()),
         sorted(options.placeholders.items()), config.sample_by,
-        (count, config.seed) if count else None, *layout, *opening, *learnt,
+        (count, config.seed) if count else None, *layout, *opening, *learnt, *called,
     )  # fmt: skip
 
     def build(folder: Path) -> dict[str, Any]:
@@ -307,6 +309,7 @@ def token_options(config: RunConfig) -> TokenOptions:
         system=None if config.method == "pretrain" else config.system,
         placeholders=dict(config.placeholders),
         train_on=config.train_on,
+        tools=tuple(tool.schema for tool in load_tools(config.tools)) if config.method in SAMPLING else (),
     )
 
 

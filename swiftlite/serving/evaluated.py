@@ -38,7 +38,9 @@ NOT_OF_A_RUN = {
     "cache_dir", "workers",
     "trust_remote_code",
 }  # fmt: skip
-OF_A_RECIPE = {"adapter", "reward", "gradient_accumulation_steps", "offload", "kernels", "compile", "debug", "dry_run"}
+OF_A_RECIPE = {
+    "adapter", "reward", "tools", "gradient_accumulation_steps", "offload", "kernels", "compile", "debug", "dry_run",
+}  # fmt: skip
 
 
 def settle(given: Mapping[str, Given], recipe: Recipe | None) -> tuple[dict[str, Given], Recipe | None]:
@@ -113,6 +115,13 @@ def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
             f"{method} learns by reward functions, and those that a run names are not run unasked",
             where=str(recipe.path),
             fix=f"name them (--reward {named}), or give --method sft for the loss of rows with answers",
+        )
+    tools = recipe.said("tools")
+    if tools and "tools" not in given:
+        raise UserError(
+            f"{method} has learnt to call tools, and those that a run names are not run unasked",
+            where=str(recipe.path),
+            fix=f"name them: --tools {' '.join(map(str, tools)) if isinstance(tools, list) else tools}",
         )
     return _only(recipe, names | {"reward"}, given)
 

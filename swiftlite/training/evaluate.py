@@ -43,6 +43,7 @@ from swiftlite.training.methods import preference_of
 from swiftlite.training.own_answers.asking import build_asker
 from swiftlite.training.own_answers.judges import notes_on_judges
 from swiftlite.training.own_answers.rewards import Reward, check_columns, load_rewards
+from swiftlite.training.own_answers.tools import check_tools
 from swiftlite.training.progress import saved_progress
 from swiftlite.training.setup import Trainee, build_trainee, check_model, precision_of, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_examiner, build_method, needs_reference
@@ -104,7 +105,7 @@ def run_evaluation(
             config = _as_in_files(config, model_config, world.device)
             if needs_reference(preference_of(config)):
                 _check_reference(start, config)
-            rewards = load_rewards(config.reward) if config.method in SAMPLING else []
+            rewards = _judged(config, model_config, load)
         for note in _notes(start, config, model_config, checkpoint, rewards, world.device):
             reporter.message(f"note: {note}")
         data = _read_rows(config, own, load, vocabulary_of(config, model_config), reporter)
@@ -143,6 +144,14 @@ def _evaluator(parts: MethodParts, checkpoint: Path | None) -> Evaluator:
     method = build_method(parts)
     method.state = _carried(checkpoint, method.state)
     return method
+
+
+def _judged(config: RunConfig, model_config: PretrainedConfig, load: LoadTokenizer) -> list[Reward]:
+    """What rewards answers, where there are any. Raises UserError where that, or tools, cannot be had."""
+    if config.method not in SAMPLING:
+        return []
+    check_tools(config, model_config, load)
+    return load_rewards(config.reward)
 
 
 def _read_rows(

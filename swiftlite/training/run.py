@@ -53,6 +53,7 @@ from swiftlite.training.own_answers.asking import build_asker
 from swiftlite.training.own_answers.engine import check_engines
 from swiftlite.training.own_answers.judges import notes_on_judges
 from swiftlite.training.own_answers.rewards import Reward, check_columns, load_rewards
+from swiftlite.training.own_answers.tools import check_tools
 from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
 from swiftlite.training.progress import Progress, saved_progress
 from swiftlite.training.publish import open_repository, publish
@@ -142,6 +143,7 @@ def _checked(
     beside = check_teacher(config, layout, world.device, load) if config.teacher else None
     rewards = load_rewards(config.reward, config.method) if answers(config) else []
     check_engines(config)
+    check_tools(config, model_config, load)
     return model_config, beside, rewards
 
 

@@ -32,6 +32,15 @@ class SamplingSettings(BaseModel):
         shown="needed by grpo",
         metavar="NAME ...",
     )
+    tools: Names = flag(
+        [], REINFORCEMENT, "Functions that the model may call while it answers, FILE.py:NAME or PACKAGE.MODULE.NAME; "
+        "of a class its methods, with an object for each answer.",
+        shown="none", metavar="NAME ...",
+    )  # fmt: skip
+    tool_rounds: Count = flag(
+        8, REINFORCEMENT, "How often an answer may call them; several calls at once count once.",
+        "max_tool_calling_iterations",
+    )  # fmt: skip
     samples: Count = flag(
         8, REINFORCEMENT, "Answers to each prompt, which are compared with one another.", "num_generations",
         "grpo_samples", "num_generations_per_prompt",

@@ -7,6 +7,7 @@ reward what the model says.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,7 +77,13 @@ class PromptTokenizer:
         check_shown(row)
         if taken := next((name for name in GIVEN if name in row), None):
             raise BadRow("taken_name", f"functions that reward answers get those as {taken}: call the column otherwise")
-        return read_question(row, self._files[raw.file].where(raw.line), self._options.system)
+        question = read_question(row, self._files[raw.file].where(raw.line), self._options.system)
+        return replace(question, tools=self._with_own(question.tools)) if self._options.tools else question
+
+    def _with_own(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """A row's tools, and those that answers may call, which are what is called by their names."""
+        own = {tool["function"]["name"] for tool in self._options.tools}
+        return [*(tool for tool in tools or () if tool["function"].get("name") not in own), *self._options.tools]
 
     def _text_and_ids(self, question: Question) -> tuple[str, list[int]]:
         """What the model is asked. Raises BadRow."""

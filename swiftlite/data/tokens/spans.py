@@ -6,6 +6,7 @@ import os
 import re
 
 Span = tuple[int, int]
+OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")  # at the end of a text
 _TAG = re.compile(r"[<\[][^<>\[\]\s]+[>\]]")
 
 

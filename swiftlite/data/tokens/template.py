@@ -9,7 +9,6 @@ prefix; the conversation is then split, and each part trains only the answers th
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from swiftlite.data.rows.messages import REASONING_KEYS, TRAIN_KEYS
 from swiftlite.data.rows.roles import with_known_roles
 from swiftlite.data.tokens.chat_template import PROBE, ChatTemplate
 from swiftlite.data.tokens.spans import (
+    OPEN_TAG,
     Span,
     behind_like,
     blanks_behind,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 OPENING = 64  # characters; a generation prompt that goes on behind its header (`<think>`) is far shorter
 _ANSWER = "ANSWER"
-_OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ class ChatRenderer:
         """
         other = replace(chat, messages=[*chat.messages[:index], {"role": "assistant", "content": _ANSWER}])
         shared = min(len(os.path.commonprefix([one, prompt])) for one in (text, self._render(other, index + 1)))
-        if cut := _OPEN_TAG.search(text, before, shared):
+        if cut := OPEN_TAG.search(text, before, shared):
             shared = cut.start()
         if shared <= before:
             raise BadRow("template_error", f"the template does not begin message {index} with its generation prompt")

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 class TokenOptions:
     """Everything besides tokenizer and rows that decides the tokens. overlong: truncate, drop, split or error;
     share_prompt: whether the prompt of a pair comes once; system: the message of conversations that have none;
-    placeholders: what is written for {{KEY}} in a row; train_on: answers, last-answer or all of a conversation."""
+    placeholders: what is written for {{KEY}} in a row; train_on: answers, last-answer or all of a conversation; tools:
+    that a model may call in its own answers, beside those of a row, as chat templates take them."""
 
     method: str
     max_length: int
@@ -57,6 +58,7 @@ class TokenOptions:
     system: str | None = None
     placeholders: dict[str, str] = field(default_factory=dict)
     train_on: str = "answers"
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

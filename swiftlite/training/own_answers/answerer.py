@@ -84,17 +84,21 @@ class Answerer:
     def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
         """As of `Speaker`, by numbers that are functions of the keys."""
         for some in self._at_once(asked):
-            numbers = np.stack([_uniform(self._config.max_new_tokens, *one.key) for one in some])
-            prompts = [one.ids for one in some]
-            base, stops = self._speaker.base, self._stops
-            yield from map(Drawn, sample(base, prompts, torch.from_numpy(numbers), stops, temperature, once=self.pads))
+            most = max(one.most for one in some)
+            numbers = torch.from_numpy(np.stack([_uniform(most, *one.key) for one in some]))
+            prompts, base = [one.ids for one in some], self._speaker.base
+            found = sample(base, prompts, numbers, self._stops, temperature, once=self.pads)
+            yield from (Drawn(ids[: one.most]) for one, ids in zip(some, found, strict=True))
 
     def _at_once(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
-        """Those that are answered together: of like length, or of one where nothing may be padded."""
+        """Those that are answered together: of like length, or of one where nothing may be padded. The longest prompt
+        with the longest answer is no longer than any prompt with its own may be."""
         some: list[Asked] = []
         for one in asked:
+            more = [*some, one]
             alike = not some or self.pads or len(some[0].ids) == len(one.ids)
-            if len(some) == self._config.answers_at_once or not alike:
+            fits = max(len(each.ids) for each in more) + max(each.most for each in more) <= self._config.max_length
+            if some and (len(some) == self._config.answers_at_once or not alike or not fits):
                 yield some
                 some = []
             some.append(one)

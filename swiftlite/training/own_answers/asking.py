@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from swiftlite.training.own_answers.answerer import build_answerer
 from swiftlite.training.own_answers.engine import Engine
 from swiftlite.training.own_answers.handover import FromEngine
 from swiftlite.training.own_answers.rewards import Answered, Reward, rewards_of
-from swiftlite.training.own_answers.speaker import Asked, Drawn, Speaker
+from swiftlite.training.own_answers.speaker import Asked, Speaker
+from swiftlite.training.own_answers.tools import Talk, Toolbox, build_toolbox
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -47,15 +48,12 @@ class Answers:
     answers: list[Answered]
     rewards: list[list[float]]
 
-    @property
-    def ids(self) -> list[list[int]]:
-        """Of each answer."""
-        return [answer.ids for answer in self.answers]
-
     def told(self, totals: list[float | None]) -> dict[str, Any]:
         """As a file of answers has it. totals: the reward of each, None of one that no function rewards."""
         asked = self.answers[0]
-        said = [{"text": one.text, "reward": reward} for one, reward in zip(self.answers, totals, strict=True)]
+        said = [
+            {"text": one.text, **one.turns, "reward": reward} for one, reward in zip(self.answers, totals, strict=True)
+        ]
         return {"where": asked.where, "prompt": asked.prompt, "expected": asked.expected, "answers": said}
 
 
@@ -71,33 +69,64 @@ class Asker:
         columns: Sequence[str],
         together: Patient,
         stops: Sequence[int],
+        tools: Toolbox | None = None,
     ) -> None:
         """columns: that some row of the data has; together: the processes, which share the prompts out, and wait for
-        one another's functions; stops: ids that end an answer."""
+        one another's functions; stops: ids that end an answer; tools: that answers may call."""
         self._config, self._speaker, self._tokenizer, self._rewards = config, speaker, tokenizer, rewards
+        self._tools = tools
         self._columns, self._together, self._stops = columns, together, stops
 
     def __call__(self, prompts: list[Document], draw: Draw) -> list[Answers]:
         """All groups in the order of the prompts, of which each process answers its part."""
-        drawn: dict[tuple[int, int], Drawn] = {}
+        places, asked = self._questions(prompts, draw)
+        records = {place: json.loads(prompts[place].asked) for place in dict.fromkeys(places)}
+        columns = {place: dict.fromkeys(self._columns) | record["columns"] for place, record in records.items()}
+        chats = {place: not isinstance(record["prompt"], str) for place, record in records.items()}
+        talks = [Talk(one, knows_tools=chats[place]) for place, one in zip(places, asked, strict=True)]
         mine: list[Answers] = []
 
-        def answer() -> None:
-            drawn.update(self._drawn(prompts, draw))
+        def begin() -> None:
+            for place, talk in zip(places, talks, strict=True):
+                self._tools.begin(talk, columns[place], prompts[place].where)
 
         def reward() -> None:
-            mine.extend(self._rewarded(prompts, drawn, draw.samples))
+            answers = [
+                self._read(prompts[place].where, records[place], columns[place], talk)
+                for place, talk in zip(places, talks, strict=True)
+            ]
+            mine.extend(self._rewarded(places, answers, draw.samples))
 
-        with self._speaker.ready():
-            in_turn(self._together, answer)
+        if self._tools is not None:
+            in_turn(self._together, begin)
+        self._converse(talks, draw.temperature)
         in_turn(self._together, reward)  # outside: a function with a model of its own computes as it does elsewhere
         groups = (group for theirs in self._together.collect(mine) for group in theirs)
         return sorted(groups, key=lambda group: group.place)
 
+    def _converse(self, talks: Sequence[Talk], temperature: float) -> None:
+        """Have all answered to their ends. Every process takes part in each turn, also without any of its own."""
+        going = list(talks)
+
+        def answer() -> None:
+            asked = [talk.next() for talk in going]
+            for talk, drawn in zip(going, self._speaker.answer(asked, temperature), strict=True):
+                talk.take(drawn)
+
+        def call() -> None:
+            self._tools.answer([talk for talk in going if talk.knows_tools])
+
+        while self._together.any(bool(going)):
+            with self._speaker.ready():
+                in_turn(self._together, answer)
+            if self._tools is not None:
+                in_turn(self._together, call)
+            going = sorted((talk for talk in going if talk.is_open), key=lambda talk: -len(talk.next().ids))
+
     def foresee(self, prompts: list[Document], draw: Draw) -> None:
         """Have an engine begin with what it will be asked next, by the weights as they are now."""
         with self._speaker.ready():
-            self._speaker.foresee(self._questions(prompts, draw)[1], draw.temperature)
+            self._speaker.foresee(self._questions(prompts, draw)[1], draw.temperature)  # its first turn
 
     @property
     def pads(self) -> bool:
@@ -120,45 +149,51 @@ class Asker:
         values = np.ma.masked_invalid(_values(groups))
         return {f"rewards/{name}": values[:, place] for place, name in enumerate(self.names)}
 
-    def is_cut(self, ids: list[int]) -> bool:
+    def is_cut(self, answer: Answered) -> bool:
         """Whether an answer had no end before `--max-new-tokens`."""
-        return ids[-1] not in self._stops
+        return not answer.own[-1] or answer.ids[-1] not in self._stops
 
-    def _drawn(self, prompts: list[Document], draw: Draw) -> Iterator[tuple[tuple[int, int], Drawn]]:
-        """(place of the prompt, number of the answer) and the answer, of this process's part, groups in order."""
-        rows, asked = self._questions(prompts, draw)
-        return zip(rows, self._speaker.answer(asked, draw.temperature), strict=True)
+    def calls(self, groups: list[Answers]) -> tuple[int, int] | None:
+        """(how many calls of tools answers made, how many of them came to nothing), None without tools."""
+        if self._tools is None:
+            return None
+        talks = [answer.talk for group in groups for answer in group.answers]
+        return sum(talk.calls for talk in talks), sum(talk.failed for talk in talks)
 
-    def _questions(self, prompts: list[Document], draw: Draw) -> tuple[list[tuple[int, int]], list[Asked]]:
-        """The same places and numbers, with what is asked for each."""
-        ranks = self._together.size
+    def _questions(self, prompts: list[Document], draw: Draw) -> tuple[list[int], list[Asked]]:
+        """(the place of the prompt, what is asked) for each answer of this process's part, those to one prompt in a
+        row."""
+        ranks, most = self._together.size, self._config.max_new_tokens
         by_length = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].input_ids))
         rows = [(place, number) for place in by_length[self._together.rank :: ranks] for number in range(draw.samples)]
-        return rows, [
-            Asked(prompts[place].input_ids.tolist(), (*draw.key(prompts[place], place), number))
+        return [place for place, _ in rows], [
+            Asked(prompts[place].input_ids.tolist(), (*draw.key(prompts[place], place), number), most)
             for place, number in rows
         ]
 
-    def _rewarded(
-        self, prompts: list[Document], drawn: dict[tuple[int, int], Drawn], samples: int
-    ) -> Iterator[Answers]:
-        """drawn: as `_drawn` gives it."""
-        places = [place for place, _ in drawn]
-        records = {place: json.loads(prompts[place].asked) for place in dict.fromkeys(places)}
-        columns = {place: dict.fromkeys(self._columns) | record["columns"] for place, record in records.items()}
-        answered = [
-            self._read(prompts[place].where, records[place], columns[place], one) for (place, _), one in drawn.items()
-        ]
-        rewards = rewards_of(self._rewards, answered, self._config.max_new_tokens)
+    def _rewarded(self, places: Sequence[int], answers: Sequence[Answered], samples: int) -> Iterator[Answers]:
+        """places: of the prompt of each answer, of which each has as many as there are samples."""
+        rewards = rewards_of(self._rewards, answers, self._config.max_new_tokens)
         for first in range(0, len(places), samples):
             part = slice(first, first + samples)
-            yield Answers(places[first], answered[part], [of_function[part] for of_function in rewards])
+            sent = [answer.without_environment() for answer in answers[part]]  # which may be anything, to all processes
+            yield Answers(places[first], sent, [of_function[part] for of_function in rewards])
 
-    def _read(self, where: str, record: dict[str, Any], columns: dict[str, Any], drawn: Drawn) -> Answered:
-        """An answer by what was drawn. record, columns: of the row that stands at `where`."""
-        ids = drawn.ids
-        text = self._tokenizer.decode(ids if self.is_cut(ids) else ids[:-1], skip_special_tokens=True)
-        return Answered(record["prompt"], text, ids, columns, where, record["expected"], drawn.logprobs)
+    def _read(self, where: str, record: dict[str, Any], columns: dict[str, Any], talk: Talk) -> Answered:
+        """An answer when it is given. record, columns: of the row that stands at `where`."""
+        called = talk if self._tools is not None else None
+        ids, prompt, expected = talk.ids, record["prompt"], record["expected"]
+        answer = Answered(prompt, "", ids, columns, where, expected, talk.logprobs, called)
+        text = self._tokenizer.decode(ids if self.is_cut(answer) else ids[:-1], skip_special_tokens=True)
+        return replace(answer, text=text)
+
+
+def of_calls(found: tuple[float, float] | None, answers: int) -> dict[str, float | None]:
+    """What metrics have of calls. found: of `Asker.calls`; answers: how many there are."""
+    if found is None:
+        return {}
+    calls, failed = found
+    return {"tools/calls": calls / answers, "tools/failed": failed / calls if calls else None}
 
 
 def of_sets(prompts: Sequence[Document], data_sets: Sequence[str]) -> dict[str, np.ndarray]:
@@ -195,4 +230,5 @@ def build_asker(
         speaker = FromEngine(Engine(config, stops, together.rank), config, trainee, together, ending)
     else:
         speaker = build_answerer(config, model_config, trainee, load, world, stops)
-    return Asker(config, speaker, tokenizer, rewards, columns, together, stops)
+    tools = build_toolbox(config, tokenizer, stops)
+    return Asker(config, speaker, tokenizer, rewards, columns, together, stops, tools)

@@ -152,7 +152,6 @@ class Engine:
         self._bases = [server.model()[0] for server in self._servers]
         self._adapter, self._rank = "", rank
         self._request = {
-            "max_tokens": config.max_new_tokens,
             "stop_token_ids": list(stops),
             "ignore_eos": True,  # it would end answers by those of its own files
             "logprobs": 0,
@@ -189,6 +188,7 @@ class Engine:
             "model": self._adapter or self._bases[number],
             "prompt": first.ids,
             "n": len(group),
+            "max_tokens": first.most,
             "temperature": temperature,
             "seed": int.from_bytes(key_digest("answers", *first.key[:-1], size=7), "little"),
         }
@@ -202,12 +202,12 @@ class Engine:
                 where=server.url + COMPLETE,
                 fix="use vLLM 0.11 or newer",
             ) from error
-        self._check(found, len(group), server.url + COMPLETE)
+        self._check(found, group, server.url + COMPLETE)
         return found
 
-    def _check(self, found: list[Drawn], count: int, where: str) -> None:
-        """Raises RunError where answers are not what was asked for. count: of answers."""
-        longest, stops = self._request["max_tokens"], self._request["stop_token_ids"]
+    def _check(self, found: list[Drawn], asked: list[Asked], where: str) -> None:
+        """Raises RunError where answers are not what was asked for."""
+        count, longest, stops = len(asked), asked[0].most, self._request["stop_token_ids"]
         numbers = [number for one in found for number in one.logprobs]
         short = [len(one.ids) for one in found if len(one.ids) < longest and (not one.ids or one.ids[-1] not in stops)]
         if len(found) != count:

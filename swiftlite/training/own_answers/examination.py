@@ -12,11 +12,13 @@ from swiftlite.config.methods import examined_at
 from swiftlite.data.order import Sequence as Document
 from swiftlite.data.order import StepBatch
 from swiftlite.training.evaluation import Evaluation, MemoryErrors
-from swiftlite.training.own_answers.asking import Asker, Draw, of_sets
+from swiftlite.training.own_answers.asking import Asker, Draw, of_calls, of_sets
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.training.divide import Divided
+
+CALLS = "calls", "failed calls"  # of tools
 
 
 class Examiner:
@@ -37,18 +39,20 @@ class Examiner:
         prompts = batch.documents
         with memory_errors("the evaluation", ()):
             groups = self._ask(prompts, draw)
-        totals, answers = self._ask.totals(groups), [ids for group in groups for ids in group.ids]
+        totals, answers = self._ask.totals(groups), [answer for group in groups for answer in group.answers]
         if self._tell is not None:
             for group, of_group in zip(groups, totals.tolist(), strict=True):
                 self._tell(group.told(of_group))
         sums = {
             "answers": len(answers),
-            "length": sum(map(len, answers)),
+            "length": sum(answer.tokens for answer in answers),
             "cut": sum(map(self._ask.is_cut, answers)),
             "prompts": int((totals.count(axis=1) > 0).sum()),  # of which an answer is rewarded
             "best": float(totals.max(axis=1).filled(0.0).sum()),
             **_summed("reward", totals),
         }
+        if (calls := self._ask.calls(groups)) is not None:
+            sums |= dict(zip(CALLS, calls, strict=True))
         of_each = {f"reward/{name}": totals[mask] for name, mask in of_sets(prompts, batch.data_sets).items()}
         for kind, values in (of_each | self._ask.by_function(groups)).items():
             sums |= _summed(kind, values)
@@ -67,6 +71,7 @@ class Examiner:
             "answers/length": sums["length"] / sums["answers"],
             "answers/cut": sums["cut"] / sums["answers"],
             "answers/unrewarded": (sums["answers"] - sums["known reward"]) / sums["answers"],
+            **of_calls(tuple(sums[name] for name in CALLS) if CALLS[0] in sums else None, sums["answers"]),
         }
 
     def _key(self, prompt: Document, _place: int) -> tuple[object, ...]:

@@ -143,7 +143,8 @@ def _said(prompt: Any, completion: Any, tools: list[dict[str, Any]] | None) -> C
     """A prompt with its answer, as a row that compares answers has them."""
     if isinstance(prompt, str):
         return Completion(prompt, completion)
-    return Chat([*prompt, *completion], [False] * len(prompt) + [True] * len(completion), tools)
+    said = [message["role"] == "assistant" for message in completion]  # between, what tools say
+    return Chat([*prompt, *completion], [False] * len(prompt) + said, tools)
 
 
 def bytes_of_judges(config: RunConfig, device: torch.device) -> int:

@@ -7,35 +7,30 @@ answer, and they return a number for each, or None where they have none to give.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import itertools
 import math
-import os
-import signal
-import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import chdir, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.flags import nearest
-from swiftlite.config.methods import COMPARED, EXPECTED, GIVEN, LIMIT, PREFERENCE, PROMPT, SAMPLING
+from swiftlite.config.methods import COMPARED, ENVIRONMENTS, EXPECTED, GIVEN, LIMIT, PREFERENCE, PROMPT, SAMPLING
 from swiftlite.config.names import HUB_ID
 from swiftlite.data.tokens.questions import ANSWERS
-from swiftlite.ending import STOPPING, is_of_a_signal
+from swiftlite.ending import is_of_a_signal
 from swiftlite.errors import RunError, SwiftliteError, UserError
 from swiftlite.imports import import_package
+from swiftlite.own_code import Code, ending_forks, find, load, setting_back
 from swiftlite.training.own_answers.known_rewards import ELSEWHERE, KNOWN, PACKAGES
 
 if TYPE_CHECKING:
     from swiftlite.data.prepare import Asked
     from swiftlite.training.own_answers.judges import Judge
+    from swiftlite.training.own_answers.tools import Talk
 
 FLAG = "--reward"
 KNOWN_IN = "swiftlite.training.own_answers.known_rewards"
@@ -58,8 +53,8 @@ class Reward:
 @dataclass(frozen=True)
 class Answered:
     """One answer. prompt: messages, or the text it goes on from; text: without special tokens; ids: with what ended it;
-    columns: of the row; where: `file:line`; expected: what the row itself answers, if it does; logprobs: as of
-    `Drawn`."""
+    columns: of the row; where: `file:line`; expected: what the row itself answers, if it does; talk: how it came about,
+    where the model could call tools."""
 
     prompt: list[dict[str, Any]] | str
     text: str
@@ -68,11 +63,32 @@ class Answered:
     where: str
     expected: str | None = None
     logprobs: list[float] | None = None
+    talk: Talk | None = None
 
     @property
-    def completion(self) -> list[dict[str, str]] | str:
+    def completion(self) -> list[dict[str, Any]] | str:
         """As the prompt is."""
+        if self.talk is not None and self.talk.messages:
+            return self.talk.messages
         return self.text if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.text}]
+
+    @property
+    def turns(self) -> dict[str, Any]:
+        """As a file of answers has them, where tools were called."""
+        return {"messages": self.completion} if self.talk is not None and self.talk.rounds else {}
+
+    @property
+    def own(self) -> list[bool]:
+        """Of each token, whether the model has drawn it: the others are what tools say."""
+        return [True] * len(self.ids) if self.talk is None else self.talk.own
+
+    @property
+    def tokens(self) -> int:
+        """That the model has drawn."""
+        return sum(self.own)
+
+    def without_environment(self) -> Answered:
+        return self if self.talk is None else replace(self, talk=replace(self.talk, environment=None))
 
 
 @dataclass(frozen=True)
@@ -89,8 +105,7 @@ class Named:
 def load_rewards(given: Sequence[str], method: str = SAMPLING[0]) -> list[Reward]:
     """What the words of `--reward` name, reward models without their weights. Raises UserError where one cannot be
     had, or is called as what the method itself has of rewards."""
-    modules: dict[str, ModuleType] = {}  # each is run once, however many of its functions are named
-    found = [_load(word, modules) for word in given]
+    found = [_load(word) for word in given]
     names = [reward.name for reward in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         model = any(reward.judge is not None for reward in found if reward.name == twice)
@@ -116,17 +131,13 @@ def parse_reward(word: str) -> Named:
         return Named(spec, path.parent.name if path.name == "model" else path.name, weight, "model")
     if spec in KNOWN:
         return Named(KNOWN_IN, spec, weight, "package")
-    place, colon, name = spec.rpartition(":")
-    if not colon:
-        place, _, name = spec.rpartition(".")
-    if not place or not name or spec.endswith(".py"):
-        near = ELSEWHERE.get(spec) or nearest(spec, KNOWN)
-        meant = f"did you mean {near}? Else " if near else ""
-        fix = f"{meant}{HOW}; those that come with swiftlite: {', '.join(KNOWN)}"
-        raise UserError(f"{word!r} names no function", where=FLAG, fix=fix)
-    if colon and not Path(place).expanduser().is_file():
-        raise UserError(f"there is no file {place}", where=f"{FLAG} {word}", fix=HOW)
-    return Named(place, name, weight, "file" if colon else "package")
+    where = f"{FLAG} {word}"
+    if (found := find(spec, where, HOW)) is not None:
+        return Named(found.place, found.name, weight, "file" if found.is_file else "package")
+    near = ELSEWHERE.get(spec) or nearest(spec, KNOWN)
+    meant = f"did you mean {near}? Else " if near else ""
+    fix = f"{meant}{HOW}; those that come with swiftlite: {', '.join(KNOWN)}"
+    raise UserError(f"{word!r} names no function", where=FLAG, fix=fix)
 
 
 def is_model(spec: str) -> bool:
@@ -135,31 +146,22 @@ def is_model(spec: str) -> bool:
     return on_hub or Path(spec).expanduser().is_dir()
 
 
-def _load(word: str, modules: dict[str, ModuleType]) -> Reward:
-    named = parse_reward(word)
+def _load(word: str) -> Reward:
+    named, where = parse_reward(word), f"{FLAG} {word}"
     place, name = named.place, named.name
     if named.kind == "model":
         from swiftlite.training.own_answers.judges import find_judge
 
-        judge = find_judge(place, f"{FLAG} {word}")
+        judge = find_judge(place, where)
         return Reward(name, named.weight, judge, word, judge)
     if place == KNOWN_IN and name in PACKAGES:
         package, extra = PACKAGES[name]
         import_package(package, f"{FLAG} {name}", extra)
-    if place not in modules:
-        modules[place] = _module_of(place, word) if named.kind == "file" else _package_of(place, word)
-    module = modules[place]
-    function = vars(module).get(name)
-    if not callable(function):
-        has = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise UserError(f"there is no function {name} in {place}", where=f"{FLAG} {word}", fix=f"its functions: {has}")
+    function = load(Code(place, name, named.kind == "file"), where, HOW)
     if inspect.isclass(function):
-        fix = f"make an object of it in {place}, and name that"
-        raise UserError(f"{name} is a class", where=f"{FLAG} {word}", fix=fix)
+        raise UserError(f"{name} is a class", where=where, fix=f"make an object of it in {place}, and name that")
     if inspect.iscoroutinefunction(function):
-        raise UserError(
-            f"{name} is asynchronous", where=f"{FLAG} {word}", fix="write a plain function, which may wait for others"
-        )
+        raise UserError(f"{name} is asynchronous", where=where, fix="write a plain function, which may wait for others")
     return Reward(name, named.weight, function, word)
 
 
@@ -171,54 +173,6 @@ def _number(text: str, word: str) -> float:
     if not math.isfinite(weight):
         raise UserError(f"{text!r} is no weight", where=f"{FLAG} {word}", fix=HOW)
     return weight
-
-
-def _module_of(place: str, word: str) -> ModuleType:
-    """The module of a file, which finds others beside it as a script does."""
-    path = Path(place).expanduser()
-    known = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
-    if known is None or known.loader is None:
-        raise UserError(f"{place} is no Python file", where=f"{FLAG} {word}", fix=HOW)
-    if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)
-    if _is_found(path):
-        return _package_of(path.stem, word)
-    module = importlib.util.module_from_spec(known)
-    sys.modules[known.name] = module  # for dataclasses and pickles in it
-    with _importing(place, word):
-        known.loader.exec_module(module)
-    return module
-
-
-def _is_found(path: Path) -> bool:
-    """Whether an import by the file's own name gives this file, and no other of that name. Then processes that are
-    spawned, which import anew, find its functions too."""
-    try:
-        found = importlib.util.find_spec(path.stem)
-    except (ImportError, ValueError):
-        return False
-    return found is not None and found.origin is not None and Path(found.origin).resolve() == path.resolve()
-
-
-def _package_of(place: str, word: str) -> ModuleType:
-    with _importing(place, word):
-        return importlib.import_module(place)
-
-
-@contextmanager
-def _importing(place: str, word: str) -> Iterator[None]:
-    """A user's own code may raise anything, and end the program. Raises UserError."""
-    try:
-        with _setting_back():
-            yield
-    except (Exception, SystemExit) as error:
-        if is_of_a_signal(error):
-            raise
-        raise UserError(
-            f"{place} cannot be imported: {type(error).__name__}: {error}",
-            where=f"{FLAG} {word}",
-            fix=f"mend it, or {HOW}",
-        ) from error
 
 
 def check_columns(rewards: Sequence[Reward], *asked: Asked) -> None:
@@ -240,7 +194,7 @@ def _misfit(function: Callable[..., Any], asked: Asked) -> tuple[str, str] | Non
     by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
     by_place = next((one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.name in needed), None)
-    on_request = {LIMIT, *([EXPECTED] if asked.answered else [])}
+    on_request = {LIMIT, ENVIRONMENTS, *([EXPECTED] if asked.answered else [])}
     missing = next((name for name in needed if name not in given and name not in on_request), None)
     if by_place is not None:
         return f"takes `{by_place}` by its place alone", "all are given by their names: leave out the /"
@@ -258,27 +212,6 @@ def _misfit(function: Callable[..., Any], asked: Asked) -> tuple[str, str] | Non
     return None
 
 
-@contextmanager
-def _setting_back() -> Iterator[None]:
-    """What code of others sets for the whole process, training does not see: else it would go on in another folder."""
-    import torch  # a dry run reads the names of functions without it
-
-    kind, learning, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
-    device = torch.get_default_device()
-    answering = {number: signal.getsignal(number) for number in STOPPING}
-    try:
-        with chdir("."):
-            yield
-    finally:
-        torch.set_default_dtype(kind)
-        torch.set_grad_enabled(learning)
-        torch.set_num_threads(threads)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None)
-        for number, handler in answering.items():
-            signal.signal(number, handler)
-
-
 def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered], limit: int) -> list[list[float]]:
     """What each function says of each answer, NaN where it says nothing, `[functions][answers]`. limit: tokens that an
     answer can have.
@@ -294,14 +227,20 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered], limit: in
         "completions": [answer.completion for answer in answers],
         "completion_ids": [answer.ids for answer in answers],
     }
+    environments = [None if answer.talk is None else answer.talk.environment for answer in answers]
     on_request = {EXPECTED: [answer.expected for answer in answers], LIMIT: limit}
     asked = [on_request.keys() & (_parameters(reward.function) or {}).keys() for reward in rewards]
     given = [{name: on_request[name] for name in names} | columns for names in asked]
     for reward, mine in zip(rewards, given, strict=True):
         if reward.function is KNOWN["soft_overlong"]:  # which means the limit, whatever rows have by that name
             mine[LIMIT] = limit
-    with _setting_back():  # and what it gets each may change
-        return [_asked(reward, deepcopy(mine), answers) for reward, mine in zip(rewards, given, strict=True)]
+    wanting = [ENVIRONMENTS in (_parameters(reward.function) or {}) for reward in rewards]
+    objects = [{ENVIRONMENTS: environments} if wants else {} for wants in wanting]
+    with setting_back():  # and what it gets each may change
+        return [
+            _asked(reward, deepcopy(mine) | more, answers)
+            for reward, mine, more in zip(rewards, given, objects, strict=True)
+        ]
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
@@ -315,7 +254,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answered]) -> list[float]:
     asked = f"for answers to {answers[0].where} and others"
     try:
-        with _ends_forks():
+        with ending_forks():
             said = reward.function(**columns)
             if isinstance(said, Iterable) and not isinstance(said, str | bytes | Mapping | Set):  # which have no order
                 said = list(said)  # of a generator, whose code runs only now, and of arrays
@@ -344,21 +283,6 @@ def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answ
             fix="return a list with a finite number, or None, for each answer; a run then goes on by --resume auto",
         )
     return found
-
-
-@contextmanager
-def _ends_forks() -> Iterator[None]:
-    """A process that a function forks ends with it: it would go on as a second run, in the same folder."""
-    here, code = os.getpid(), 0
-    try:
-        yield
-    except BaseException as error:
-        if os.getpid() == here:
-            raise
-        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-        traceback.print_exc()
-    if os.getpid() != here:
-        os._exit(code)
 
 
 def _number_of(value: Any) -> float | None:

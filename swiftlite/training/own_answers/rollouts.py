@@ -22,7 +22,7 @@ from swiftlite.data.order import Sequence as Document
 from swiftlite.data.packing import best_fit_decreasing
 from swiftlite.data.tokens.preference_tokens import Group, Preference
 from swiftlite.objectives.policy import Policy
-from swiftlite.training.own_answers.asking import Answers, Asker, Draw, of_sets
+from swiftlite.training.own_answers.asking import Answers, Asker, Draw, of_calls, of_sets
 from swiftlite.training.own_answers.rewards import Answered
 
 if TYPE_CHECKING:
@@ -68,11 +68,12 @@ class Rollouts:
         totals = self._ask.totals(groups)
         equal, wanted = _equal(totals), sum(map(len, batch.packs))
         advantages = self._advantages(totals, equal)
-        answers = [ids for group in groups for ids in group.ids]
+        answers = [answer for group in groups for answer in group.answers]
         self.told = self._of_rewards(totals, equal, groups, of_sets(prompts, batch.data_sets)) if config.reward else {}
         self.told |= {
-            "answers/length": sum(map(len, answers)) / len(answers),
+            "answers/length": sum(answer.tokens for answer in answers) / len(answers),
             "answers/cut": sum(map(self._ask.is_cut, answers)) / len(answers),
+            **of_calls(self._ask.calls(groups), len(answers)),
             "sampling_seconds": round(seconds, 6),
         }
         if config.max_resample_times:
@@ -117,7 +118,7 @@ class Rollouts:
             for group, of_group in zip(groups, advantages.tolist(), strict=True)
             for document in self._documents(prompts[group.place], group, of_group)
         ]
-        lengths = [len(ids) for group in groups for ids in group.ids if not self._skips(ids)]
+        lengths = [answer.tokens for group in groups for answer in group.answers if not self._skips(answer)]
         policy = Policy(
             loss=policy_loss(config),
             beta=config.beta,
@@ -145,7 +146,7 @@ class Rollouts:
         some: list[tuple[Answered, float]] = []
         size = len(prompt.input_ids) - 1
         for answer, advantage in zip(group.answers, advantages, strict=True):
-            if self._skips(answer.ids) or not (advantage or self._config.beta or self._config.teacher):
+            if self._skips(answer) or not (advantage or self._config.beta or self._config.teacher):
                 continue
             if some and (not shares or size + 1 + len(answer.ids) > limit):
                 yield _document(prompt, some)
@@ -155,8 +156,8 @@ class Rollouts:
         if some:
             yield _document(prompt, some)
 
-    def _skips(self, ids: list[int]) -> bool:
-        return self._config.cut_answers == "skip" and self._ask.is_cut(ids)
+    def _skips(self, answer: Answered) -> bool:
+        return self._config.cut_answers == "skip" and self._ask.is_cut(answer)
 
     def _packs(self, documents: list[Document]) -> list[Pack]:
         if not self._config.packing:
@@ -197,7 +198,7 @@ def _document(prompt: Document, answers: list[tuple[Answered, float]]) -> Docume
     count, (opening, last) = len(prompt.input_ids), np.split(prompt.input_ids, [-1])
     parts = [np.concatenate([last, np.asarray(answer.ids, dtype=np.int32)]) for answer, _ in answers]
     ids = np.concatenate([opening, *parts])
-    trained = np.concatenate([np.zeros(count - 1, dtype=np.bool_), *(np.arange(len(part)) > 0 for part in parts)])
+    trained = np.concatenate([np.zeros(count - 1, dtype=np.bool_), *([False, *answer.own] for answer, _ in answers)])
     lengths, advantages = tuple(map(len, parts)), tuple(advantage for _, advantage in answers)
     layout = Group(count - 1, lengths, advantages) if len(parts) > 1 else Preference(count, margin=advantages[0])
     drawn = None

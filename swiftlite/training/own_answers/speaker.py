@@ -11,10 +11,11 @@ from typing import Protocol
 @dataclass(frozen=True)
 class Asked:
     """A prompt that is to be answered. ids: its tokens; key: what the answer's random numbers are a function of, of
-    which the last part tells the answers to one prompt apart."""
+    which the last part tells the answers to one prompt apart; most: tokens that the answer may have."""
 
     ids: list[int]
     key: tuple[object, ...]
+    most: int
 
 
 @dataclass(frozen=True)
