@@ -105,6 +105,13 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("apply_verifiable_reward", "verification_reward"), "reward: last_number"),
     "custom_reward_function": "reward: FILE.py:NAME",
     "remote_rm_url": "write {reward: FOLDER} for a reward model, {reward: FILE.py:NAME} for what asks a server",
+    **dict.fromkeys(
+        ("multi_turn_scheduler", "tool_config_path", "function_tool_path", "environment_factory", "agent_func_path"),
+        "write {tools: FILE.py:NAME} for functions that answers may call, or a class with an object for each answer",
+    ),
+    **dict.fromkeys(
+        ("max_turns", "max_assistant_turns", "max_user_turns"), "write {tool_rounds: 8} for how often tools are called"
+    ),
     "normalize_reward": "scale_rewards: group",
     **dict.fromkeys(("use_kl_loss", "init_kl_coef", "reference_policy_kl_penalty"), "beta: 0.04"),
     **dict.fromkeys(
