@@ -520,6 +520,14 @@ def test_settings_around_tools(tmp_path, caller, tools, monkeypatch):
     assert load_recipe(str(recipe)).said("tool_rounds") == "3"
 
 
+def test_a_dry_run_tells_what_may_be_called(caller, tools):
+    words = ["grpo", "--model", caller.model, "--dataset", caller.data, "--reward", "contains", "--dry-run"]
+    (said,) = run_swiftlite(1, *words, "--tools", f"{tools}:double", "--tool-rounds", "3")
+    assert f"which may call {tools}:double up to 3 times" in " ".join(said.split())
+    with pytest.raises(AssertionError, match="'double' names no function"):
+        run_swiftlite(1, *words, "--tools", "double")
+
+
 def test_what_a_run_names_is_not_run_unasked(tmp_path, caller, tools):
     train_alone(resolve_config("grpo", **learning(tmp_path, caller, tools, reward=["contains"], max_steps=1)))
     words = ["eval", "--model", tmp_path / "out", "--dataset", caller.data]

@@ -60,10 +60,13 @@ def _check(config: RunConfig) -> None:
 
         read_chat_template(config.chat_template)
     if answers(config):
+        from swiftlite.data.tokens.own_tools import parse_tool
         from swiftlite.training.own_answers.rewards import parse_reward
 
         for word in config.reward:
             parse_reward(word)
+        for word in config.tools:
+            parse_tool(word)
     if config.method in PREFERENCE:
         from swiftlite.training.methods import preference_of  # seconds, for torch
 
@@ -140,7 +143,7 @@ def _step(config: RunConfig, layout: Layout) -> Iterator[tuple[str, str]]:
     if config.method in SAMPLING:
         asked = f"{config.global_batch_size} prompts with {config.samples} answers each"
         several = f"{updates(config)} updates by " if learns_again(config) else ""
-        yield "a step", f"{asked}, of up to {config.max_new_tokens:,} tokens"
+        yield "a step", f"{asked}, of up to {config.max_new_tokens:,} tokens{_calling(config)}"
         if config.engine_url:
             yield "", f"by {printable(' '.join(config.engine_url))}"
         yield "", f"then {several}forward passes of {config.micro_batch_size} x {capacity:,} tokens at most"
@@ -165,7 +168,15 @@ def _answered(config: RunConfig) -> str:
     """What a prompt that is evaluated gets."""
     samples, temperature = config.eval_samples, examined_at(config)
     drawn = f"at temperature {temperature:g}" if temperature else "of the likeliest tokens"
-    return f"{samples} answer{'s' if samples > 1 else ''} each, of up to {config.max_new_tokens:,} tokens, {drawn}"
+    each = f"{samples} answer{'s' if samples > 1 else ''} each, of up to {config.max_new_tokens:,} tokens"
+    return f"{each}, {drawn}{_calling(config)}"
+
+
+def _calling(config: RunConfig) -> str:
+    """What answers may call."""
+    if not config.tools:
+        return ""
+    return f", which may call {printable(' '.join(config.tools))} up to {config.tool_rounds} times"
 
 
 def _batch(config: RunConfig, layout: Layout, one_by_one: str) -> str:
