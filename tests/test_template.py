@@ -514,3 +514,20 @@ def test_a_template_that_is_missing_or_broken(make_tokenizer):
     with pytest.raises(UserError, match="no chat template") as failure:
         ChatRenderer(tokenizer, "2025-03-09")
     assert "--chat-template" in failure.value.fix
+
+
+def test_chatml_writes_tools_as_hermes_does():
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "assistant", "content": "See:", "tool_calls": [call, call]},
+        {"role": "tool", "content": "1"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}] * 2
+    text = toy_tokenizer().apply_chat_template(messages, tools=tools, tokenize=False)
+    told, said, heard = text.split("<|im_end|>\n")[:3]
+    listed = '{"type": "function", "function": {"name": "add"}}\n' * 2
+    assert told.startswith("<|im_start|>system\nBe kind.\n\n") and f"<tools>\n{listed}</tools>\n" in told
+    written = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert said == "<|im_start|>assistant\nSee:" + 2 * written
+    assert heard == "<|im_start|>tool\n<tool_response>\n1\n</tool_response>"

@@ -36,7 +36,7 @@ BAR, LONGEST_BAR, BESIDE_BAR = "█", 40, 23  # characters; of the range in fron
 USED_PANELS = (MODEL, DATA)
 USED = {  # of the other panels
     "new_tokens", "adapter", "share_prompt", "desirable_weight", "undesirable_weight", "max_new_tokens", "epochs",
-    "max_steps", "global_batch_size", "seed", "method", "debug", "dry_run",
+    "max_steps", "global_batch_size", "seed", "method", "tools", "debug", "dry_run",
 }  # fmt: skip
 RULE = 80  # characters of a line across, where no terminal has a width
 

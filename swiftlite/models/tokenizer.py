@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 CHATML = (  # with tools as Hermes and Qwen 2.5 write them
     "{% if tools %}<|im_start|>system\n{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n"
-    "{% endif %}You may call these functions:\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n"
+    "{% endif %}You may call these functions:\n<tools>\n{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
     "</tools>\nWrite a call as an object with its name and arguments:\n<tool_call>\n"
     '{"name": "...", "arguments": {...}}\n</tool_call><|im_end|>\n{% endif %}'
     "{% for message in messages %}{% if not (tools and loop.first and message['role'] == 'system') %}"
     "<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'tool' %}<tool_response>\n{{ message['content'] }}\n</tool_response>"
     "{% else %}{{ message['content'] }}{% endif %}"
-    "{% for call in message['tool_calls'] or [] %}{% if message['content'] or not loop.first %}\n{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}{{ '\n' if message['content'] or not loop.first }}"
     '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
     "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
