@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -128,6 +129,20 @@ def test_names_of_many_data_sets_are_whole_in_a_narrow_terminal():
     assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
     heading = [line.split("┃")[1:-1] for line in lines if line.startswith("┃")]
     assert ["".join(parts).replace(" ", "") for parts in zip(*heading, strict=True)][2:] == names
+
+
+def test_data_sets_of_one_file_name_and_of_odd_names_are_told_apart():
+    def section(rows):
+        return {"rows": {"read": rows, "used": rows}, "tokens": 1, "trained_tokens": 1, "packs": 1, "fill": 0.5}
+
+    names = ["a/rows.jsonl", "b/rows.jsonl", "all", "evaluation", "[red]\x1b[2J"]
+    datasets = {name: section(number) for number, name in enumerate(names, 11)}
+    console = Console(file=io.StringIO(), width=160)
+    console.print(audit_table(section(99) | {"datasets": datasets, "eval": section(5)}))
+    lines = console.file.getvalue().splitlines()
+    cells = [[cell.strip() for cell in re.split("[┃│]", line)[2:-1]] for line in lines if line[0] in "┃│"]
+    assert cells[0] == ["all", *names[:-1], r"[red]\x1b[2J", "evaluation"]
+    assert cells[1] == ["99", "11", "12", "13", "14", "15", "5"]
 
 
 def test_histogram_bars_add_up():

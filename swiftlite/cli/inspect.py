@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -173,40 +173,40 @@ def pieces(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Iterator[t
 
 def audit_table(audit: dict[str, Any]) -> Table:
     """One column a data set, one in all, and one for the evaluation rows."""
-    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
-    sections = {"all": audit} | audit.get("datasets", {})
-    if len(sections) == 2:
-        sections = {"training": audit}
+    datasets = audit.get("datasets", {})
+    headings, sections = ["all", *_headings(datasets)], [audit, *datasets.values()]
+    if len(datasets) == 1:
+        headings, sections = ["training"], [audit]
     if "eval" in audit:
-        sections["evaluation"] = audit["eval"]
-    names = (escape(name.rsplit("/", 1)[-1]) for name in sections)
-    table = Table("", *names, title="audit", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify, column.overflow = "right", "fold"
+        headings, sections = [*headings, "evaluation"], [*sections, audit["eval"]]
+    table = Table("", title="audit", title_justify="left")
+    for heading in headings:
+        table.add_column(Text(printable(heading)), justify="right", overflow="fold")
     plain = dict.fromkeys(
-        key
-        for section in sections.values()
-        for key, n in section["rows"].items()
-        if isinstance(n, int) and (n or key == "used")
+        key for section in sections for key, n in section["rows"].items() if isinstance(n, int) and (n or key == "used")
     )
     for key in plain:
-        table.add_row(
-            f"rows {key.replace('_', ' ')}", *(f"{section['rows'].get(key, 0):,}" for section in sections.values())
-        )
+        table.add_row(f"rows {key.replace('_', ' ')}", *(f"{section['rows'].get(key, 0):,}" for section in sections))
     if unread := audit.get("unread_files"):
         table.add_row("files not read", f"{len(unread):,}")
     for key, words in (("dropped", "rows dropped"), ("unused_columns", "rows with an unused column")):
-        found = [section["rows"].get(key, {}) for section in sections.values()]
+        found = [section["rows"].get(key, {}) for section in sections]
         for name in dict.fromkeys(name for counts in found for name in counts):
             table.add_row(Text(printable(f"{words}: {name}")), *(f"{counts.get(name, 0):,}" for counts in found))
     for key in ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs"):
         if key in audit:
-            table.add_row(key.replace("_", " "), *(f"{section[key]:,}" for section in sections.values()))
-    table.add_row("packs filled", *(f"{section['fill']:.1%}" for section in sections.values()))
+            table.add_row(key.replace("_", " "), *(f"{section[key]:,}" for section in sections))
+    table.add_row("packs filled", *(f"{section['fill']:.1%}" for section in sections))
     return table
+
+
+def _headings(names: Collection[str]) -> list[str]:
+    """The last parts of the names of data sets, or all of them where these are not enough."""
+    short = [name.rstrip("/").rsplit("/", 1)[-1] for name in names]
+    return short if len({*short}) == len(short) else [*names]
 
 
 def histogram(title: str, values: np.ndarray, bar: str = BAR, width: int = RULE) -> str:
