@@ -101,6 +101,20 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         write_whole(path, fail)
 
 
+def test_two_processes_may_write_one_file_at_a_time(tmp_path):
+    path = tmp_path / "report.html"
+    code = "import sys; from pathlib import Path; from swiftlite.reporting.files import write_whole\n"
+    code += "write_whole(Path(sys.argv[1]), lambda partial: partial.write_text('theirs'))"
+
+    def write(partial):
+        partial.write_text("mine")
+        subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+        assert path.read_text() == "theirs"
+
+    write_whole(path, write)
+    assert path.read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
 # --- curves and words
 
 

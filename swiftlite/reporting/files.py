@@ -26,8 +26,11 @@ STATE_TYPES = {
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
-    """Let `write` fill a hidden neighbour that then takes the place of `path`. Raises RunError where that fails."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Let `write` fill a hidden neighbour that then takes the place of `path`. Raises RunError where that fails.
+
+    The neighbour is this process's own: `swiftlite report` may draw what a run that ends draws at the same time.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with disk_errors(path):
             write(partial)
