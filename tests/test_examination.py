@@ -504,4 +504,4 @@ def test_what_is_told_of_evaluations_is_their_reward():
     rows = [{"step": step, "loss": 0.0, "reward": 0.1, "eval_reward": step / 10} for step in (1, 3, 2)]
     assert page.figures(rows, {})["best eval reward"] == "0.3000"
     board = Board(3, {}, rows=rows)
-    assert board.held_out == 0.2 and ("eval reward", "0.2000") in board._numbers()
+    assert board.evaluated["eval_reward"] == 0.2 and ("eval reward", "0.2000") in board._numbers()

@@ -17,7 +17,7 @@ from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import Curve, series, smoothed
 from swiftlite.reporting.display import LiveDisplay
 from swiftlite.reporting.files import without_secrets, write_whole
-from swiftlite.reporting.metrics import MetricsFile
+from swiftlite.reporting.metrics import ANSWERS, MetricsFile
 from swiftlite.reporting.words import braille, duration, plain, short, sparkline, spent
 
 
@@ -55,13 +55,23 @@ def test_resume_drops_the_rows_that_are_trained_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "epoch": 0.0, "eval_loss": 6.5}) + "\n")
     MetricsFile(tmp_path, 5).close()
     assert steps(tmp_path) == [0]
-    MetricsFile(tmp_path, 0).close()  # which evaluates again before its first step
-    assert steps(tmp_path) == []
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "lo')
+    again = MetricsFile(tmp_path, 0)  # which evaluates again before its first step
+    assert steps(tmp_path) == [] and again.damage is None  # what is not taken over is not told of
+    again.close()
+
+
+def test_former_answers_stay_on_disk_and_out_of_memory(tmp_path):
+    (tmp_path / ANSWERS).write_text("".join(json.dumps({"step": step, "answers": ["a"]}) + "\n" for step in (1, 2, 3)))
+    answers = MetricsFile(tmp_path, 2, ANSWERS)
+    assert (tmp_path / ANSWERS).read_text().count("\n") == 2 and not answers.take_kept()
+    answers.close()
 
 
 def test_lines_that_are_no_rows_are_left_out(tmp_path):
     good = json.dumps(row(1)).encode()
-    lines = [good, b"{", b"[1]", b'{"step": "x"}', b'{"step": true}', b"\xff\xfe", b"[" * 100_000, b""]
+    lines = [good, b"{", b"[1]", b'{"step": "x"}', b'{"step": true}', b'{"step": -1}', b"\xff\xfe", b"[" * 100_000, b""]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     assert steps(tmp_path) == [1]
 
@@ -69,7 +79,7 @@ def test_lines_that_are_no_rows_are_left_out(tmp_path):
 FULL = """
 import sys
 from pathlib import Path
-from swiftlite.reporting.metrics import MetricsFile
+from swiftlite.reporting.metrics import ANSWERS, MetricsFile
 import resource
 metrics = MetricsFile(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -186,7 +196,7 @@ def test_the_panel_shows_what_matters():
     board = Board(20, FACTS, clock=lambda: float(next(now)))
     assert "…" in drawn(board)
     for step in range(1, 11):
-        board.add(row(step, eval_loss=2.5 if step == 5 else None))
+        board.add(row(step) | ({"eval_loss": 2.5} if step == 5 else {}))
     board.say("saved step-00000010")
     text = drawn(board)
     for piece in (
@@ -209,6 +219,27 @@ def test_numbers_that_are_not_finite_are_said_to_be_so():
     board.add(row(1, loss=None, grad_norm=None))
     text = drawn(board)
     assert re.search(r"loss +not finite", text.replace("│", " ")) or "not fini" in text
+
+
+def test_the_last_evaluation_counts_whatever_it_came_to():
+    """Not the one before it, where that one alone is a number."""
+    board = Board(5, FACTS)
+    board.add(row(1, eval_loss=2.5))
+    board.add(row(2, eval_loss=None))
+    assert re.search(r"eval loss +not finite", drawn(board))
+    board = Board(5, FACTS)
+    board.add(row(1, reward=0.25, eval_reward=0.5))
+    board.add(row(2, reward=None, eval_reward=None))  # no function rewards an answer
+    text = drawn(board)
+    assert re.search(r"eval reward +–", text) and re.search(r" reward +–", text) and "not finite" not in text
+
+
+def test_rows_of_others_that_hold_no_numbers_do_not_end_a_run_that_goes_on():
+    values = ("x", [1], True, 10**400, 1e200)
+    rows = [{"step": 1, "loss": value, "eval_loss": value, "eval_rewards/margin": value} for value in values]
+    board = Board(5, FACTS, 1, rows)
+    assert board.first is None and board.evaluated == {"eval_loss": None, "eval_rewards/margin": None}
+    assert "step 1/5" in drawn(board)
 
 
 def test_what_a_step_lacks_is_not_called_wrong_and_evaluations_stay():

@@ -61,6 +61,20 @@ def test_what_is_no_number_is_not_shown_as_one(tmp_path):
     assert drawn["kl/teacher"] == drawn["eval kl/teacher"] == "–"
 
 
+@pytest.mark.parametrize(("key", "words"), [("loss", "not finite"), ("reward", "none rewarded")])
+def test_the_last_evaluation_is_told_also_where_it_has_no_number(tmp_path, key, words):
+    stream = io.StringIO()
+    with RunReporter(config(), tmp_path, stream) as reporter:
+        reporter.start(2, FACTS)
+        for step, value in enumerate((2.5, math.nan), 1):
+            reporter.log(row(step, **{key: 0.5, f"eval_{key}": value}))
+        reporter.finish(tmp_path / "model")
+    lines = stream.getvalue().splitlines()
+    logged = [line for line in lines if line.startswith("step ")]
+    assert logged[0].endswith(f"eval {key} 2.5000") and logged[1].endswith(f"eval {key} {words}")
+    assert [line.split(":")[1].strip() for line in lines if line.startswith(f"eval {key}:")] == [words]
+
+
 def test_a_long_phase_speaks_up_in_a_log(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -15,8 +15,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from swiftlite.reporting.curves import Average, Curve, curve_of, evaluated, is_added
-from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, plain, short, sparkline, spent
+from swiftlite.reporting.curves import Average, Curve, curve_of, evaluated, is_added, number
+from swiftlite.reporting.words import BLANK_BRAILLE, braille, duration, plain, short, sparkline, spent, told
 
 FRAME = 6  # columns: borders, and blanks inside them
 GAP_OF_FACTS = 2  # columns between a fact and its name
@@ -43,8 +43,7 @@ class Board:
         """rows: of the part of the run that is being continued; clock: seconds."""
         self.total, self.facts, self.step = total, facts, start_step
         self.row: dict[str, Any] = {}
-        self.held_out: float | None = None  # the last value of `evaluated` of that curve
-        self.evaluated: dict[str, float | None] = {}  # what else was evaluated last, as `eval_rewards/margin`
+        self.evaluated: dict[str, float | None] = {}  # what was evaluated last, as `eval_loss`, `eval_rewards/margin`
         self.events: deque[str] = deque(maxlen=3)
         self.curve = "loss"  # the key of what is drawn, see `curve_of`
         self.first: float | None = None
@@ -78,16 +77,12 @@ class Board:
     def _take(self, row: dict[str, Any]) -> None:
         self._changes += 1
         self.curve, _ = curve_of([row])
-        if (value := row.get(self.curve)) is not None:
+        if (value := number(row.get(self.curve))) is not None:
             self.first = value if self.first is None else self.first
             self.last, self.smooth = value, self._average.add(value)
             self._values.add(value)
             self._smooths.add(self.smooth)
-        on_held_out, _ = evaluated(self.curve)
-        if row.get(on_held_out) is not None:
-            self.held_out = row[on_held_out]
-        others = (key for key in row if key.startswith("eval_") and key != on_held_out)
-        self.evaluated |= {key: row[key] for key in others}
+        self.evaluated |= {key: number(value) for key, value in row.items() if key.startswith("eval_")}
 
     @property
     def elapsed(self) -> str:
@@ -192,15 +187,16 @@ class Board:
         return text
 
     def _numbers(self) -> list[tuple[str, str]]:
-        row = self.row
+        row, (on_held_out, called) = self.row, evaluated(self.curve)
+        others = {key: value for key, value in self.evaluated.items() if key != on_held_out}
 
         def shown(key: str, form: Callable[[float], str], empty: str = WAITING) -> str:
-            return form(row[key]) if row.get(key) is not None else (short(None) if key in row else empty)
+            return form(row[key]) if row.get(key) is not None else (told(key, None, "–") if key in row else empty)
 
         cells = [
             (self.curve, shown(self.curve, short)),
             ("smoothed", short(self.smooth) if self.smooth is not None else WAITING),
-            (evaluated(self.curve)[1], short(self.held_out) if self.held_out is not None else "–"),
+            (called, told(on_held_out, self.evaluated[on_held_out], "–") if on_held_out in self.evaluated else "–"),
             ("grad norm", shown("grad_norm", lambda v: short(v, 3))),
             ("learn rate", shown("learning_rate", "{:.2e}".format)),
             ("tokens/s", shown("tokens_per_second", "{:,.0f}".format)),
@@ -212,7 +208,7 @@ class Board:
             ("MFU", f"{row['mfu']:.1%}" if row.get("mfu") is not None else "–"),
         ]
         of_method = {key: value for key, value in row.items() if is_added(key) and key not in self.evaluated}
-        added = of_method | self.evaluated
+        added = of_method | others
         words = [plain(key).replace("rewards/", "").replace("token ", "").replace("logps/", "logp ") for key in added]
         for name, value in zip(_cut(words), added.values(), strict=True):
             cells.append((name, short(value, 3) if value is not None else "–"))  # a step may have no rejected answer

@@ -57,13 +57,15 @@ def smoothed(values: list[float]) -> list[float]:
     return [average.add(value) for value in values]
 
 
+def number(value: Any) -> float | None:
+    """The value where it is a number that can be drawn: files may hold anything."""
+    drawn = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+    return value if drawn else None
+
+
 def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """(steps, values) of the rows that have a number under the key."""
-    points = [
-        (row["step"], row[key])
-        for row in rows
-        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool) and abs(row[key]) < LARGEST
-    ]
+    points = [(row["step"], value) for row in rows if (value := number(row.get(key))) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 

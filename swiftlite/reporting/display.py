@@ -18,7 +18,7 @@ from rich.text import Text
 
 from swiftlite.reporting.board import FRAME, GAP_OF_FACTS, WIDEST, Board
 from swiftlite.reporting.curves import EVALUATIONS
-from swiftlite.reporting.words import duration, plain, short
+from swiftlite.reporting.words import duration, plain, short, told
 
 REFRESH_PER_SECOND = 2  # drawing takes milliseconds that a run on a CPU would miss
 SECONDS_BETWEEN_LINES = 10.0  # of a long phase in a log
@@ -145,8 +145,8 @@ class PlainDisplay:
         parts += [f"{row['padded_tokens_per_second']:,.0f} padded"] if "padded_tokens_per_second" in row else []
         parts += [f"{row['peak_memory_gib']:.2f} GiB"] if "peak_memory_gib" in row else []
         parts += [f"{board.remaining} left"]
-        extra = {k: v for k, v in row.items() if (k in EVALUATIONS or "/" in k) and v is not None}
-        self._say("  ".join([*parts, *(f"{plain(key)} {short(value)}" for key, value in extra.items())]))
+        extra = {k: v for k, v in row.items() if k in EVALUATIONS or ("/" in k and v is not None)}
+        self._say("  ".join([*parts, *(f"{plain(key)} {told(key, value)}" for key, value in extra.items())]))
 
     def message(self, text: str) -> None:
         self._say(text)

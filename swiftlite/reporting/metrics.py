@@ -19,15 +19,15 @@ class MetricsFile:
     """Appends rows. On resume the rows of steps that are trained again are dropped first."""
 
     def __init__(self, output: Path, start_step: int = 0, name: str = METRICS) -> None:
-        """kept: the rows up to `start_step`, for `take_kept`; damage: which lines were left out, in words, if any.
-        Raises RunError where the file cannot be written."""
+        """damage: which lines of a run that goes on were left out, in words, if any. Raises RunError where the file
+        cannot be written."""
         self._path = output / name
-        rows = _read(output, name)
+        rows = _read(output, name) if start_step else []  # one from the start is evaluated again before its first step
         self.damage = _in_words(rows)
-        known = rows if start_step else []  # a run from the start is evaluated again before its first step
-        self._kept = [row for row in known if row is not None and row["step"] <= start_step]
-        text = "".join(map(_line, self._kept))
+        kept = [row for row in rows if row is not None and row["step"] <= start_step]
+        text = "".join(map(_line, kept))
         write_whole(self._path, lambda path: path.write_text(text, encoding="utf-8"))
+        self._kept = kept if name == METRICS else []  # nobody asks for former answers
         self._file = self._path.open("a", encoding="utf-8")
 
     def take_kept(self) -> list[dict[str, Any]]:
@@ -97,5 +97,5 @@ def _row(line: str) -> dict[str, Any] | None:
         row = parse_json(line)
     except ValueError:
         return None
-    known = isinstance(row, dict) and type(row.get("step")) is int and row["step"] < MOST_STEPS
+    known = isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS
     return finite(row) if known else None

@@ -18,12 +18,12 @@ from swiftlite import __version__
 from swiftlite.config.methods import SAMPLING
 from swiftlite.errors import RunError, UserError, first_line, kind_and_words
 from swiftlite.reporting.board import Board
-from swiftlite.reporting.curves import EVALUATIONS, evaluated
+from swiftlite.reporting.curves import EVALUATIONS
 from swiftlite.reporting.display import Update, open_display
 from swiftlite.reporting.files import disk_errors, read_run_state, write_run_state
 from swiftlite.reporting.metrics import ANSWERS, MetricsFile, finite
 from swiftlite.reporting.trackers import Tracker, check_trackers, open_trackers
-from swiftlite.reporting.words import duration, in_one_line, short
+from swiftlite.reporting.words import duration, in_one_line, plain, short, told
 from swiftlite.untrusted import without_secrets
 
 if TYPE_CHECKING:
@@ -143,11 +143,8 @@ class RunReporter:
         board = running.board
         if board.first is not None:
             lines[board.curve] = f"{short(board.first)} → {short(board.last)} (smoothed {short(board.smooth)})"
-        if board.held_out is not None:
-            lines[evaluated(board.curve)[1]] = short(board.held_out)
         for key in filter(board.evaluated.__contains__, EVALUATIONS):
-            of_none = key.startswith("eval_reward") and board.evaluated[key] is None
-            lines[key.replace("_", " ")] = "none rewarded" if of_none else short(board.evaluated[key])
+            lines[plain(key)] = told(key, board.evaluated[key])
         lines["time"] = duration(time.monotonic() - self._began) + running.speed()
         lines["model"] = str(model)
         if self._config.method != "rm":  # which gives scores, not answers

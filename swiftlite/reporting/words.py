@@ -28,6 +28,11 @@ def short(value: float | None, digits: int = 4) -> str:
     return f"{value:.1e}" if value != 0 and not 1e-3 <= abs(value) < 1e7 else f"{value:,.{digits}f}"
 
 
+def told(key: str, value: float | None, nothing: str = "none rewarded") -> str:
+    """A loss or a reward. nothing: what a mean of no answers is called, which a reward of None is."""
+    return nothing if value is None and key.startswith(("reward", "eval_reward")) else short(value)
+
+
 def plain(key: str) -> str:
     """A key of metrics.jsonl in words; what stands behind a slash is a name that somebody gave."""
     kind, slash, name = key.partition("/")
