@@ -284,6 +284,22 @@ def test_facts_that_a_narrow_panel_cuts_are_told_behind_it():
     assert text.count(f"• data: {long}") == 1 and "• model" not in text
 
 
+@pytest.mark.parametrize("width", [60, 200])  # the panel has 120 columns of a wide terminal
+def test_messages_that_the_panel_cuts_are_told_behind_it(width):
+    console = Console(file=io.StringIO(), width=width, height=40, force_terminal=True, color_system=None)
+    room = min(width, 120) - len("│  • " + "  │")
+    messages = ["x" * room, "y" * (room + 1)]
+    display, board = LiveDisplay(console), Board(3, {"model": "small"})
+    display.start(board)
+    for text in messages:
+        board.say(text)
+        display.message(text)
+    display.close()
+    panel, _, behind = console.file.getvalue().rpartition("╯")
+    assert f"• {messages[0]} " in panel and f"• {messages[1]} " not in panel
+    assert "x" not in behind and behind.count("y") == room + 1
+
+
 def test_rows_may_come_while_the_panel_is_drawn():
     board = Board(10_000, FACTS)
     console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)

@@ -58,8 +58,13 @@ class LiveDisplay:
             took = progress.tasks[0].elapsed or 0.0
         self._console.print(Text("✓ ", style="green"), Text(text), Text(f" {took:.1f} s", style="dim"), sep="")
 
+    @property
+    def _room(self) -> int:
+        """Columns of a line in the panel."""
+        return min(self._console.width, WIDEST) - FRAME
+
     def start(self, board: Board) -> None:
-        room = min(self._console.width, WIDEST) - FRAME - max(map(len, board.facts), default=0) - GAP_OF_FACTS
+        room = self._room - max(map(len, board.facts), default=0) - GAP_OF_FACTS
         self._cut = [f"{name}: {fact}" for name, fact in board.facts.items() if cell_len(fact) > room]
         self._live = Live(board, console=self._console, refresh_per_second=REFRESH_PER_SECOND)
         self._live.start()
@@ -72,7 +77,7 @@ class LiveDisplay:
         it at the end."""
         if self._live is None:
             self._console.print(Text(f"• {text}"))
-        elif text.startswith("warning") or cell_len(text) > self._console.width - 8:
+        elif text.startswith("warning") or cell_len(f"• {text}") > self._room:
             self._again = [*self._again, text][-MOST_REPEATED:]
 
     def close(self) -> None:
