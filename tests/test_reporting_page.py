@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -225,7 +226,8 @@ def test_ticks_are_round(low, high, ticks):
 
 
 def test_ticks_enclose_any_values():
-    for low, high in ((-3.7, 1e9), (1e-12, 2e-12), (-1e-5, 1e-5), (0, 1e-30), (1e300, 1e301), (-5, -5), (0, 0)):
+    small, smallest = (0, 1e-30), (0, math.ulp(0.0))
+    for low, high in ((-3.7, 1e9), (1e-12, 2e-12), (-1e-5, 1e-5), small, smallest, (1e300, 1e301), (-5, -5), (0, 0)):
         found = nice_ticks(low, high)
         assert 2 <= len(found) <= 8
         assert found[0] <= low + abs(low) * 1e-6 and found[-1] >= high - abs(high) * 1e-6
@@ -244,6 +246,20 @@ def test_tick_texts_share_one_form():
     assert tick_texts([0, 5e-5, 1e-4]) == ["0", "5e-5", "10e-5"]
     assert tick_texts([0.5, 1, 1.5]) == ["0.5", "1", "1.5"]
     assert tick_texts([10_000, 12_000]) == ["10,000", "12,000"]
+    assert tick_texts([1_200_000, 1_250_000]) == ["1,200,000", "1,250,000"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(10.1234561, 10.1234569), (1_234_567.1, 1_234_567.9), (5.00001e-5, 5.00003e-5)]
+)
+def test_ticks_of_values_that_hardly_differ_are_told_apart_and_have_room(low, high):
+    ticks = nice_ticks(low, high)
+    texts = tick_texts(ticks)
+    assert len({*texts}) == len(texts)
+    assert [float(text.replace(",", "")) for text in texts] == pytest.approx(ticks, rel=1e-12)
+    svg = chart("t", [Line("a", "main", ([1, 2], [low, high]))])
+    places = re.findall(r'<text x="(\d+)" y="[\d.]+" text-anchor="end">([^<]*)</text>', svg)
+    assert len(places) == len(ticks) and all(int(x) >= 7 * len(text) for x, text in places)
 
 
 def test_points_lie_where_they_belong():

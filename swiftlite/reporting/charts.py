@@ -8,10 +8,12 @@ from html import escape
 
 from swiftlite.reporting.words import short
 
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26  # LEFT: at least
+GAP, LETTER = 8, 7  # between a number and its line; the width of a letter of it
 SMALL, LARGE = (540, 210), (1120, 320)  # both are shown at about their own size, so that their letters are alike
 MOST_POINTS, MOST_BANDS = 1000, 160
 LEAST_SPAN = 1e-9  # of values, as a part of them; a moving average of equal values differs from them by rounding
+LEAST = 1e-100  # no training has smaller numbers but 0, and the fourth part of one may be none
 
 Points = tuple[list[int], list[float]]
 
@@ -47,16 +49,21 @@ class _Scale:
     first: int
     last: int
     ticks: list[float]
+    texts: list[str]
+    left: int
 
     @staticmethod
     def around(lines: list[Line], width: int, height: int) -> _Scale:
         steps = [step for line in lines for step in line.points[0]]
         values = [value for line in lines for value in line.points[1]]
-        return _Scale(width, height, min(steps), max(steps), nice_ticks(min(values), max(values)))
+        ticks = nice_ticks(min(values), max(values))
+        texts = tick_texts(ticks)
+        left = max(LEFT, GAP + LETTER * max(map(len, texts)))
+        return _Scale(width, height, min(steps), max(steps), ticks, texts, left)
 
     def x(self, step: int) -> float:
         span = max(1, self.last - self.first)
-        return round(LEFT + (step - self.first) / span * (self.width - LEFT - RIGHT), 1)
+        return round(self.left + (step - self.first) / span * (self.width - self.left - RIGHT), 1)
 
     def y(self, value: float) -> float:
         low, high = self.ticks[0], self.ticks[-1]
@@ -65,8 +72,9 @@ class _Scale:
 
 def nice_ticks(low: float, high: float, wanted: int = 4) -> list[float]:
     """Round numbers that enclose low..high, about `wanted` steps apart."""
-    if high - low <= LEAST_SPAN * max(abs(low), abs(high)):  # ticks are rounded: what differs by less has but one
-        margin = abs(high) * 0.1 or 1.0
+    largest = max(abs(low), abs(high))
+    if high - low <= max(LEAST_SPAN * largest, LEAST):  # ticks are rounded: what differs by less has but one
+        margin = largest * 0.1 if largest > LEAST else 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
@@ -78,10 +86,10 @@ def nice_ticks(low: float, high: float, wanted: int = 4) -> list[float]:
 
 def _axes(scale: _Scale) -> list[str]:
     parts = []
-    for tick, text in zip(scale.ticks, tick_texts(scale.ticks), strict=True):
+    for tick, text in zip(scale.ticks, scale.texts, strict=True):
         y = scale.y(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{scale.width - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+        parts.append(f'<line class="grid" x1="{scale.left}" x2="{scale.width - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="{scale.left - GAP}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     middle = (scale.first + scale.last) // 2
     for step, anchor in {scale.first: "start", middle: "middle", scale.last: "end"}.items():
         parts.append(f'<text x="{scale.x(step)}" y="{scale.height - 6}" text-anchor="{anchor}">{step:,}</text>')
@@ -89,12 +97,15 @@ def _axes(scale: _Scale) -> list[str]:
 
 
 def tick_texts(ticks: list[float]) -> list[str]:
-    """`0 0.5 1`, `10,000 12,000`, or with one exponent for all: `0 5e-5 10e-5`."""
-    largest = max(map(abs, ticks))
-    if 1e-2 <= largest < 1e7:
-        return [f"{tick:,.6g}" for tick in ticks]
-    power = math.floor(math.log10(max(abs(tick) for tick in ticks[:2])))
-    return [f"{tick / 10**power:.3g}e{power}" if tick else "0" for tick in ticks]
+    """`0 0.5 1`, `10,000 12,000`, or with one exponent for all: `0 5e-5 10e-5`; as many digits as tell them apart."""
+    power = 0
+    if not 1e-2 <= max(map(abs, ticks)) < 1e7:
+        power = math.floor(math.log10(max(abs(tick) for tick in ticks[:2])))
+    shown = [tick / 10**power for tick in ticks]
+    digits = max(0, 1 - math.floor(math.log10(shown[1] - shown[0])))  # one more than its first, for steps of 2.5
+    texts = [f"{number:,.{digits}f}" for number in shown]
+    texts = [text.rstrip("0").rstrip(".") if digits else text for text in texts]
+    return [f"{text}e{power}" if power and text != "0" else text for text in texts]
 
 
 def _path(line: Line, scale: _Scale) -> str:
@@ -113,7 +124,7 @@ def _bands(lines: list[Line], scale: _Scale) -> list[str]:
     steps = sorted(few.union(*many))
     tables = [dict(zip(*line.points, strict=True)) for line in lines]
     xs = [scale.x(step) for step in steps]
-    edges = [LEFT - 6, *((a + b) / 2 for a, b in zip(xs, xs[1:], strict=False)), scale.width - RIGHT + 6]
+    edges = [scale.left - 6, *((a + b) / 2 for a, b in zip(xs, xs[1:], strict=False)), scale.width - RIGHT + 6]
     bands, bottom = [], scale.height - BOTTOM
     for step, x, begin, end in zip(steps, xs, edges, edges[1:], strict=False):
         found = [(line, table[step]) for line, table in zip(lines, tables, strict=True) if step in table]
