@@ -173,6 +173,22 @@ def test_a_folder_s_name_may_be_of_any_script(run, recwarn):
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
+def test_names_that_no_encoding_can_write_are_drawn(run, monkeypatch):
+    output = run(**{"loss/\ud800": 2.0, "$\\frac$ \ud800/x": 1.0})
+    output = output.rename(output.with_name(os.fsdecode(b"r\xff")))
+    monkeypatch.chdir(output)
+    result = command(".")
+    assert result.exit_code == 0 and "<h1>r?</h1>" in (output / "report.html").read_text()
+
+
+def test_data_sets_of_any_name_are_in_the_audit(run):
+    output = run()
+    audit = {"datasets": {name: {"rows": {"read": rows}} for name, rows in (("in all", 21), ("evaluation", 22))}}
+    (output / "audit.json").write_text(json.dumps(audit | {"rows": {"read": 43}, "eval": {"rows": {"read": 24}}}))
+    found = re.findall(r'<th>([^<]*)</th><td class="n">(\d+)</td>', write_report_page(output).read_text())
+    assert found == [("in all", "43"), ("in all", "21"), ("evaluation", "22"), ("evaluation", "24")]
+
+
 def test_no_plot_without_rows_and_one_for_a_single_row(tmp_path, run):
     assert write_loss_plot(tmp_path) is None
     assert write_loss_plot(run(steps=1)) is not None

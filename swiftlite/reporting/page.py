@@ -54,14 +54,15 @@ def write_report_page(output: Path, *, alive: bool = True) -> Path:
 
 
 def write_page(path: Path, title: str, body: list[str]) -> Path:
-    """An HTML file of these parts that needs nothing else. Raises RunError where it cannot be written."""
+    """An HTML file of these parts that needs nothing else; what no encoding can write is a `?`. Raises RunError where
+    it cannot be written."""
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · swiftlite</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE.read_text(encoding='utf-8')}</style></head><body>{''.join(body)}</body></html>\n"
     )
-    return write_whole(path, lambda partial: partial.write_text(page, encoding="utf-8"))
+    return write_whole(path, lambda partial: partial.write_text(page, encoding="utf-8", errors="replace"))
 
 
 def state_in_words(rows: Rows, state: dict[str, Any], *, alive: bool) -> str:
@@ -166,18 +167,17 @@ def _messages(state: dict[str, Any]) -> str:
 
 def _audit(audit: dict[str, Any]) -> str:
     """Rows and tokens in all and per data set, one table."""
-    sections = {"in all": audit}
+    sections = [("in all", audit)]
     if isinstance(audit.get("datasets"), dict):
-        sections |= {str(name): section for name, section in audit["datasets"].items()}
-    if isinstance(audit.get("eval"), dict):
-        sections["evaluation"] = audit["eval"]
-    flat = {name: _flat(section) for name, section in sections.items() if isinstance(section, dict)}
-    keys = list(dict.fromkeys(key for section in flat.values() for key in section))
+        sections += audit["datasets"].items()
+    sections.append(("evaluation", audit.get("eval")))
+    flat = [(name, _flat(section)) for name, section in sections if isinstance(section, dict)]
+    keys = list(dict.fromkeys(key for _, section in flat for key in section))
     if not keys:
         return ""
     head = "".join(f'<th class="n">{as_html(key)}</th>' for key in keys)
     rows = ""
-    for name, section in flat.items():
+    for name, section in flat:
         cells = "".join(f'<td class="n">{_cell(section.get(key))}</td>' for key in keys)
         rows += f"<tr><th>{as_html(name)}</th>{cells}</tr>"
     table = f"<table><tr><th></th>{head}</tr>{rows}</table>"

@@ -10,6 +10,7 @@ from swiftlite.imports import import_package
 from swiftlite.reporting.curves import added_groups, curve_of, evaluated, series, smoothed
 from swiftlite.reporting.files import write_whole
 from swiftlite.reporting.metrics import read_metrics
+from swiftlite.reporting.words import in_one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,14 +82,15 @@ def _group(axes: Axes, rows: list[dict[str, Any]], title: str, keys: list[str]) 
         _line(axes, *series(rows, key), linewidth=1.3, label=_shortened(key))
     if len(keys) > MOST_NAMED:
         axes.plot([], [], color=PALE, label=f"{len(keys) - MOST_NAMED} more")
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(_shortened(title), fontsize=10, loc="left", parse_math=False)
     for text in axes.legend(frameon=False, fontsize=8).get_texts():
         text.set_parse_math(False)  # a data set may have dollars in its name
     _plain(axes)
 
 
 def _shortened(name: str) -> str:
-    """The curves would make room for it."""
+    """In letters that can be drawn, and no longer than the curves would make room for."""
+    name = in_one_line(name)
     return name if len(name) <= LONGEST_TITLE else name[: LONGEST_TITLE - 1] + "…"
 
 
