@@ -55,6 +55,12 @@ def test_a_loss_and_a_reward_are_on_no_common_scale(run, tmp_path):
     assert "step 2: 2.8400" in text and "step 2: 0.2500" in text
 
 
+def test_a_run_without_a_step_yet_has_no_part_in_the_title(run, tmp_path):
+    page = tmp_path / "both.html"
+    done = command(run("none", {}, 0), run("pairs", {}, **{"rewards/margin": 0.25}), "--output", page)
+    assert done.exit_code == 0 and "<h2>Loss per pair or answer, smoothed<" in page.read_text()
+
+
 def test_a_table_in_a_file_holds_names_and_paths_whole(run, tmp_path):
     settings = {"gradient_accumulation_steps": 8, "dataset": [f"{tmp_path}/{'rows' * 20}.jsonl"]}
     done = command(run("a", {"model": "m"}), run("b", settings), run("c", settings), "--output", tmp_path / "p.html")

@@ -16,7 +16,7 @@ from metric_rows import FACTS, row, steps
 
 from swiftlite.errors import RunError, UserError
 from swiftlite.reporting.display import PlainDisplay, open_display
-from swiftlite.reporting.files import read_run_state
+from swiftlite.reporting.files import read_run_state, write_run_state
 from swiftlite.reporting.run import RunReporter
 
 
@@ -150,6 +150,22 @@ def test_a_full_disk_at_the_end_is_told_as_one(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="disk is full"), RunReporter(config(), tmp_path, io.StringIO()) as reporter:
         reporter.start(1, FACTS)
         reporter.finish(tmp_path / "model")
+
+
+def test_a_run_whose_end_cannot_be_written_has_failed(tmp_path, monkeypatch):
+    real = write_run_state
+
+    def full(output, state):
+        if state["state"] == "finished":
+            raise RunError("run.json cannot be written: the disk is full")
+        real(output, state)
+
+    monkeypatch.setattr("swiftlite.reporting.run.write_run_state", full)
+    with pytest.raises(RunError, match="disk is full"), RunReporter(config(), tmp_path, io.StringIO()) as reporter:
+        reporter.start(1, FACTS)
+        reporter.log(row(1))
+        reporter.finish(tmp_path / "model")
+    assert read_run_state(tmp_path)["state"] == "failed at step 1 of 1: run.json cannot be written: the disk is full"
 
 
 def test_a_resumed_run_goes_on_where_it_was(tmp_path):

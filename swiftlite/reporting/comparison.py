@@ -120,8 +120,8 @@ def _table(title: str, marks: dict[str, list[str]], words: dict[str, list[str]],
 
 
 def _charts(runs: Sequence[Run]) -> list[str]:
-    told = [curve_of(run.rows) for run in runs]
-    charts = [_progress(runs, told, key) for key in dict(told)]
+    told = [curve_of(run.rows) if run.rows else ("", "") for run in runs]
+    charts = [_progress(runs, told, key) for key in dict(told) if key]
     added = {key: plain(key) for run in runs for keys in added_groups(run.rows).values() for key in keys}
     for key, title in (EVALUATIONS | SINGLE_CHARTS | dict(sorted(added.items()))).items():
         charts.append(chart(title, _lines(runs, [series(run.rows, key) for run in runs]), legend=False))

@@ -138,7 +138,6 @@ class RunReporter:
     def finish(self, model: Path) -> None:
         """Show the summary: what became of the loss, how long it took, where the model lies, what to do next."""
         running = self._running
-        running.finished = True
         lines = {}
         board = running.board
         if board.first is not None:
@@ -153,6 +152,7 @@ class RunReporter:
             merge = f"swiftlite export --model {name} --output-dir FOLDER first: engines take no adapter with {merged}"
             lines["serve it"] = merge if merged else f"swiftlite serve --model {name}"
         running.write_state("finished")
+        running.finished = True
         try:
             _draw(self._output)
         except RunError:  # the disk
