@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from bench.campaign import machine
 from bench.tables import fill, has_place, markdown_table
 
 PLACE = "verify"
+
+
+def read(reports: list[Path]) -> list[dict]:
+    """The verdicts of all reports, whose differences are null where they are infinite."""
+    verdicts = [verdict for path in reports for verdict in json.loads(path.read_text())]
+    for verdict in verdicts:
+        if found := verdict["difference"]:
+            verdict["difference"] = {key: math.inf if value is None else value for key, value in found.items()}
+    return verdicts
 
 
 def cell(verdict: dict | None) -> str:
@@ -44,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     if not has_place(options.markdown, PLACE):
         parser.error(f"{options.markdown} has no place for the table")
-    verdicts = [verdict for path in options.reports for verdict in json.loads(path.read_text())]
+    verdicts = read(options.reports)
     worst = [max(v["difference"][key] for v in verdicts if v["difference"]) for key in ("loss", "norm", "weights")]
     count = sum(verdict["difference"] is not None for verdict in verdicts)
     facts = machine()

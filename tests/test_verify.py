@@ -360,6 +360,18 @@ def test_where_verdicts_cannot_be_written_none_are_looked_for(tmp_path, monkeypa
         monkeypatch.setattr("os.access", lambda _path, mode: mode != os.W_OK)  # the tests may run as root
 
 
+def test_a_difference_without_end_is_null_in_the_file(tmp_path, monkeypatch, capsys):
+    """A step that one run has and the other has not, or a loss that is no number: JSON has no word for infinity."""
+    verdicts = [Verdict("llama", "tp 2", 1.0, Difference(math.inf, 0.0, 0.5))]
+    monkeypatch.setattr(command, "_run", lambda *_: None)
+    monkeypatch.setattr("swiftlite.verification.run.read_verdicts", lambda _folder: verdicts)
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "-a", "llama", "--json", str(tmp_path / "v.json")])
+    assert ended.value.code == 1 and "inf" in capsys.readouterr().out
+    [found] = json.loads((tmp_path / "v.json").read_text(), parse_constant=pytest.fail)
+    assert (found["difference"]["loss"], found["difference"]["norm"]) == (None, 0.0)
+
+
 def test_a_verification_that_is_ended_keeps_what_it_found(tmp_path):
     report = tmp_path / "verdicts.json"
     words = ["verify", "--nproc-per-node", "2", "-a", "llama", "--method", "sft", "--json", str(report)]

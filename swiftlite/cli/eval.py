@@ -179,8 +179,7 @@ def _tell(json: str | None, found: list[Evaluated]) -> None:
     from swiftlite.cli.console import least_width, wide_console
 
     rows = [_row(one) for one in found]
-    finite = [{name: value if _is_finite(value) else None for name, value in row.items()} for row in rows]
-    write_output(finite, json)  # first: whoever reads what is shown may have gone
+    write_output(rows, json)  # first: whoever reads what is shown may have gone
     console, side_by_side = wide_console(stderr=json == TO_STDOUT), _table(rows)
     fits = least_width(side_by_side, console) <= console.width  # in one line each; names of data sets may be folded
     for table in [side_by_side] if fits else [_table([row]) for row in rows]:
@@ -194,10 +193,6 @@ def _row(one: Evaluated) -> dict[str, Any]:
     if TOKEN_ACCURACY in one.metrics:
         row["perplexity"] = math.exp(one.loss) if one.loss < LARGEST_LOSS else math.inf
     return row | one.metrics
-
-
-def _is_finite(value: str | float | None) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -230,4 +225,4 @@ def _in_words(value: str | float | None, nothing: str) -> str:
         return nothing
     if isinstance(value, str):
         return in_one_line(value)
-    return f"{value:,}" if isinstance(value, int) else short(value if _is_finite(value) else None)
+    return f"{value:,}" if isinstance(value, int) else short(value if math.isfinite(value) else None)

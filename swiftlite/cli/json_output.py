@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -29,13 +30,22 @@ def check_output(where: str | None, flag: str = FLAG) -> None:
 
 
 def write_output(value: Any, where: str | None) -> None:
-    """Nothing where no file was named. Raises RunError where it cannot be written."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    """Nothing where no file was named; null for what is not finite. Raises RunError where it cannot be written."""
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     if where == TO_STDOUT:
         sys.stdout.write(text)
     elif where is not None:
         with _written(where, FLAG):
             at_home(Path(where), FLAG).write_text(text, encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """With None for what JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_line(value: Any, where: str, flag: str) -> None:
