@@ -414,6 +414,20 @@ def test_a_closed_pipe_and_a_termination_end_quietly():
     assert waiting.communicate()[1] == b"terminated\n" and waiting.returncode == 143
 
 
+def test_notes_that_nobody_reads_do_not_end_a_training_run(tmp_path):
+    words = ["sft", "--model", "m", "--dataset", "d", "-o", str(tmp_path / "out"), "--save-safetensors"]
+    code = "import sys\nfrom swiftlite.training import launch\n"
+    code += "launch.launch = lambda *_: print('trains', file=sys.stderr)\n"
+    code += f"from swiftlite.cli.app import main\nmain({words!r})"
+    for closed in (True, False):
+        done = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        if closed:
+            done.stdout.close()
+            assert (done.stderr.read(), done.wait()) == ("trains\n", 0)
+        else:
+            assert done.communicate()[0].startswith("note: --save-safetensors has no effect")
+
+
 def test_ctrl_c_before_anything_is_imported_ends_quietly():
     code = "import sys\nfrom swiftlite.__main__ import main\nclass Interrupt:\n    def find_spec(self, name, *_):\n"
     code += "        if name == 'swiftlite.cli.app':\n            raise KeyboardInterrupt\n"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from swiftlite.cli.errors import show_error
 from swiftlite.cli.options import RunCommand
 from swiftlite.config.layout import follows
+from swiftlite.streams import outlive_readers
 
 if TYPE_CHECKING:
     from swiftlite.config.resolve import Resolved
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 def train(resolved: Resolved) -> None:
     """Train. Raises what the run itself raises."""
     config, leads = resolved.config, not follows(os.environ)
+    outlive_readers()
     for note in resolved.notes if leads else ():
         print(f"note: {note}", flush=True)
     from swiftlite.checkpoint.claim import new_folder
