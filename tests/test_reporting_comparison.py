@@ -98,6 +98,7 @@ def test_no_other_file_is_written_over(run, tmp_path):
     page.unlink()
     assert [command(first, second, "-o", page).exit_code for _ in range(2)] == [0, 0]
     assert "--output" in command(first, second, "-o", tmp_path / "no" / "page.html").exception.fix
+    assert command(first, second, "-o", tmp_path).exception.what == "a folder lies there"
     assert "report.html" in command(first, "-o", page).exception.fix
     assert command(first, tmp_path / "absent").exception.what == "there is no such folder"
     assert "at most" in command(*[first] * (COLOURS + 1)).exception.fix

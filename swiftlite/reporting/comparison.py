@@ -86,7 +86,8 @@ def write_comparison_page(runs: Sequence[Run], path: Path) -> Path:
     """One HTML page without a script. Raises UserError where another file lies there, RunError where none can be
     written."""
     if path.exists() and not _is_such_page(path):
-        raise UserError("another file lies there", where=str(path), fix="name another --output")
+        there = "a folder" if path.is_dir() else "another file"
+        raise UserError(f"{there} lies there", where=str(path), fix="name another --output")
     body = [
         f"<header><h1>{TITLE}</h1></header>",
         _table("", {"state": [mark(run.state) for run in runs]}, common_figures(runs), runs),
