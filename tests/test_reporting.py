@@ -242,6 +242,16 @@ def test_rows_of_others_that_hold_no_numbers_do_not_end_a_run_that_goes_on():
     assert "step 1/5" in drawn(board)
 
 
+@pytest.mark.parametrize("first", [0, 30])
+def test_the_panel_smooths_rows_that_are_steps_apart_as_the_page_does(first):
+    rows = [row(step, loss=3.0 / step) for step in range(10, 101, 10)]
+    kept = [known for known in rows if known["step"] <= first]
+    board = Board(100, FACTS, first, kept)
+    for known in rows[len(kept) :]:
+        board.add(known)
+    assert board.smooth == pytest.approx(smoothed([known["loss"] for known in rows])[-1])
+
+
 def test_what_a_step_lacks_is_not_called_wrong_and_evaluations_stay():
     """A step of kto may have no rejected answer; a panel that changes its shape at each evaluation is hard to read."""
     board = Board(5, FACTS)

@@ -50,6 +50,7 @@ class Board:
         self.last: float | None = None
         self.smooth: float | None = None
         self._average, self._values, self._smooths = Average(total), Curve(), Curve()
+        self._logged, self._apart = 0, 1  # the step of the last row, and how far steps of rows are apart
         self._clock, self._started = clock, clock()
         self._marks: deque[tuple[float, int]] = deque([(self._started, start_step)], maxlen=50)
         self._lock = threading.Lock()
@@ -58,6 +59,7 @@ class Board:
         self._drawn: list[_Drawn] = []
         for row in rows:
             self._take(row)
+        self._logged = start_step
 
     def add(self, row: dict[str, Any]) -> None:
         """A row of metrics.jsonl."""
@@ -76,6 +78,8 @@ class Board:
 
     def _take(self, row: dict[str, Any]) -> None:
         self._changes += 1
+        self._apart, self._logged = max(self._apart, row["step"] - self._logged), row["step"]
+        self._average.expect(self.total / self._apart)  # of --log-steps 10, a tenth of the steps
         self.curve, _ = curve_of([row])
         if (value := number(row.get(self.curve))) is not None:
             self.first = value if self.first is None else self.first

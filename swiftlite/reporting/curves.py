@@ -22,10 +22,13 @@ class Average:
     It reaches back over a tenth of the run, so that in a short one it does not lag behind the curve.
     """
 
-    def __init__(self, rows: int) -> None:
-        """rows: how many there will be."""
-        self._share = 1 / min(max(rows / 10, SHORTEST_SPAN), LONGEST_SPAN)
+    def __init__(self, rows: float) -> None:
         self._sum, self._weight = 0.0, 0.0
+        self.expect(rows)
+
+    def expect(self, rows: float) -> None:
+        """rows: how many there will be, as far as is known now."""
+        self._share = 1 / min(max(rows / 10, SHORTEST_SPAN), LONGEST_SPAN)
 
     def add(self, value: float) -> float:
         self._sum += self._share * (value - self._sum)
@@ -65,7 +68,7 @@ def number(value: Any) -> float | None:
 
 def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """(steps, values) of the rows that have a number under the key."""
-    points = [(row["step"], value) for row in rows if (value := number(row.get(key))) is not None]
+    points = [(row["step"], value) for row in rows if key in row and (value := number(row[key])) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
