@@ -67,6 +67,16 @@ def test_a_table_in_a_file_holds_names_and_paths_whole(run, tmp_path):
     assert settings["dataset"][0] in done.output and "gradient_accumulation_steps" in done.output
 
 
+@pytest.mark.parametrize(("width", "together"), [(30, 1), (50, 2), (100, 4)])
+def test_no_number_is_broken_in_a_narrow_terminal(run, tmp_path, monkeypatch, width, together):
+    monkeypatch.setattr("swiftlite.cli.console.WIDTH", width)
+    runs = [run(f"number {n}", {"learning_rate": n, "dataset": [str(n) * 90]}) for n in range(4)]
+    output = command(*runs, "--output", tmp_path / "p.html").output
+    told = [line.split() for line in output.splitlines() if line.split()[:1] in (["steps"], ["learning_rate"])]
+    parts = ["0123"[first : first + together] for first in range(0, 4, together)]
+    assert told == [line for part in parts for line in (["steps", *["4/4"] * len(part)], ["learning_rate", *part])]
+
+
 def test_values_of_older_versions_and_missing_files_are_blank(run):
     runs = run("a", {"x": 1}), run("b", {}), run("c", {"x": True})
     (runs[1] / "config.yaml").unlink()

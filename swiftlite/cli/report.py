@@ -15,9 +15,12 @@ from swiftlite.errors import RunError, UserError
 from swiftlite.reporting.metrics import METRICS
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from swiftlite.reporting.comparison import Run
 
 RUNS = "Output folder of a run; several are compared, on a page of their own."
+BESIDE = 4  # blanks beside a column
 OUTPUT = "Where the page of several runs is written; comparison.html by default."
 
 
@@ -97,20 +100,34 @@ def _written(write: Callable[[], Path | None], elsewhere: str) -> Path | None:
 
 
 def _show(runs: Sequence[Run]) -> None:
-    """The page's two tables, with a column a run."""
-    from rich.table import Table
-    from rich.text import Text
-
+    """The page's two tables, with a column a run; one below the other for as many runs as the terminal has room for."""
     from swiftlite.cli.console import wide_console
     from swiftlite.reporting.comparison import common_figures, unequal_settings
 
-    table = Table("", box=None, padding=(0, 2))
+    figures, settings = common_figures(runs), unequal_settings(runs)
+    name = max(map(len, ["state", *figures, *settings]))
+    number = max((len(words) for found in figures.values() for words in found), default=len("finished"))
+    console = wide_console()
+    together = max(1, (console.width - name - BESIDE) // (number + BESIDE))
+    console.width = max(console.width, name + number + 2 * BESIDE)  # a narrower terminal breaks the lines itself
+    for first in range(0, len(runs), together):
+        console.print(_table(runs, figures, settings, number, slice(first, first + together)))
+
+
+def _table(
+    runs: Sequence[Run], figures: dict[str, list[str]], settings: dict[str, list[str]], number: int, part: slice
+) -> Table:
+    """number: the letters of a figure; part: the runs of this table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", box=None, padding=(0, BESIDE // 2))
     table.columns[0].no_wrap = True
-    for run in runs:
-        table.add_column(Text(run.name), overflow="fold")
-    for name, words in ({"state": [run.state for run in runs]} | common_figures(runs)).items():
-        table.add_row(name, *map(Text, words))
+    for run in runs[part]:
+        table.add_column(Text(run.name), overflow="fold", min_width=number)
+    for name, words in ({"state": [run.state for run in runs]} | figures).items():
+        table.add_row(name, *map(Text, words[part]))
     table.add_section()
-    for name, words in unequal_settings(runs).items():
-        table.add_row(Text(name, "cyan"), *map(Text, words))
-    wide_console().print(table)
+    for name, words in settings.items():
+        table.add_row(Text(name, "cyan"), *map(Text, words[part]))
+    return table
