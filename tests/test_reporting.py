@@ -284,6 +284,15 @@ def test_long_names_are_told_apart():
     assert re.search(r"loss/data/x/rows\.js… +1\.750", text) and re.search(r"loss/data/y/rows\.js… +2\.000", text)
 
 
+def test_names_of_wide_letters_have_their_room():
+    board = Board(5, FACTS)
+    names = ["loss/对话数据集", *(f"loss/从互联网上收集的对话数据{year}" for year in (2023, 2024))]
+    board.add(row(1) | dict(zip(names, (1.25, 1.5, 1.75), strict=True)))
+    text = drawn(board)
+    assert re.search(r"loss/对话数据集 +1\.250", text)
+    assert re.search(r"loss/从互联…数据2023 +1\.500", text) and re.search(r"loss/从互联…数据2024 +1\.750", text)
+
+
 def test_facts_that_a_narrow_panel_cuts_are_told_behind_it():
     console = Console(file=io.StringIO(), width=60, height=40, force_terminal=True, color_system=None)
     long = "36 rows, 3,548 tokens, 64 packs, 86.6% full of them"

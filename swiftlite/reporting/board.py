@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.segment import Segment
@@ -153,7 +154,7 @@ class Board:
 
     def _body(self, numbers: list[tuple[str, str]], inner: int, free: int) -> RenderableType:
         """The chart with the numbers to its right, or above them, or a line of bars, as the room allows."""
-        cell = max(len(label) for label, _ in numbers) + 1 + NUMBER + GAP
+        cell = max(cell_len(label) for label, _ in numbers) + 1 + NUMBER + GAP
         beside = inner - (2 * cell - GAP) - 4
         lines = -(-len(numbers) // 2)
         if beside >= NARROWEST_CHART and free >= lines:
@@ -221,12 +222,17 @@ class Board:
 
 def _cut(names: list[str]) -> list[str]:
     """Names of data sets and functions, as long as there is room for, and unequal if that can be."""
-    starts = [name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…" for name in names]
+    starts = [name if cell_len(name) <= LONGEST_LABEL else f"{_start(name, LONGEST_LABEL - 1)}…" for name in names]
     kept = LONGEST_LABEL - LABEL_END - 1
     return [
-        start if starts.count(start) == 1 else f"{name[:kept]}…{name[-LABEL_END:]}"
+        start if starts.count(start) == 1 else f"{_start(name, kept)}…{_start(name[::-1], LABEL_END)[::-1]}"
         for name, start in zip(names, starts, strict=True)
     ]
+
+
+def _start(name: str, columns: int) -> str:
+    """As many letters as have room, of which some are two columns wide."""
+    return set_cell_size(name, min(columns, cell_len(name))).rstrip()
 
 
 class _Drawn:
@@ -253,7 +259,7 @@ def _pairs(facts: dict[str, str]) -> Table:
 def _grid(cells: list[tuple[str, str]], columns: int) -> Table:
     """Labels and numbers, filled column by column so that what belongs together stands together."""
     lines = -(-len(cells) // columns)
-    label = max(len(label) for label, _ in cells) + 1
+    label = max(cell_len(label) for label, _ in cells) + 1
     grid = Table.grid()
     for column in range(columns):
         grid.add_column(style="dim", no_wrap=True, width=label)
