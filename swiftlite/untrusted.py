@@ -24,6 +24,16 @@ def without_secrets(text: str) -> str:
     return SECRET.sub("***", text)
 
 
+def masked(value: Any) -> Any:
+    """What will be JSON, with each text in it without secrets. Cut out of the JSON itself, one might take the backslash
+    of a quote with it."""
+    if isinstance(value, dict):
+        return {key: masked(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [masked(item) for item in value]
+    return without_secrets(value) if isinstance(value, str) else value
+
+
 def printable(text: str) -> str:
     """The text without characters that a terminal would obey or that no file can hold; line breaks and tabs stay.
 

@@ -16,9 +16,10 @@ from swiftlite.errors import RunError
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import Curve, series, smoothed
 from swiftlite.reporting.display import LiveDisplay
-from swiftlite.reporting.files import without_secrets, write_whole
+from swiftlite.reporting.files import read_run_state, write_run_state, write_whole
 from swiftlite.reporting.metrics import ANSWERS, MetricsFile
 from swiftlite.reporting.words import braille, duration, plain, short, sparkline, spent
+from swiftlite.untrusted import without_secrets
 
 
 def drawn(board, width=100, height=40):
@@ -172,6 +173,13 @@ def test_small_charts():
 def test_secrets_are_taken_out():
     text = "hf_abcdefghijklmnopqrst https://me:pw@host/x?token=abc&a=1 hf_hub"
     assert without_secrets(text) == "*** https://***host/x?***&a=1 hf_hub"
+
+
+def test_a_secret_in_quotes_leaves_the_state_of_a_run_readable(tmp_path):
+    text = 'cannot open "https://host/x?token=abc": gone'
+    write_run_state(tmp_path, {"facts": {"data": text}, "messages": [{"step": 1, "text": text}]})
+    told = 'cannot open "https://host/x?***": gone'
+    assert read_run_state(tmp_path) == {"facts": {"data": told}, "messages": [{"step": 1, "text": told}]}
 
 
 # --- the panel

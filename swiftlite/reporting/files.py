@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import DISK_FULL, RunError
-from swiftlite.untrusted import parse_json, without_secrets
+from swiftlite.untrusted import masked, parse_json
 
 RUN = "run.json"
 STATE_TYPES = {
@@ -58,7 +58,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def write_run_state(output: Path, state: dict[str, Any]) -> None:
     """What a run says about itself beside its configuration: facts, state, start, seconds, messages."""
-    text = without_secrets(json.dumps(state, indent=2, ensure_ascii=False)) + "\n"
+    text = json.dumps(masked(state), indent=2, ensure_ascii=False) + "\n"
     write_whole(output / RUN, lambda path: path.write_text(text, encoding="utf-8"))
 
 

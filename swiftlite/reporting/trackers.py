@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
-from swiftlite.untrusted import without_secrets
+from swiftlite.untrusted import masked, without_secrets
 
 PROJECT = "swiftlite"
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "swanlab": "SWANLAB_PROJ_NAME"}  # which a project given to `init` hides
@@ -41,11 +41,10 @@ def open_trackers(
 
     Raises UserError where one does not start, such as without an account.
     """
-    shown = {key: _masked(value) for key, value in settings.items()}
     opened: dict[str, Tracker] = {}
     for name in names:
         try:
-            opened[name] = OPENERS[name](output, run_name, run_id, start_step, shown)
+            opened[name] = OPENERS[name](output, run_name, run_id, start_step, masked(settings))
         except Exception as error:  # every package has errors of its own, and none of them is ours
             for tracker in opened.values():
                 with suppress(Exception):  # the first error counts
@@ -56,12 +55,6 @@ def open_trackers(
                 fix=FIXES[name],
             ) from error
     return opened
-
-
-def _masked(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_masked(item) for item in value]
-    return without_secrets(value) if isinstance(value, str) else value
 
 
 class TensorBoard:
