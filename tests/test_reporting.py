@@ -327,6 +327,13 @@ def test_messages_that_the_panel_cuts_are_told_behind_it(width):
     assert "x" not in behind and behind.count("y") == room + 1
 
 
+def test_what_a_run_came_to_stands_out_in_its_summary():
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system="standard")
+    LiveDisplay(console).summary({"loss": "3 → 2", "reward": "0 → 1", "time": "8s"})
+    text = console.file.getvalue()
+    assert "\x1b[1m3 → 2" in text and "\x1b[1m0 → 1" in text and "\x1b[1m8s" not in text
+
+
 def test_rows_may_come_while_the_panel_is_drawn():
     board = Board(10_000, FACTS)
     console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)

@@ -95,7 +95,7 @@ class LiveDisplay:
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
         for key, value in lines.items():
-            grid.add_row(Text(key), Text(value, style="bold" if key in ("loss", "try it") else ""))
+            grid.add_row(Text(key), Text(value, style="bold" if key in ("loss", "reward", "try it") else ""))
         title, width = Text("done", style="bold"), min(self._console.width, WIDEST)
         panel = Panel(grid, title=title, title_align="left", border_style="green", padding=(0, 2), width=width)
         self._console.print(panel)
