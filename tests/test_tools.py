@@ -108,6 +108,64 @@ class Talkative(Counter):
 class Empty:
     pass
 
+class Kinds:
+    """Of methods."""
+
+    @property
+    def state(self):
+        raise RuntimeError("it was asked for")
+
+    @staticmethod
+    def plain(n: int) -> int:
+        """Plainly.
+
+        Args:
+            n: The number.
+        """
+        return n
+
+    @classmethod
+    def named(cls, n: int) -> str:
+        """Of the class.
+
+        Args:
+            n: The number.
+        """
+        return f"{cls.__name__} {n}"
+
+class Wanting(Counter):
+    def __init__(self, place, **others):
+        pass
+
+def several(*numbers: int) -> int:
+    """Some.
+
+    Args:
+        numbers: Some.
+    """
+
+def any_of(**numbers: int) -> int:
+    """Some.
+
+    Args:
+        numbers: Some.
+    """
+
+def placed(n: int, /) -> int:
+    """One.
+
+    Args:
+        n: The number.
+    """
+
+def one_by_one(n: int):
+    """Some.
+
+    Args:
+        n: The number.
+    """
+    yield n
+
 def undescribed(n):
     return n
 
@@ -446,6 +504,14 @@ def test_a_class_that_cannot_begin_ends_the_run(tools, name, wanted):
     assert "rows.jsonl:7" in failure.value.where
 
 
+def test_methods_of_all_kinds_are_tools(tools):
+    box, tokenizer = toolbox(tools, "Kinds")
+    talk = said(box, tokenizer, call("plain", n=2) + call("named", n=3), "Well.", most=400)
+    assert results(talk) == ["2", "Kinds 3"]
+    schemas = [tool.schema["function"]["parameters"] for tool in load_tools([f"{tools}:Kinds"])]
+    assert [schema["required"] for schema in schemas] == [["n"], ["n"]]
+
+
 def test_functions_get_the_objects_of_a_class(tmp_path, caller, tools):
     """Which need not be anything that goes from process to process."""
     values = learning(tmp_path, caller, tools, reward=[f"{tools}:counted"], max_steps=1)
@@ -474,6 +540,13 @@ def test_tools_are_described_by_hints_and_docstrings(tools):
         (["{}:Empty"], "has no methods"),
         (["{}:undescribed"], "undescribed cannot be described"),
         (["{}:untyped"], "untyped cannot be described"),
+        (["max"], "names no function"),
+        (["builtins.max"], "max cannot be described"),
+        (["{}:Wanting"], "the class Wanting asks for `place`"),
+        (["{}:several"], r"the tool several takes `\*numbers: int`, which has no name"),
+        (["{}:any_of"], r"the tool any_of takes `\*\*numbers: int`, which has no name"),
+        (["{}:placed"], "the tool placed takes `n: int`, which has no name"),
+        (["{}:one_by_one"], "one_by_one gives one thing after the other"),
     ],
 )
 def test_what_cannot_be_called_is_told(tools, names, wanted):

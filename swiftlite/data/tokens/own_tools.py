@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from swiftlite.errors import UserError, first_line
@@ -18,6 +18,7 @@ from swiftlite.own_code import find, load
 
 FLAG = "--tools"
 HOW = f"give {FLAG} FILE.py:NAME or PACKAGE.MODULE.NAME, of functions or of a class with methods"
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 RESET = "reset"  # of a class, called before each answer
 
 
@@ -61,17 +62,35 @@ def _load(word: str) -> list[Tool]:
     if not inspect.isclass(found):
         return [Tool(_name(found, where), found, None, _schema(found, where))]
     methods = {
-        name: function
-        for name, function in inspect.getmembers(found, inspect.isfunction)
-        if not name.startswith("_") and name != RESET
+        # a method's own argument is none of the model's
+        name: MethodType(function, object()) if isinstance(function, FunctionType) else getattr(found, name)
+        for name, function in inspect.getmembers_static(found)
+        if isinstance(function, FunctionType | staticmethod | classmethod) and name[0] != "_" and name != RESET
     }
     if not methods:
         raise UserError(f"the class {found.__name__} has no methods", where=where, fix=HOW)
-    stand_in = object()  # a method's own argument is none of the model's
-    return [
-        Tool(name, function, found, _schema(MethodType(function, stand_in), where))
-        for name, function in methods.items()
-    ]
+    if asked := _asks_for(found):
+        fix = f"give its `__init__` defaults; what a row has comes to `{RESET}`"
+        raise UserError(f"the class {found.__name__} asks for `{asked}`", where=where, fix=fix)
+    return [Tool(name, function, found, _schema(function, where)) for name, function in methods.items()]
+
+
+def _asks_for(found: type) -> str | None:
+    """An argument without which no object of a class can be had."""
+    given = inspect.signature(found).parameters.values()
+    return next((one.name for one in given if one.default is one.empty and one.kind not in VARIABLE), None)
+
+
+def _misfit(function: Callable[..., Any]) -> str | None:
+    """Why a function is none that is called with arguments by their names, and gives one result."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        return "gives one thing after the other (`yield`)"
+    unnamed = (*VARIABLE, inspect.Parameter.POSITIONAL_ONLY)
+    try:
+        given = inspect.signature(function).parameters.values()
+    except ValueError:  # of some that are written in C, which nothing describes either
+        return None
+    return next((f"takes `{one}`, which has no name to call it by" for one in given if one.kind in unnamed), None)
 
 
 def _name(function: Callable[..., Any], where: str) -> str:
@@ -85,6 +104,9 @@ def _schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
     """Raises UserError where there is nothing to make it of."""
     from transformers.utils import get_json_schema
 
+    if why := _misfit(function):
+        fix = "name each of its arguments, and return what the model is to know"
+        raise UserError(f"the tool {function.__name__} {why}", where=where, fix=fix)
     try:
         return get_json_schema(function)
     except Exception as error:  # of hints that it does not know, anything
