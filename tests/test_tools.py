@@ -58,6 +58,36 @@ def told(what: str = "all") -> dict:
     """
     return {"what": what, "é": [1, None]}
 
+def strange(kind: str) -> dict:
+    """Says what is no text.
+
+    Args:
+        kind: What it says.
+    """
+    if kind == "unsayable":
+        raise Unsayable()
+    circle = []
+    circle.append(circle)
+    return {"keys": {(1, 2): 3}, "circle": circle, "large": 10**5000, "half": chr(0xD800), "object": Unsayable()}[kind]
+
+class Unsayable(Exception):
+    def __str__(self):
+        raise RuntimeError("it says nothing")
+
+async def ends() -> None:
+    """Ends the program later."""
+    raise SystemExit(3)
+
+def empties(numbers: list[int]) -> int:
+    """Counts, and throws away.
+
+    Args:
+        numbers: Of which it counts.
+    """
+    count = len(numbers)
+    numbers.clear()
+    return count
+
 def silent() -> None:
     """Says nothing."""
 
@@ -442,6 +472,22 @@ def test_a_tool_that_fails_tells_the_model(tools):
     assert errors[:2] == ["ValueError: not of 1", "SystemExit: 3"] and errors[2].startswith("TypeError: double() got")
     assert errors[3:] == ["there is no tool other, but double, fails, quits", "4"]
     assert (talk.calls, talk.failed, talk.rounds) == (5, 4, 4)
+
+
+def test_results_that_are_no_texts_tell_the_model(tools):
+    box, tokenizer = toolbox(tools, "strange", "ends")
+    turns = [call("strange", kind=kind) for kind in ("keys", "circle", "large", "object", "unsayable")]
+    talk = said(box, tokenizer, *turns, call("ends"), call("strange", kind="half"), "Well.", most=1200)
+    errors = [json.loads(text)["error"].partition(":")[0] for text in results(talk)[:-1]]
+    assert errors == ["TypeError", "ValueError", "ValueError", "RuntimeError", "Unsayable", "SystemExit"]
+    assert results(talk)[-1] == "?" and (talk.calls, talk.failed) == (7, 6)
+
+
+def test_what_a_tool_does_to_its_arguments_is_not_what_the_model_said(tools):
+    box, tokenizer = toolbox(tools, "empties")
+    talk = said(box, tokenizer, call("empties", numbers=[1, 2]), "2", most=400)
+    assert results(talk) == ["2"]
+    assert talk.messages[0]["tool_calls"][0]["function"]["arguments"] == {"numbers": [1, 2]}
 
 
 def test_results_are_texts(tools):

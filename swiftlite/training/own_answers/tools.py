@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -178,7 +179,7 @@ class Toolbox:
                 found = asyncio.run(_gathered([given[place][0] for place in waiting]))
                 for place, value in zip(waiting, found, strict=True):
                     given[place] = value
-        return [(said if isinstance(said, str) else _as_json(said), failed) for said, failed in given]
+            return [_as_text(*one) for one in given]
 
     def _given(self, talk: Talk, call: Call) -> tuple[Any, bool]:
         tool = self._tools.get(call.name)
@@ -188,29 +189,43 @@ class Toolbox:
         if tool.owner is not None:
             function = getattr(talk.environment, tool.name)
         try:
-            return function(**call.arguments), False
+            return function(**deepcopy(call.arguments)), False  # which it may change
         except BaseException as error:  # code of a user may raise anything, and the model is told
             return _failure(error), True
 
 
-async def _gathered(waiting: Sequence[Any]) -> list[tuple[Any, bool]]:
-    found = await asyncio.gather(*waiting, return_exceptions=True)
-    return [(_failure(said), True) if isinstance(said, BaseException) else (said, False) for said in found]
+async def _gathered(waiting: Sequence[Awaitable[Any]]) -> list[tuple[Any, bool]]:
+    return await asyncio.gather(*map(_heard, waiting))
+
+
+async def _heard(waiting: Awaitable[Any]) -> tuple[Any, bool]:
+    try:
+        return await waiting, False
+    except BaseException as error:  # what ends a program would end all that are waited for
+        return _failure(error), True
+
+
+def _as_text(said: Any, failed: bool) -> tuple[str, bool]:
+    """What a call says as the model is told of it, whether that came to nothing."""
+    try:
+        text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
+    except BaseException as error:  # of things that are no JSON, or hold code of a user
+        text, failed = _failure(error), True
+    return text.encode(errors="replace").decode(), failed  # half a character has no tokens
 
 
 def _failure(error: BaseException) -> str:
     """What the model is told of it. Raises what a signal has raised."""
     if is_of_a_signal(error):
         raise error
-    return _error(kind_and_words(error))
+    try:
+        return _error(kind_and_words(error))
+    except Exception:  # it cannot say what it is
+        return _error(type(error).__name__)
 
 
 def _error(words: str) -> str:
     return json.dumps({"error": words}, ensure_ascii=False)
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def check_tools(config: RunConfig, model_config: PretrainedConfig, load: LoadTokenizer) -> None:
