@@ -13,6 +13,12 @@ PAIRS = "{% for k, v in c.function.arguments.items() %}"
 VALUE = "{{ v if v is string else v | tojson }}"
 NAME = "{{ c.function.name }}"
 MANY = "{% for c in m.tool_calls or [] %}"
+SAYING = (  # of Gemma 4, whose lists and objects hold texts between quotes of its own, and keys without any
+    """{% macro say(v) %}{% if v is string %}<|"|>{{ v }}<|"|>"""
+    """{% elif v is mapping %}{{ "{" }}{% for k, x in v.items() %}{{ k }}:{{ say(x) }}{{ "," if not loop.last }}"""
+    """{% endfor %}}{% elif v is iterable %}[{% for x in v %}{{ say(x) }}{{ "," if not loop.last }}{% endfor %}]"""
+    """{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"""
+)
 FORMS = {  # after the templates of the families that are named
     "hermes": MANY + '<tool_call>\n{"name": "' + NAME + '", "arguments": ' + ARGUMENTS
     + "}\n</tool_call>\n{% endfor %}",
@@ -41,9 +47,15 @@ FORMS = {  # after the templates of the families that are named
     "lfm": "{% if m.tool_calls %}<|calls|>[" + MANY + NAME + "(" + PAIRS
     + """{{ k }}={{ "'" ~ v ~ "'" if v is string else v }}{{ ", " if not loop.last }}{% endfor %})"""
     + '{{ ", " if not loop.last }}{% endfor %}]<|end|>{% endif %}',
-    "gemma 4": MANY + "<|call>call:" + NAME + '{{ "{" }}' + PAIRS
-    + """{{ k }}:{{ '<|"|>' ~ v ~ '<|"|>' if v is string else v | tojson }}{{ "," if not loop.last }}{% endfor %}"""
-    + "}<call|>{% endfor %}",
+    "gemma 4": SAYING + MANY + "<|call>call:" + NAME + '{{ "{" }}' + PAIRS
+    + """{{ k }}:{{ say(v) }}{{ "," if not loop.last }}{% endfor %}}<call|>{% endfor %}""",
+    "kimi 3": "{% if m.tool_calls %}<|open|>tools<|sep|>" + MANY + '<|open|>call tool="' + NAME
+    + '" index="{{ loop.index }}"<|sep|>' + PAIRS + '<|open|>argument key="{{ k }}" type="'
+    + '{{ "string" if v is string else "other" }}"<|sep|>' + VALUE
+    + "<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>{% endfor %}<|close|>tools<|sep|>{% endif %}",
+    "minimax 3": "{% if m.tool_calls %}]<]m[>[<calls>\n" + MANY + ']<]m[>[<invoke name="' + NAME + '">' + PAIRS
+    + "]<]m[>[<{{ k }}>" + VALUE + "]<]m[>[</{{ k }}>{% endfor %}]<]m[>[</invoke>\n{% endfor %}"
+    + "]<]m[>[</calls>{% endif %}",
 }  # fmt: skip
 SINGLE = ("llama 3",)  # writes one call at a time
 IN_JSON = ("hermes", "mistral", "cohere", "apertus", "devstral", "kimi", "deepseek")
@@ -68,6 +80,7 @@ TOOLS = [
     tool("weather", city="string", days="integer", warm="boolean"),
     tool("now"),
     tool("add", a="number", b="number"),
+    tool("plan", places="array", options="object"),
 ]
 
 
@@ -103,6 +116,13 @@ def test_calls_are_read_as_they_are_written(form):
     thought = "<think>I could write " + written(tokenizer, one) + "</think>"
     assert read.read(thought + "No.") == (thought + "No.", [])
     assert read.read(thought + written(tokenizer, other))[1] == [other]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lists_and_objects_are_read(form):
+    read, tokenizer = reader(FORMS[form])
+    call = Call("plan", {"places": ["Rome, north", "3", 4], "options": {"by_car": True, "stops": [{"in": "Pisa"}]}})
+    assert read.read(written(tokenizer, call))[1] == [call]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -172,12 +192,39 @@ def test_blanks_are_no_part_of_a_form():
         ("gemma 4", "<|call>call:now{}"),
         ("qwen 3.5", "<tool_call>\n<function=add>\n<parameter=a>\n1"),
         ("lfm", "<|calls|>[add(a=1"),
+        ("lfm", "<|calls|>[add(a={1, 2})]<|end|>"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 200 + "]" * 200 + "}}</tool_call>"),
     ],
 )
 def test_what_is_no_call_is_not_taken_for_one(form, text):
     read, _ = reader(FORMS[form])
     with pytest.raises(Unreadable):
         read.read(text)
+
+
+def test_what_is_thought_calls_nothing():
+    """Nor where nothing closes the thought, be it that the prompt has opened it."""
+    read, tokenizer = reader(FORMS["hermes"])
+    call = written(tokenizer, Call("now", {}))
+    for text in ("<think>I may " + call, "<think>Well.</think>I <think>may " + call):
+        assert read.read(text) == (text, [])
+    thinking = "{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}"
+    opened = template(FORMS["hermes"]).replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    tokenizer.chat_template = opened.replace("{{ m.content }}", thinking)
+    read = CallReader(tokenizer, DATE, TOOLS, [tokenizer.eos_token_id])
+    assert read.read("I may " + call) == ("I may " + call, [])
+    assert read.read("I may.</think>" + call)[1] == [Call("now", {})]
+
+
+def test_arguments_may_have_several_types():
+    of = tool("either", x="string")
+    of["function"]["parameters"]["properties"]["x"]["type"] = ["integer", "string"]
+    read, tokenizer = reader(FORMS["qwen 3.5"], [of])
+    for value in (3, "three"):
+        assert read.read(written(tokenizer, Call("either", {"x": value})))[1] == [Call("either", {"x": value})]
 
 
 def test_other_json_is_no_call():
@@ -205,6 +252,12 @@ def test_a_template_that_writes_a_call_anew_is_told():
     """Once its result is known."""
     with pytest.raises(UserError, match="writes a call otherwise where its result stands behind it"):
         reader(FORMS["hermes"].replace("</tool_call>", "{{ '' if loop.last and messages | length == 2 else '!' }}"))
+
+
+def test_a_template_that_mixes_two_calls_up_is_told():
+    mixed = FORMS["hermes"].replace(NAME, NAME + "{{ '' if loop.first else '_other' }}")
+    with pytest.raises(UserError, match="calls of weather and plan cannot be read back"):
+        reader(mixed)
 
 
 def test_a_template_that_loses_a_kind_of_value_is_told():

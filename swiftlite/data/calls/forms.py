@@ -14,7 +14,9 @@ from swiftlite.data.tokens.spans import OPEN_TAG
 
 NAME = r"[\w.-]+"
 QUOTES = "'\""
+BARE_KEY = re.compile(rf'("(?:[^"\\]|\\.)*")|(?<=[{{,])(\s*)({NAME})(?=\s*:)')
 OPENING, CLOSING = "([{", ")]}"
+LEVELS = 100  # of lists and objects in one another
 _JSON = json.JSONDecoder()
 Types = dict[str, dict[str, Any]]  # of each tool's parameters, as JSON schema has them
 
@@ -30,6 +32,22 @@ class Call:
     name: str
     arguments: dict[str, Any]
     id: str = field(default="", compare=False)
+
+
+def check(values: Any) -> None:
+    """Raises Unreadable where JSON has no such values, or they lie deeper in one another than copies go."""
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+        deep = _levels(values) > LEVELS
+    except (TypeError, ValueError, RecursionError):
+        deep = True
+    if deep:
+        raise Unreadable
+
+
+def _levels(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_levels, inner), default=0) if isinstance(value, dict | list | tuple) else 0
 
 
 class Form(Protocol):
@@ -135,6 +153,13 @@ def balanced(text: str, begun: int, enders: str) -> int:
             depth += (sign in OPENING) - (sign in CLOSING)
         place += 1
     raise Unreadable
+
+
+def in_json(text: str, opening: str, closing: str) -> str:
+    """A value as JSON has it, of which texts stand between such quotes, and keys between none."""
+    quoted = re.compile(f"{re.escape(opening)}(.*?){re.escape(closing)}", re.DOTALL)
+    text = quoted.sub(lambda found: json.dumps(found[1]), text)
+    return BARE_KEY.sub(lambda found: found[1] or f'{found[2]}"{found[3]}"', text)
 
 
 def literal(text: str) -> Any:

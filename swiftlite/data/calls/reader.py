@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.data.calls.forms import Call, Example, Form, Unreadable, cut_tag
+from swiftlite.data.calls.forms import Call, Example, Form, Unreadable, check, cut_tag
 from swiftlite.data.calls.objects import as_objects
 from swiftlite.data.calls.tagged import as_tagged
 from swiftlite.data.rows.forms import BadRow, Chat
 from swiftlite.data.tokens.chat_template import PROBE, ChatTemplate
 from swiftlite.data.tokens.questions import opened
 from swiftlite.data.tokens.template import ChatRenderer
-from swiftlite.data.tokens.thoughts import THOUGHT
+from swiftlite.data.tokens.thoughts import OPENS, THOUGHT
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,14 +53,19 @@ class CallReader:
         if form is None:
             raise UserError("the chat template writes calls of tools in no form that can be read", fix=FIX)
         self._form = form
+        self._thinks = self._opens_thoughts()
         for tool in tools:
-            self._check(tool["function"]["name"])
+            self._check(self._call_of(tool))
+        self._check(self._call_of(tools[0]), self._call_of(tools[-1]))
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         """(what an answer says before it calls anything, its calls in order). text: with its special tokens, but
         for what ended it. What it thinks calls nothing. Raises Unreadable."""
         thought, closed, said = text.rpartition(THOUGHT)
         place, calls = self._form.read(said, self._types)
+        if OPENS in said[:place] or (self._thinks and not closed):  # a thought that has no end
+            return text, []
+        check([[call.name, call.arguments, call.id] for call in calls])
         return thought + closed + said[:place], calls
 
     def behind(self, calls: Sequence[Call], results: Sequence[str]) -> str:
@@ -121,21 +126,37 @@ class CallReader:
         end = next((end for end in self._ends if end and text.endswith(end)), "")
         return text.removesuffix(end)
 
-    def _check(self, name: str) -> None:
-        arguments = {key: _VALUES[kind] for key, kind in _plain_types(self._types[name]).items()}
-        call = Call(name, arguments)
+    def _opens_thoughts(self) -> bool:
+        """Whether an answer begins in a thought that the prompt has opened, and closes it before it calls."""
         try:
-            text = self._said(_calling([call]), self._tools)
+            asked = opened([*PROBE], self._write).rstrip()
+            return asked.endswith(OPENS) and THOUGHT in self._said(
+                _calling([self._call_of(self._tools[0])]), self._tools
+            )
+        except BadRow:  # which `_check` tells
+            return False
+
+    def _call_of(self, tool: Tool) -> Call:
+        """With an argument of each type that is known."""
+        name = tool["function"]["name"]
+        values = {key: _value(of) for key, of in self._types[name].items()}
+        return Call(name, {key: value for key, value in values.items() if value is not None})
+
+    def _check(self, *calls: Call) -> None:
+        """Raises UserError where they are not read back as written. A template may refuse to write several."""
+        names = " and ".join(call.name for call in calls)
+        try:
+            text = self._said(_calling(calls), self._tools)
             _, read = self.read(text)
-            self.behind([call], ["x"])
+            self.behind(calls, ["x"] * len(calls))
         except Unreadable:
-            read, why = [], "they are read as none"
+            read, why = [], f"{text!r} is read as none"
         except BadRow as error:
-            read, why = [], error.detail
+            read, why = list(calls) if len(calls) > 1 else [], error.detail
         else:
             why = f"{text!r} is read as {read}"
-        if read != [call]:
-            raise UserError(f"the chat template's calls of {name} cannot be read back: {why}", fix=FIX)
+        if read != list(calls):
+            raise UserError(f"the chat template's calls of {names} cannot be read back: {why}", fix=FIX)
 
 
 def _behind(plain: str, text: str) -> str:
@@ -174,5 +195,10 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     return tool["function"].get("parameters", {}).get("properties", {})
 
 
-def _plain_types(parameters: dict[str, Any]) -> dict[str, str]:
-    return {key: of["type"] for key, of in parameters.items() if of.get("type") in _VALUES}
+def _value(of: dict[str, Any]) -> Any:
+    """One that a schema describes, None where it says no type."""
+    kinds = of.get("type")
+    kind = kinds[0] if isinstance(kinds, list) else kinds
+    if kind == "array":
+        return [item] if (item := _value(of.get("items", {}))) is not None else []
+    return {**ARGUMENTS} if kind == "object" else _VALUES.get(kind)

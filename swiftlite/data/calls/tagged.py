@@ -24,6 +24,7 @@ from swiftlite.data.calls.forms import (
     cut_tag,
     decoded,
     flexible,
+    in_json,
     literal,
     wild,
 )
@@ -123,7 +124,7 @@ class Tagged:
             close = "".join(key if part is None else part for part in pair.close)
             if not close:
                 end = balanced(text, begun, pair.enders)
-                return key, literal(text[begun:end]), end, pair.following
+                return key, literal(self._in_json(text[begun:end])), end, pair.following
             lead = close[: len(close) - len(close.lstrip())]
             if (closing := re.compile(flexible(close.strip())).search(text, begun)) is None:
                 raise Unreadable
@@ -131,6 +132,12 @@ class Tagged:
             is_text = is_text or types.get(key, {}).get("type") == "string"
             return key, value if is_text else literal(value), closing.end(), pair.following
         return None
+
+    def _in_json(self, value: str) -> str:
+        """A list or an object may hold texts between the quotes that others have."""
+        of_text, other = self.pairs[0], self.pairs[-1]
+        opening = of_text.middle.removeprefix(other.middle)
+        return in_json(value, opening, "".join(map(str, of_text.close))) if opening and of_text.close else value
 
 
 def as_tagged(example: Example) -> Tagged | None:
@@ -152,10 +159,15 @@ def as_tagged(example: Example) -> Tagged | None:
     pairs = _fewest(_pair(one.pairs, one.rest), _pair(other.pairs, other.rest))
     rests = [_behind_pairs(part, pairs[0]) for part in (one, other)]
     closed = closed_by(rests)
+    if one.rest.endswith(other.rest):  # in one text, where what closes the first may end as what opens the other begins
+        between = one.rest[: other.name - one.end].partition(closed.closer)[2]
+        opener = common_end(opener, between.strip()) or opener
     if separator:
         separator = _behind_pairs(replace(one, rest=separator), pairs[0]).removeprefix(closed.closer)
-    behind = flexible(middle) + (f"(?={re.escape(tag)})" if tag else "")
-    return Tagged(lead, opener, separator, behind, closed, closed.behind(rests[-1]), one.behind[len(middle) :], pairs)
+    first = one.behind[len(middle) :]
+    behind = wild(middle, other.behind.removesuffix(first)) if other.behind.endswith(first) else flexible(middle)
+    behind += f"(?={re.escape(tag)})" if tag else ""
+    return Tagged(lead, opener, separator, behind, closed, closed.behind(rests[-1]), first, pairs)
 
 
 def _behind_pairs(part: _Part, pair: _Pair) -> str:
