@@ -136,6 +136,13 @@ def test_what_tools_say_stands_behind_their_calls(form):
         assert read.behind(calls, ["seven", "3"]) == opening("seven", 0) + opening("3", 1) + end
 
 
+def test_a_result_may_hold_a_call():
+    """Of the same tool, as that is written whose place is looked for."""
+    read, tokenizer = reader(FORMS["hermes"])
+    result = "It says " + written(tokenizer, Call("now", {"key": "value"}))
+    assert f"says {result} (call00000)" in read.behind([Call("now", {})], [result])
+
+
 @pytest.mark.parametrize("form", ["mistral", "devstral"])
 def test_a_result_names_the_id_that_the_answer_gave(form):
     read, tokenizer = reader(FORMS[form])

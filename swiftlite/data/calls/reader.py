@@ -87,7 +87,7 @@ class CallReader:
         answer = self._answer(calling, self._tools)
         asked = opened([*PROBE, calling, *said], self._write)
         own = answer[answer.find(calls[0].name) :]
-        place = asked.rfind(own)
+        place = asked.find(own)  # a result may hold it again
         if place < 0:
             raise BadRow("template_error", "the template writes a call otherwise where its result stands behind it")
         return asked[place + len(own) :]
