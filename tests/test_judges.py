@@ -128,9 +128,10 @@ def test_one_with_too_few_positions_is_told_once(tmp_path, judge_of, tiny_model,
     assert capsys.readouterr().out.count(said) == 2
 
 
-def test_it_sees_the_tools_of_a_row(judge_of):
-    """As it does where it is trained."""
-    reward = loaded(judge_of("full")[0])
+def test_it_sees_the_tools_of_a_row(tmp_path, judge_of):
+    """As it does where it is trained, and beside them those that answers may call."""
+    run, _ = judge_of("full")
+    reward = loaded(run)
     reward.judge._tokenize._tokenizer.chat_template = (
         "{% for tool in tools or [] %}tool {{ tool['function']['name'] }}\n{% endfor %}"
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -145,6 +146,13 @@ def test_it_sees_the_tools_of_a_row(judge_of):
     assert without == nothing != reward.function(**asked, functions=[[tool]])
     assert reward.function(**asked, functions=[[tool]]) == reward.function(
         **asked, tools=[[{"type": "function", "function": tool}]]
+    )
+    path = tmp_path / "tools.py"
+    path.write_text('def add() -> int:\n    """adds"""\n')
+    called = loaded(run, tools=[f"{path}:add"], max_new_tokens=9)
+    called.judge._tokenize._tokenizer.chat_template = reward.judge._tokenize._tokenizer.chat_template
+    assert (
+        called.function(**asked) == called.function(**asked, tools=[[tool]]) == reward.function(**asked, tools=[[tool]])
     )
 
 

@@ -55,6 +55,18 @@ def _loaded(words: tuple[str, ...]) -> tuple[Tool, ...]:
     return tuple(found)
 
 
+def beside(tools: Sequence[dict[str, Any]], of_row: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The schemas of a row's tools, and of those that answers may call, which are what is called by their names. None
+    of none."""
+    own = [tool["function"]["name"] for tool in tools]
+    others = [tool for tool in of_row or () if not own or _name_in(tool["function"]) not in own]
+    return [*others, *tools] or None
+
+
+def _name_in(function: Any) -> Any:
+    return function.get("name") if isinstance(function, dict) else None
+
+
 def _load(word: str) -> list[Tool]:
     parse_tool(word)
     where = f"{FLAG} {word}"

@@ -21,6 +21,7 @@ from swiftlite.data.rows.readers import parse_payload
 from swiftlite.data.rows.sources import DataFile
 from swiftlite.data.tokens.chat_template import ChatTemplate
 from swiftlite.data.tokens.left_out import leaves_out_messages, leaves_out_tools
+from swiftlite.data.tokens.own_tools import beside
 from swiftlite.data.tokens.questions import Message, Question, opened, plain_ids, read_question
 from swiftlite.data.tokens.tokenize import RawRow, TokenBatch, TokenOptions, reject
 from swiftlite.errors import UserError
@@ -78,12 +79,7 @@ class PromptTokenizer:
         if taken := next((name for name in GIVEN if name in row), None):
             raise BadRow("taken_name", f"functions that reward answers get those as {taken}: call the column otherwise")
         question = read_question(row, self._files[raw.file].where(raw.line), self._options.system)
-        return replace(question, tools=self._with_own(question.tools)) if self._options.tools else question
-
-    def _with_own(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """A row's tools, and those that answers may call, which are what is called by their names."""
-        own = {tool["function"]["name"] for tool in self._options.tools}
-        return [*(tool for tool in tools or () if tool["function"].get("name") not in own), *self._options.tools]
+        return replace(question, tools=beside(self._options.tools, question.tools))
 
     def _text_and_ids(self, question: Question) -> tuple[str, list[int]]:
         """What the model is asked. Raises BadRow."""

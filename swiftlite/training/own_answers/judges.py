@@ -20,6 +20,7 @@ from swiftlite.config.names import gives_scores, most_positions
 from swiftlite.data.prepare import token_options
 from swiftlite.data.rows.forms import BadRow, Chat, Completion
 from swiftlite.data.rows.messages import TOOLS, tools_of
+from swiftlite.data.tokens.own_tools import beside, load_tools
 from swiftlite.data.tokens.tokenize import RowTokenizer
 from swiftlite.errors import UserError
 from swiftlite.models.load import build_model, load_config
@@ -52,6 +53,7 @@ class Judge:
         self._model, tokenizer = load_for_answers(self._source, **known)
         self._tokenize = RowTokenizer(tokenizer, token_options(config), [])
         self._has_template = tokenizer.chat_template is not None
+        self._tools = [tool.schema for tool in load_tools(config.tools)]
         self._at_once = config.answers_at_once
 
     def weight_bytes(self, precision: str, device: torch.device) -> int:
@@ -74,7 +76,7 @@ class Judge:
         for place, pair in enumerate(zip(prompts, completions, strict=True)):
             with suppress(BadRow):
                 tools = tools_of({name: columns[name][place] for name in TOOLS if name in columns})
-                ids = self._tokenize.with_prompt(_said(*pair, tools))
+                ids = self._tokenize.with_prompt(_said(*pair, beside(self._tools, tools)))
                 if longest is None or len(ids) <= longest:
                     tokens[place] = ids
         order = sorted(tokens, key=lambda place: len(tokens[place]))
