@@ -1,6 +1,7 @@
 """Answers that call tools: what is learnt of them, in every layout, and tools that fail or are none."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +16,14 @@ from worlds import run_swiftlite
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
+from swiftlite.data.prepare import Asked as Columns
 from swiftlite.data.prepare import prepare_data
 from swiftlite.data.tokens.own_tools import load_tools
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.toys import toy_tokenizer
 from swiftlite.training.own_answers.answerer import _uniform
+from swiftlite.training.own_answers.rewards import Answered, check_columns, load_rewards, rewards_of
 from swiftlite.training.own_answers.speaker import Asked, Drawn
 from swiftlite.training.own_answers.tools import Talk, build_toolbox
 
@@ -563,6 +566,22 @@ def test_functions_get_the_objects_of_a_class(tmp_path, caller, tools):
     values = learning(tmp_path, caller, tools, reward=[f"{tools}:counted"], max_steps=1)
     train_alone(resolve_config("grpo", **values | {"tools": [f"{tools}:Counter"]}))
     assert metrics(tmp_path / "out")[0]["rewards/counted"] == 0.0
+
+
+def test_objects_that_are_not_there_are_told_before_the_model_loads(tmp_path, caller, tools, monkeypatch):
+    monkeypatch.setattr("swiftlite.training.run.build_trainee", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(UserError, match="counted asks for the objects of a class of tools, and there is none"):
+        train_alone(resolve_config("grpo", **learning(tmp_path, caller, tools, reward=[f"{tools}:counted"])))
+
+
+def test_a_column_of_their_name_is_that(tools):
+    (reward,) = load_rewards([f"{tools}:counted"])
+    check_columns([reward], Columns("rows.jsonl", ("environments",), answered=False))
+    talk = Talk(Asked([5], (), 9), knows_tools=True, environment=SimpleNamespace(count=1))
+    columns = {"environments": SimpleNamespace(count=7)}
+    answer = Answered("x", "y", [5], columns, "rows.jsonl:1", talk=talk)
+    assert rewards_of([reward], [answer], 9) == [[7.0]]
+    assert rewards_of([reward], [replace(answer, columns={})], 9) == [[1.0]]
 
 
 # ---- what tools are -------------------------------------------------------------------------------------------------

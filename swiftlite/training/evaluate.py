@@ -26,6 +26,7 @@ from swiftlite.config.validate import build_config
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.examined import with_questions
 from swiftlite.data.prepare import Asked, LoadTokenizer, PreparedData, prepare_data
+from swiftlite.data.tokens.own_tools import give_objects
 from swiftlite.errors import UserError
 from swiftlite.models.dtypes import source_dtype
 from swiftlite.models.load import check_model_path
@@ -109,9 +110,8 @@ def run_evaluation(
         for note in _notes(start, config, model_config, checkpoint, rewards, world.device):
             reporter.message(f"note: {note}")
         data = _read_rows(config, own, load, vocabulary_of(config, model_config), reporter)
-        columns = sorted({name for prepared in data for name in prepared.columns})
-        answered = any(part.answered for prepared in data for part in prepared.asked)
-        check_columns(rewards, Asked(f"--dataset {' '.join(config.dataset)}", tuple(columns), answered))
+        asked = _asked_of(config, data)
+        check_columns(rewards, asked, objects=give_objects(config.tools))
         with reporter.phase("loading the model"):
             check_same_rows(world, " ".join(prepared.fingerprint for prepared in data))
             world.meet("data")
@@ -122,7 +122,7 @@ def run_evaluation(
             reporter.message(f"note: {note}")
 
         build_start = cache(partial(_load_start, start, trainee, load, world, layout))
-        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, columns, stack))
+        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, asked.columns, stack))
         told = tell_answers if world.rank == 0 else None
 
         def build(number: int, prepared: PreparedData) -> Evaluator:
@@ -135,6 +135,13 @@ def run_evaluation(
         found = list(_evaluate(config, data, trainee, build, reporter, stopped))
     if world.rank == 0:
         tell(found)
+
+
+def _asked_of(config: RunConfig, data: Sequence[PreparedData]) -> Asked:
+    """What the rows have for the functions that reward answers."""
+    columns = sorted({name for prepared in data for name in prepared.columns})
+    answered = any(part.answered for prepared in data for part in prepared.asked)
+    return Asked(f"--dataset {' '.join(config.dataset)}", tuple(columns), answered)
 
 
 def _evaluator(parts: MethodParts, checkpoint: Path | None) -> Evaluator:

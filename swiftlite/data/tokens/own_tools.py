@@ -55,6 +55,11 @@ def _loaded(words: tuple[str, ...]) -> tuple[Tool, ...]:
     return tuple(found)
 
 
+def give_objects(words: Sequence[str]) -> bool:
+    """Whether one of them is a class, of which each answer has an object."""
+    return any(tool.owner is not None for tool in load_tools(words))
+
+
 def beside(tools: Sequence[dict[str, Any]], of_row: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """The schemas of a row's tools, and of those that answers may call, which are what is called by their names. None
     of none."""

@@ -175,16 +175,17 @@ def _number(text: str, word: str) -> float:
     return weight
 
 
-def check_columns(rewards: Sequence[Reward], *asked: Asked) -> None:
-    """Raises UserError for a function that cannot be called with what rows have."""
+def check_columns(rewards: Sequence[Reward], *asked: Asked, objects: bool = False) -> None:
+    """Raises UserError for a function that cannot be called with what rows have. objects: whether answers have those of
+    a class of tools."""
     for part, reward in itertools.product(asked, rewards):
-        if (misfit := _misfit(reward.function, part)) is not None:
+        if (misfit := _misfit(reward.function, part, objects)) is not None:
             problem, fix = misfit
             where = f"{FLAG} {reward.given}, {part.named}"
             raise UserError(f"the reward function {reward.name} {problem}", where=where, fix=fix)
 
 
-def _misfit(function: Callable[..., Any], asked: Asked) -> tuple[str, str] | None:
+def _misfit(function: Callable[..., Any], asked: Asked, objects: bool) -> tuple[str, str] | None:
     """(why a function cannot be called with what rows have, what to do), None where it can be."""
     named = _parameters(function)
     if named is None:
@@ -194,7 +195,7 @@ def _misfit(function: Callable[..., Any], asked: Asked) -> tuple[str, str] | Non
     by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
     by_place = next((one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.name in needed), None)
-    on_request = {LIMIT, ENVIRONMENTS, *([EXPECTED] if asked.answered else [])}
+    on_request = {LIMIT, *([EXPECTED] if asked.answered else []), *([ENVIRONMENTS] if objects else [])}
     missing = next((name for name in needed if name not in given and name not in on_request), None)
     if by_place is not None:
         return f"takes `{by_place}` by its place alone", "all are given by their names: leave out the /"
@@ -202,6 +203,8 @@ def _misfit(function: Callable[..., Any], asked: Asked) -> tuple[str, str] | Non
         fix = f"give rows with answers: messages that end with one, or one of the columns {', '.join(ANSWERS)}, or "
         fix += "name theirs, as --columns answer=COLUMN"
         return f"compares answers with the rows' own, as `{EXPECTED}`, and no row has one", fix
+    if missing == ENVIRONMENTS:
+        return "asks for the objects of a class of tools, and there is none", "name it: --tools FILE.py:CLASS"
     if missing is not None:
         fix = f"they have {', '.join(asked.columns) or 'none'}: name the argument so, or give it a default"
         if missing in PROMPT:  # as TRL has it
@@ -234,8 +237,8 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered], limit: in
     for reward, mine in zip(rewards, given, strict=True):
         if reward.function is KNOWN["soft_overlong"]:  # which means the limit, whatever rows have by that name
             mine[LIMIT] = limit
-    wanting = [ENVIRONMENTS in (_parameters(reward.function) or {}) for reward in rewards]
-    objects = [{ENVIRONMENTS: environments} if wants else {} for wants in wanting]
+    wanting = [{ENVIRONMENTS} - columns.keys() & (_parameters(reward.function) or {}).keys() for reward in rewards]
+    objects = [dict.fromkeys(wanted, environments) for wanted in wanting]
     with setting_back():  # and what it gets each may change
         return [
             _asked(reward, deepcopy(mine) | more, answers)
