@@ -620,6 +620,12 @@ def test_what_cannot_be_called_is_told(tools, names, wanted):
     assert "--tools" in failure.value.where
 
 
+def test_a_dry_run_looks_for_their_files(tmp_path, caller):
+    words = ["grpo", "--dry-run", "--model", caller.model, "--dataset", caller.data, "--reward", "contains"]
+    with pytest.raises(AssertionError, match="there is no file gone.py"):
+        run_swiftlite(1, *words, "--tools", "gone.py:double")
+
+
 def test_prompts_tell_of_tools(tmp_path, caller, tools, write_rows):
     """Beside those that rows have of their own."""
     own = [{"name": "other", "parameters": {}}, {"name": "double", "description": "Of the row.", "parameters": {}}]
