@@ -71,6 +71,8 @@ def _run(path: Path, place: str, where: str, how: str) -> ModuleType:
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.append(folder)
     if _is_found(path):
+        if any(name == str(path.resolve()) for name, _ in _of_files):  # it was another one then
+            sys.modules.pop(path.stem, None)
         return _package_of(path.stem, where, how)
     module = importlib.util.module_from_spec(known)
     sys.modules[known.name] = module  # for dataclasses and pickles in it

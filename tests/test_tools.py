@@ -620,6 +620,24 @@ def test_what_cannot_be_called_is_told(tools, names, wanted):
     assert "--tools" in failure.value.where
 
 
+def test_a_file_that_has_changed_is_read_anew(tmp_path):
+    """By what rewards answers as well, for which it is the same."""
+    path = tmp_path / "changing_tools.py"
+    for said in ("first", "secondly"):
+        path.write_text(f'calls = []\n\ndef say() -> str:\n    """Says it."""\n    return "{said}"\n')
+        (tool,), (reward,) = load_tools([f"{path}:say"]), load_rewards([f"{path}:say"])
+        assert tool.function() == said and tool.function is reward.function
+        assert load_tools([f"{path}:say"])[0].function is tool.function
+
+
+def test_spaces_of_a_call_are_those_that_the_model_wrote(tools):
+    box, tokenizer = toolbox(tools, "told")
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    talk = said(box, tokenizer, call("told", what="a , b ."), "Well.", most=400)
+    assert json.loads(results(talk)[0])["what"] == "a , b ."
+
+
 def test_a_dry_run_looks_for_their_files(tmp_path, caller):
     words = ["grpo", "--dry-run", "--model", caller.model, "--dataset", caller.data, "--reward", "contains"]
     with pytest.raises(AssertionError, match="there is no file gone.py"):

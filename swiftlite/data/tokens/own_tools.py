@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -41,11 +40,6 @@ def parse_tool(word: str) -> None:
 
 def load_tools(words: Sequence[str]) -> tuple[Tool, ...]:
     """What the words of `--tools` name. Raises UserError where one cannot be had or described."""
-    return _loaded(tuple(words))
-
-
-@cache
-def _loaded(words: tuple[str, ...]) -> tuple[Tool, ...]:
     found = [tool for word in words for tool in _load(word)]
     names = [tool.name for tool in found]
     if twice := next((name for name in names if names.count(name) > 1), None):

@@ -130,7 +130,8 @@ class Toolbox:
         said, calls = self._tokenizer.decode(ids, skip_special_tokens=True), []
         if ended:
             try:
-                before, calls = self._reader.read(self._tokenizer.decode(ids))
+                written = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+                before, calls = self._reader.read(written)
                 said = self._plain(before) if calls else said
             except Unreadable:
                 talk.calls, talk.failed = talk.calls + 1, talk.failed + 1
