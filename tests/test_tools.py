@@ -693,7 +693,10 @@ def test_a_dry_run_tells_what_may_be_called(caller, tools):
 def test_what_a_run_names_is_not_run_unasked(tmp_path, caller, tools):
     train_alone(resolve_config("grpo", **learning(tmp_path, caller, tools, reward=["contains"], max_steps=1)))
     words = ["eval", "--model", tmp_path / "out", "--dataset", caller.data]
-    with pytest.raises(
-        AssertionError, match="has learnt to call tools, and those that a run names are not run unasked"
-    ):
-        run_swiftlite(1, *words)
+    for more in ([], ["--reward", "last_number"]):
+        with pytest.raises(
+            AssertionError, match="answers may call tools, and those that a run names are not run unasked"
+        ):
+            run_swiftlite(1, *words, *more)
+    (said,) = run_swiftlite(1, *words, "--reward", "last_number", "--tools", "none")
+    assert "tools/calls" not in said

@@ -106,6 +106,8 @@ def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
     method, rewards = recipe.said("method"), recipe.said("reward")
     if method not in SAMPLING and not rewards:  # it has asked nothing, and saved how it would have
         names -= set(EXAMINED_BY)
+    if (given["method"].value if "method" in given else method) in SAMPLING:
+        _check_tools(recipe, given)
     if method not in SAMPLING or "method" in given:
         return _only(recipe, names, given)
     words = rewards if isinstance(rewards, list) else []
@@ -116,14 +118,20 @@ def _settings(run: Path, given: Mapping[str, Given]) -> Recipe:
             where=str(recipe.path),
             fix=f"name them (--reward {named}), or give --method sft for the loss of rows with answers",
         )
-    tools = recipe.said("tools")
-    if tools and "tools" not in given:
-        raise UserError(
-            f"{method} has learnt to call tools, and those that a run names are not run unasked",
-            where=str(recipe.path),
-            fix=f"name them: --tools {' '.join(map(str, tools)) if isinstance(tools, list) else tools}",
-        )
     return _only(recipe, names | {"reward"}, given)
+
+
+def _check_tools(recipe: Recipe, given: Mapping[str, Given]) -> None:
+    """Raises UserError where answers would lack the tools that those of the run had."""
+    tools = recipe.said("tools")
+    if not tools or "tools" in given:
+        return
+    named = " ".join(map(str, tools)) if isinstance(tools, list) else tools
+    raise UserError(
+        "the run's answers may call tools, and those that a run names are not run unasked",
+        where=str(recipe.path),
+        fix=f"name them: --tools {named}, or --tools none for answers without",
+    )
 
 
 def _asks_otherwise(recipe: Recipe, given: Mapping[str, Given]) -> bool:
