@@ -376,12 +376,13 @@ def test_processes_learn_the_same(tmp_path, caller, tools):
     values = learning(tmp_path, caller, tools) | {"max_steps": 1}
     words = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", *_words(value))]
     run_swiftlite(1, "grpo", *words)
-    run_swiftlite(2, "grpo", *words, "--output-dir", tmp_path / "two", "--parallel", "fsdp")
     kept = ("reward", "answers/length", "tools/calls", "tools/failed", "grad_norm", "trained_tokens")
-    rows, two = metrics(tmp_path / "out"), metrics(tmp_path / "two")
-    for row, other in zip(rows, two, strict=True):
-        assert [other[name] for name in kept] == pytest.approx([row[name] for name in kept], rel=1e-4)
-    assert (tmp_path / "out" / "answers.jsonl").read_text() == (tmp_path / "two" / "answers.jsonl").read_text()
+    for layout in (("--parallel", "fsdp"), ("--context-parallel-size", "2")):
+        two = tmp_path / layout[0]
+        run_swiftlite(2, "grpo", *words, "--output-dir", two, *layout)
+        for row, other in zip(metrics(tmp_path / "out"), metrics(two), strict=True):
+            assert [other[name] for name in kept] == pytest.approx([row[name] for name in kept], rel=1e-4)
+        assert (two / "answers.jsonl").read_text() == (tmp_path / "out" / "answers.jsonl").read_text()
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     called = [one["messages"] for row in answers for one in row["answers"] if "messages" in one]
     assert [message["role"] for message in called[0]][:2] == ["assistant", "tool"]
