@@ -99,7 +99,7 @@ def run_training(
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
             prepared = prepare_run(reading, load, update, vocabulary_of(config, model_config))
-            check_columns(rewards, *prepared.asked, objects=give_objects(config.tools))
+            check_columns(rewards, *prepared.asked, objects=bool(rewards) and give_objects(config.tools))
         for text in _told_of_data(config, prepared.audit, rewards):
             reporter.message(text)
         repository = open_repository(config) if config.push_to_hub and world.rank == 0 else None
