@@ -17,6 +17,7 @@ from swiftlite.data.calls.objects import as_objects
 from swiftlite.data.calls.tagged import as_tagged
 from swiftlite.data.rows.forms import BadRow, Chat
 from swiftlite.data.tokens.chat_template import PROBE, ChatTemplate
+from swiftlite.data.tokens.own_tools import FLAG
 from swiftlite.data.tokens.questions import opened
 from swiftlite.data.tokens.template import ChatRenderer
 from swiftlite.data.tokens.thoughts import OPENS, THOUGHT
@@ -34,7 +35,7 @@ EXAMPLES = (  # ids as Mistral's templates want them
 ARGUMENTS = {"key": "value"}
 _TYPES = {str: "string", int: "integer"}
 _VALUES: dict[str, Any] = {"string": "some words", "integer": 7, "number": 0.5, "boolean": True}
-FIX = "use a model whose chat template writes calls, give --chat-template, or leave --tools out"
+FIX = f"use a model whose chat template writes calls, give --chat-template chatml, or leave {FLAG} out"
 
 
 class CallReader:
@@ -51,7 +52,7 @@ class CallReader:
         self._types = {tool["function"]["name"]: _parameters(tool) for tool in tools}
         form = self._learnt()
         if form is None:
-            raise UserError("the chat template writes calls of tools in no form that can be read", fix=FIX)
+            raise UserError("the chat template writes calls of tools in no form that can be read", where=FLAG, fix=FIX)
         self._form = form
         self._thinks = self._opens_thoughts()
         for tool in tools:
@@ -156,7 +157,7 @@ class CallReader:
         else:
             why = f"{text!r} is read as {read}"
         if read != list(calls):
-            raise UserError(f"the chat template's calls of {names} cannot be read back: {why}", fix=FIX)
+            raise UserError(f"the chat template's calls of {names} cannot be read back: {why}", where=FLAG, fix=FIX)
 
 
 def _behind(plain: str, text: str) -> str:
