@@ -19,6 +19,7 @@ from typing import Any
 from swiftlite.ending import STOPPING, is_of_a_signal
 from swiftlite.errors import UserError
 
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _of_files: dict[tuple[str, int], ModuleType] = {}  # by path and time of change: each is run once a process
 
 

@@ -26,7 +26,6 @@ from swiftlite.config.validate import build_config
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.examined import with_questions
 from swiftlite.data.prepare import Asked, LoadTokenizer, PreparedData, prepare_data
-from swiftlite.data.tokens.own_tools import give_objects
 from swiftlite.errors import UserError
 from swiftlite.models.dtypes import source_dtype
 from swiftlite.models.load import check_model_path
@@ -111,7 +110,7 @@ def run_evaluation(
             reporter.message(f"note: {note}")
         data = _read_rows(config, own, load, vocabulary_of(config, model_config), reporter)
         asked = _asked_of(config, data)
-        check_columns(rewards, asked, objects=give_objects(config.tools))
+        check_columns(rewards, asked, tools=config.tools)
         with reporter.phase("loading the model"):
             check_same_rows(world, " ".join(prepared.fingerprint for prepared in data))
             world.meet("data")

@@ -29,7 +29,6 @@ from swiftlite.config.methods import answers, keeps_second
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
 from swiftlite.data.examined import prepare_run
-from swiftlite.data.tokens.own_tools import give_objects
 from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
@@ -99,7 +98,7 @@ def run_training(
             reporter.message(f"note: {note}")
         with reporter.phase("preparing data") as update:
             prepared = prepare_run(reading, load, update, vocabulary_of(config, model_config))
-            check_columns(rewards, *prepared.asked, objects=bool(rewards) and give_objects(config.tools))
+            check_columns(rewards, *prepared.asked, tools=config.tools)
         for text in _told_of_data(config, prepared.audit, rewards):
             reporter.message(text)
         repository = open_repository(config) if config.push_to_hub and world.rank == 0 else None

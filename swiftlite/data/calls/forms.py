@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from swiftlite.data.tokens.spans import OPEN_TAG
+from swiftlite.untrusted import parse_json
 
 NAME = r"[\w.-]+"
 QUOTES = "'\""
 BARE_KEY = re.compile(rf'("(?:[^"\\]|\\.)*")|(?<=[{{,])(\s*)({NAME})(?=\s*:)')
 OPENING, CLOSING = "([{", ")]}"
-LEVELS = 100  # of lists and objects in one another
 _JSON = json.JSONDecoder()
 Types = dict[str, dict[str, Any]]  # of each tool's parameters, as JSON schema has them
 
@@ -33,21 +33,20 @@ class Call:
     arguments: dict[str, Any]
     id: str = field(default="", compare=False)
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """As messages have it."""
+        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 def check(values: Any) -> None:
-    """Raises Unreadable where JSON has no such values, or they lie deeper in one another than copies go."""
+    """Raises Unreadable where JSON has no such values, or they lie deeper in one another than those of rows may."""
     try:
-        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
-        deep = _levels(values) > LEVELS
+        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half a character is none
+        parse_json(text)
     except (TypeError, ValueError, RecursionError):
-        deep = True
-    if deep:
-        raise Unreadable
-
-
-def _levels(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + max(map(_levels, inner), default=0) if isinstance(value, dict | list | tuple) else 0
+        raise Unreadable from None
 
 
 class Form(Protocol):

@@ -175,14 +175,7 @@ def _calling(calls: Sequence[Call]) -> Message:
     return {
         "role": "assistant",
         "content": "",
-        "tool_calls": [
-            {
-                "id": call.id or _id(place),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for place, call in enumerate(calls)
-        ],
+        "tool_calls": [{"id": call.id or _id(place)} | call.told for place, call in enumerate(calls)],
     }
 
 

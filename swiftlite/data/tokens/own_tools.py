@@ -13,11 +13,10 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from swiftlite.errors import UserError, first_line
-from swiftlite.own_code import find, load
+from swiftlite.own_code import VARIABLE, Code, find, load
 
 FLAG = "--tools"
 HOW = f"give {FLAG} FILE.py:NAME or PACKAGE.MODULE.NAME, of functions or of a class with methods"
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 RESET = "reset"  # of a class, called before each answer
 
 
@@ -32,10 +31,11 @@ class Tool:
     schema: dict[str, Any]
 
 
-def parse_tool(word: str) -> None:
+def parse_tool(word: str) -> Code:
     """Nothing is run. Raises UserError where a word names nothing."""
-    if find(word, f"{FLAG} {word}", HOW) is None:
+    if (found := find(word, f"{FLAG} {word}", HOW)) is None:
         raise UserError(f"{word!r} names no function", where=FLAG, fix=HOW)
+    return found
 
 
 def load_tools(words: Sequence[str]) -> tuple[Tool, ...]:
@@ -67,9 +67,8 @@ def _name_in(function: Any) -> Any:
 
 
 def _load(word: str) -> list[Tool]:
-    parse_tool(word)
     where = f"{FLAG} {word}"
-    found = load(find(word, where, HOW), where, HOW)
+    found = load(parse_tool(word), where, HOW)
     if not inspect.isclass(found):
         return [Tool(_name(found, where), found, None, _schema(found, where))]
     methods = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,7 +121,7 @@ class Asker:
                 in_turn(self._together, answer)
             if self._tools is not None:
                 in_turn(self._together, call)
-            going = sorted((talk for talk in going if talk.is_open), key=lambda talk: -len(talk.next().ids))
+            going = sorted((talk for talk in going if talk.is_open), key=lambda talk: -talk.length)
 
     def foresee(self, prompts: list[Document], draw: Draw) -> None:
         """Have an engine begin with what it will be asked next, by the weights as they are now."""
@@ -149,7 +149,7 @@ class Asker:
         values = np.ma.masked_invalid(_values(groups))
         return {f"rewards/{name}": values[:, place] for place, name in enumerate(self.names)}
 
-    def is_cut(self, answer: Answered) -> bool:
+    def is_cut(self, answer: Answered | Talk) -> bool:
         """Whether an answer had no end before `--max-new-tokens`."""
         return not answer.own[-1] or answer.ids[-1] not in self._stops
 
@@ -183,9 +183,8 @@ class Asker:
         """An answer when it is given. record, columns: of the row that stands at `where`."""
         called = talk if self._tools is not None else None
         ids, prompt, expected = talk.ids, record["prompt"], record["expected"]
-        answer = Answered(prompt, "", ids, columns, where, expected, talk.logprobs, called)
-        text = self._tokenizer.decode(ids if self.is_cut(answer) else ids[:-1], skip_special_tokens=True)
-        return replace(answer, text=text)
+        text = self._tokenizer.decode(ids if self.is_cut(talk) else ids[:-1], skip_special_tokens=True)
+        return Answered(prompt, text, ids, columns, where, expected, talk.logprobs, called)
 
 
 def of_calls(found: tuple[float, float] | None, answers: int) -> dict[str, float | None]:

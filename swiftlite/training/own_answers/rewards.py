@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 from swiftlite.config.flags import nearest
 from swiftlite.config.methods import COMPARED, ENVIRONMENTS, EXPECTED, GIVEN, LIMIT, PREFERENCE, PROMPT, SAMPLING
 from swiftlite.config.names import HUB_ID
+from swiftlite.data.tokens.own_tools import give_objects
 from swiftlite.data.tokens.questions import ANSWERS
 from swiftlite.ending import is_of_a_signal
 from swiftlite.errors import RunError, SwiftliteError, UserError
 from swiftlite.imports import import_package
-from swiftlite.own_code import Code, ending_forks, find, load, setting_back
+from swiftlite.own_code import VARIABLE, Code, ending_forks, find, load, setting_back
 from swiftlite.training.own_answers.known_rewards import ELSEWHERE, KNOWN, PACKAGES
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 FLAG = "--reward"
 KNOWN_IN = "swiftlite.training.own_answers.known_rewards"
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 HOW = f"give {FLAG} FILE.py:NAME, PACKAGE.MODULE.NAME or a reward model, with *WEIGHT behind it if it is not 1"
 
 
@@ -175,17 +175,16 @@ def _number(text: str, word: str) -> float:
     return weight
 
 
-def check_columns(rewards: Sequence[Reward], *asked: Asked, objects: bool = False) -> None:
-    """Raises UserError for a function that cannot be called with what rows have. objects: whether answers have those of
-    a class of tools."""
+def check_columns(rewards: Sequence[Reward], *asked: Asked, tools: Sequence[str] = ()) -> None:
+    """Raises UserError for a function that cannot be called with what rows have. tools: the words of `--tools`."""
     for part, reward in itertools.product(asked, rewards):
-        if (misfit := _misfit(reward.function, part, objects)) is not None:
+        if (misfit := _misfit(reward.function, part, tools)) is not None:
             problem, fix = misfit
             where = f"{FLAG} {reward.given}, {part.named}"
             raise UserError(f"the reward function {reward.name} {problem}", where=where, fix=fix)
 
 
-def _misfit(function: Callable[..., Any], asked: Asked, objects: bool) -> tuple[str, str] | None:
+def _misfit(function: Callable[..., Any], asked: Asked, tools: Sequence[str]) -> tuple[str, str] | None:
     """(why a function cannot be called with what rows have, what to do), None where it can be."""
     named = _parameters(function)
     if named is None:
@@ -195,7 +194,9 @@ def _misfit(function: Callable[..., Any], asked: Asked, objects: bool) -> tuple[
     by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     needed = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
     by_place = next((one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.name in needed), None)
-    on_request = {LIMIT, *([EXPECTED] if asked.answered else []), *([ENVIRONMENTS] if objects else [])}
+    on_request = {LIMIT, *([EXPECTED] if asked.answered else [])}
+    if ENVIRONMENTS in needed and give_objects(tools):
+        on_request.add(ENVIRONMENTS)
     missing = next((name for name in needed if name not in given and name not in on_request), None)
     if by_place is not None:
         return f"takes `{by_place}` by its place alone", "all are given by their names: leave out the /"
@@ -231,18 +232,16 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered], limit: in
         "completion_ids": [answer.ids for answer in answers],
     }
     environments = [None if answer.talk is None else answer.talk.environment for answer in answers]
-    on_request = {EXPECTED: [answer.expected for answer in answers], LIMIT: limit}
+    on_request = {EXPECTED: [answer.expected for answer in answers], LIMIT: limit, ENVIRONMENTS: environments}
     asked = [on_request.keys() & (_parameters(reward.function) or {}).keys() for reward in rewards]
     given = [{name: on_request[name] for name in names} | columns for names in asked]
     for reward, mine in zip(rewards, given, strict=True):
         if reward.function is KNOWN["soft_overlong"]:  # which means the limit, whatever rows have by that name
             mine[LIMIT] = limit
-    wanting = [{ENVIRONMENTS} - columns.keys() & (_parameters(reward.function) or {}).keys() for reward in rewards]
-    objects = [dict.fromkeys(wanted, environments) for wanted in wanting]
-    with setting_back():  # and what it gets each may change
+    with setting_back():  # and what it gets each may change, but for those objects, which need not be any to copy
         return [
-            _asked(reward, deepcopy(mine) | more, answers)
-            for reward, mine, more in zip(rewards, given, objects, strict=True)
+            _asked(reward, deepcopy(mine, {id(environments): environments}), answers)
+            for reward, mine in zip(rewards, given, strict=True)
         ]
 
 

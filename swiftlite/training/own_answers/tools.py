@@ -11,6 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.methods import answers
@@ -51,6 +52,17 @@ class Talk:
     failed: int = 0
     environment: Any = None
     is_open: bool = True
+
+    @property
+    def length(self) -> int:
+        """Tokens, with the prompt."""
+        return len(self.asked.ids) + len(self.ids)
+
+    @property
+    def last(self) -> list[int]:
+        """Of its last turn."""
+        count = sum(1 for _ in takewhile(bool, reversed(self.own)))
+        return self.ids[len(self.ids) - count :]
 
     def next(self) -> Asked:
         """What the model is asked now."""
@@ -121,10 +133,7 @@ class Toolbox:
 
     def _calls(self, talk: Talk) -> list[Call]:
         """What an answer calls now, after its last turn is written down."""
-        place = len(talk.own) - 1
-        while place >= 0 and talk.own[place]:
-            place -= 1
-        ids = talk.ids[place + 1 :]
+        ids = talk.last
         ended = bool(ids) and ids[-1] in self._stops
         ids = ids[:-1] if ended else ids
         said, calls = self._tokenizer.decode(ids, skip_special_tokens=True), []
@@ -137,9 +146,7 @@ class Toolbox:
                 talk.calls, talk.failed = talk.calls + 1, talk.failed + 1
         message = {"role": "assistant", "content": said}
         if calls:
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
-            ]
+            message["tool_calls"] = [call.told for call in calls]
         talk.messages.append(message)
         if talk.rounds == self._rounds:
             return []
