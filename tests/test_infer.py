@@ -23,6 +23,7 @@ from swiftlite.serving.infer import InferOptions, run_infer
 from swiftlite.serving.load import answer_dtype, load_for_answers
 from swiftlite.serving.prompts import read_questions
 from swiftlite.serving.source import check_base_folder, find_source
+from swiftlite.serving.turns import Turns
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_a_batch_answers_as_each_prompt_alone(loaded):
     for prompt, answer in zip(prompts, answerer.answer(prompts), strict=True):
         expected = greedy(model, prompt, stops, 12)
         assert answer.text == tokenizer.decode(expected, skip_special_tokens=True)
-        assert answer.tokens == len(expected)
+        assert answer.ids[: len(expected)] == expected and len(answer.ids) == len(expected) + answer.complete
 
 
 def test_streamed_pieces_are_the_whole_answer(loaded):
@@ -386,7 +387,7 @@ def test_a_failure_half_way_leaves_no_output(tmp_path):
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     questions = infer_module.read_questions(path, None)
     with pytest.raises(RuntimeError, match="lost the device"):
-        infer_module.answer_file(Broken(), questions, tmp_path / "out.jsonl", 1)
+        infer_module.answer_file(Broken(), questions, tmp_path / "out.jsonl", 1, Turns(Broken()))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl"]
 
 
@@ -561,11 +562,12 @@ class Echo:
 
     has_template = True
 
-    def encode(self, messages: list[dict], where: str) -> list[int]:
+    def encode(self, messages: list[dict], where: str, tools: None) -> list[int]:
         return [len(messages)]
 
     def stream(self, prompt: list[int]):
         yield from ("saw ", str(prompt[0]))
+        return Answer(f"saw {prompt[0]}", [1], complete=True)
 
     def limit(self, prompt: list[int]) -> str:
         return "--max-new-tokens"
@@ -597,6 +599,7 @@ def test_ctrl_c_keeps_what_was_said_and_the_session_goes_on(monkeypatch, capsys)
             yield f"saw {prompt[0]} "
             if prompt[0] == 1:
                 raise KeyboardInterrupt
+            return Answer("", [1], complete=True)
 
     lines = iter(["a", "b", "/exit"])
     stdin = io.StringIO()

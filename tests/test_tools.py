@@ -13,6 +13,7 @@ from test_parity import metrics, plain_adamw, planned_rows, settings, train_alon
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds import run_swiftlite
 
+from swiftlite.cli.app import main
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.validate import Given
@@ -22,10 +23,11 @@ from swiftlite.data.tokens.own_tools import load_tools
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.toys import toy_tokenizer
+from swiftlite.serving import load as loading
 from swiftlite.training.own_answers.answerer import _uniform
 from swiftlite.training.own_answers.rewards import Answered, check_columns, load_rewards, rewards_of
 from swiftlite.training.own_answers.speaker import Asked, Drawn
-from swiftlite.training.own_answers.tools import Talk, build_toolbox
+from swiftlite.training.own_answers.tools import Talk, build_caller
 
 TOOLS = '''
 import asyncio
@@ -423,7 +425,7 @@ def toolbox(tools, *names, **more):
     values = {"model": "m", "dataset": ["rows.jsonl"], "reward": ["contains"], "output_dir": "out"}
     values |= {"tools": [f"{tools}:{name}" for name in names], "max_length": 600, "max_new_tokens": 200}
     config, tokenizer = resolve_config("grpo", **values | more), toy_tokenizer()
-    return build_toolbox(config, tokenizer, [tokenizer.eos_token_id]), tokenizer
+    return build_caller(config, tokenizer, [tokenizer.eos_token_id]), tokenizer
 
 
 def call(name, **arguments):
@@ -689,6 +691,37 @@ def test_a_dry_run_tells_what_may_be_called(caller, tools):
     assert f"which may call {tools}:double up to 3 times" in " ".join(said.split())
     with pytest.raises(AssertionError, match="'double' names no function"):
         run_swiftlite(1, *words, "--tools", "double")
+
+
+def test_a_conversation_calls_them(tmp_path, caller, tools):
+    (said,) = run_swiftlite(1, "infer", "-m", caller.model, "--tools", f"{tools}:double", "-p", "Twice 4?")
+    assert "(double says " in said and said.splitlines()[-1].startswith("It is ")
+    words = ["infer", "-m", caller.model, "--input", caller.data, "--output", tmp_path / "said.jsonl"]
+    run_swiftlite(1, *words, "--tools", f"{tools}:double")
+    rows = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    called = [row["turns"] for row in rows if "turns" in row]
+    assert len(called) > 4 and all(
+        row["turns"][-1]["content"].strip() == row["response"] for row in rows if "turns" in row
+    )
+    for calling, heard, *_ in called:
+        assert heard["content"] == str(2 * calling["tool_calls"][0]["function"]["arguments"]["n"])
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        (["--tools", "{}:double", "{}:none"], "there is no function none"),
+        (["--tools", "{}:double", "--chat-template", "none"], "there is no chat template"),
+        (["--tools", "{}:double", "--chat-template", "instruction"], "in no form that can be read"),
+        (["--tools", "{}:double", "--tool-rounds", "0"], "--tool-rounds is 0"),
+        (["--tools", "double"], "names no function"),
+    ],
+)
+def test_tools_of_a_conversation_are_checked_before_the_model_loads(caller, tools, more, wanted, monkeypatch, capsys):
+    monkeypatch.setattr(loading, "load_for_answers", lambda *_, **__: pytest.fail("it is loaded"))
+    with pytest.raises(SystemExit) as end:
+        main(["infer", "-m", str(caller.model), "-p", "x", *(word.format(tools) for word in more)])
+    assert end.value.code == 2 and wanted in capsys.readouterr().err
 
 
 def test_what_a_run_names_is_not_run_unasked(tmp_path, caller, tools):

@@ -27,6 +27,7 @@ EPILOG = "Start: [bold]swiftlite sft --model PATH --dataset rows.jsonl[/bold]  Â
 
 NO_READER = 141  # the reader of our output has left, as `| head` does: what a shell says of tools that end by SIGPIPE
 SHORT = re.compile("-[a-zA-Z]")
+TAKES_SEVERAL = "--tools"  # of the flags that are no setting of the schema's commands
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -125,8 +126,17 @@ def _plain_words(words: list[str]) -> list[str]:
             plain += [name, value]
         elif word != "--debug":
             plain.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
-    plain += words[len(own) :]
+    plain = [*_spread(plain), *words[len(own) :]]
     return [*plain, "--help"] if plain in ([], ["recipes"]) else plain
+
+
+def _spread(words: list[str]) -> list[str]:
+    """`--tools A B`, as the schema's commands take it, in the words of Click: `--tools A --tools B`."""
+    spread: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        of_tools = len(spread) > 1 and spread[-2] == TAKES_SEVERAL and before != TAKES_SEVERAL
+        spread += [TAKES_SEVERAL, word] if of_tools and not word.startswith("-") else [word]
+    return spread
 
 
 def _own(words: list[str]) -> list[str]:

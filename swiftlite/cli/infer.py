@@ -12,6 +12,7 @@ from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, given_
 
 PRECISION = "auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs."
 TEMPLATE = "A built-in name, a Jinja file, or `none` for plain text. \\[default: the model's]"
+TOOLS = "Functions that the model may call, FILE.py:NAME or PACKAGE.MODULE.NAME; of a class its methods."
 TEMPERATURE = "0 takes the likeliest token, more is livelier."
 ROWS = "jsonl rows, also compressed: messages, prompt, Alpaca, ..."
 
@@ -44,6 +45,8 @@ def infer(
         float, answer_option(help="Sample from the likeliest tokens of this probability in all.", metavar="FLOAT")
     ] = 1.0,
     top_k: Annotated[int, answer_option(help="Sample from the K likeliest tokens; 0: from all.", metavar="K")] = 0,
+    tools: Annotated[list[str] | None, answer_option(help=TOOLS, metavar="NAME ...")] = None,
+    tool_rounds: Annotated[int, answer_option(help="How often an answer may call them.", metavar="N")] = 8,
     stream: Annotated[
         bool, answer_option("--stream/--no-stream", help="Print answers as they grow.", metavar="")
     ] = True,
@@ -62,6 +65,8 @@ def infer(
             adapter=adapter,
             prompts=prompt or [],
             system=system,
+            tools=tools or [],
+            tool_rounds=tool_rounds,
             input=input,
             output=output,
             max_new_tokens=max_new_tokens,

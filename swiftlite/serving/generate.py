@@ -39,11 +39,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """text: without special tokens, but with blanks at both ends; tokens: how many were generated; complete: it ended
+    """text: without special tokens, but with blanks at both ends; ids: with the token that ended it; complete: it ended
     by itself."""
 
     text: str
-    tokens: int
+    ids: list[int]
     complete: bool
 
 
@@ -105,9 +105,8 @@ class Answerer:
             return "--max-new-tokens"
         return f"the {self._positions} tokens that the model takes"
 
-    def stream(self, prompt: list[int]) -> Generator[str, None, bool]:
-        """The answer piece by piece; returns whether it came to its end. Closing the iterator stops the model at its
-        next token.
+    def stream(self, prompt: list[int]) -> Generator[str, None, Answer]:
+        """The answer piece by piece; returns the whole. Closing the iterator stops the model at its next token.
 
         The model works in a thread; what it raises is raised here.
         """
@@ -145,7 +144,7 @@ class Answerer:
             worker.join()
         if failure:
             raise failure[0]
-        return self._read(made[0][0].tolist()).complete
+        return self._read(made[0][0].tolist())
 
     def answer(self, prompts: Sequence[list[int]]) -> list[Answer]:
         """The answers to a batch, padded on the left and masked by length (pad may be an end token)."""
@@ -163,6 +162,10 @@ class Answerer:
             batch.append(index)
         if batch:
             yield batch
+
+    def has_room(self, prompt: list[int]) -> bool:
+        """Whether the model has a position left behind it."""
+        return self._room(prompt) > 0
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that an answer may have: the model's last position is never passed."""
@@ -201,4 +204,4 @@ class Answerer:
     def _read(self, tokens: list[int]) -> Answer:
         end = next((i for i, token in enumerate(tokens) if token in self._stops), None)
         text = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        return Answer(text, len(tokens[:end]), end is not None)
+        return Answer(text, tokens if end is None else tokens[: end + 1], end is not None)

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import json
 import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.config.names import system_text
 from swiftlite.data.rows.sources import COMPRESSED, as_data_file
+from swiftlite.data.tokens.own_tools import parse_tool
 from swiftlite.errors import DISK_FULL, RunError, UserError, memory_told
 from swiftlite.quick_imports import quick_imports
 from swiftlite.serving.chat import Conversation, chat, say
-from swiftlite.serving.origin import system_of_training
+from swiftlite.serving.origin import system_of_training, tools_of_training
 from swiftlite.serving.prompts import check_utf8, read_questions
 from swiftlite.serving.source import ModelSource, find_source, refuse_reward_model
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+    from swiftlite.data.calls.toolbox import Toolbox
+    from swiftlite.data.tokens.own_tools import Tool
     from swiftlite.data.tokens.questions import Question
     from swiftlite.serving.generate import Answerer
+    from swiftlite.serving.turns import Exchange, Turns
 
 SHOWN_SYSTEM = 60  # characters
 ROWS_AT_A_TIME = 32  # batches that are answered, and then written in the order of the input
@@ -39,6 +46,8 @@ class InferOptions:
     adapter: str | None = None
     prompts: list[str] = field(default_factory=list)
     system: str | None = None
+    tools: list[str] = field(default_factory=list)
+    tool_rounds: int = 8
     input: Path | None = None
     output: Path | None = None
     max_new_tokens: int = 256
@@ -75,32 +84,71 @@ def run_infer(options: InferOptions) -> None:
 
         from swiftlite.serving.generate import Answerer, Sampling
         from swiftlite.serving.load import load_for_answers
+        from swiftlite.serving.turns import Turns
 
     hf_logging.set_verbosity(logging.ERROR)
-    model, tokenizer = load_for_answers(
-        source,
-        precision=options.precision,
-        chat_template=options.chat_template,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    tools = _tools(options, source)
+    model, tokenizer = load_for_answers(source, precision=options.precision, **_known(options))
     torch.manual_seed(options.seed)
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.top_k)
+    toolbox = _toolbox(tools, model.generation_config, tokenizer)
     answerer = Answerer(model, tokenizer, sampling)
+    turns = Turns(answerer, toolbox, options.tool_rounds)
     if not options.temperature and (options.top_p < 1 or options.top_k):
         say("note: --temperature 0 takes the likeliest token, whatever --top-p and --top-k say")
     if note is not None:
         say(f"note: {note}")
+    if not tools and (named := tools_of_training(source)):
+        say(f"note: answers of its training could call tools: --tools {' '.join(named)} makes them callable here too")
     if not answerer.has_template:
         say("no chat template: each prompt is plain text that the model goes on with")
     fix = "lower --batch-size or --max-new-tokens, shorten the prompts, or take --precision bf16"
     with memory_told("the device ran out of memory while the model answered", fix):
         if questions is not None and options.output is not None:
-            answer_file(answerer, questions, options.output, options.batch_size)
+            answer_file(answerer, questions, options.output, options.batch_size, turns)
         elif options.prompts:
-            answer_prompts(answerer, options)
+            answer_prompts(answerer, options, turns)
         else:
-            chat(answerer, options.system, streaming=options.streaming)
+            chat(answerer, options.system, streaming=options.streaming, turns=turns)
+
+
+def _known(options: InferOptions) -> dict[str, Any]:
+    """How the tokenizer is loaded, and the model."""
+    return {
+        "chat_template": options.chat_template,
+        "revision": options.revision,
+        "trust_remote_code": options.trust_remote_code,
+    }
+
+
+def _tools(options: InferOptions, source: ModelSource) -> Sequence[Tool]:
+    """Those that answers may call. Raises UserError, before the model is loaded, where one cannot be had, or the chat
+    template writes no calls."""
+    if not options.tools:
+        return ()
+    from swiftlite.data.tokens.own_tools import load_tools
+    from swiftlite.models.load import load_config
+    from swiftlite.serving.load import tokenizer_of
+
+    tools = load_tools(options.tools)
+    config = load_config(source.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    _toolbox(tools, config.get_text_config(), tokenizer_of(source, **_known(options)))
+    return tools
+
+
+def _toolbox(
+    tools: Sequence[Tool], config: PretrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> Toolbox | None:
+    """config: says what ends an answer."""
+    if not tools:
+        return None
+    from swiftlite.data.calls.toolbox import Toolbox
+    from swiftlite.data.tokens.stops import stop_tokens
+
+    if tokenizer.chat_template is None:
+        fix = "give --chat-template chatml or a .jinja file, or leave --tools out"
+        raise UserError("tools are called in conversations, and there is no chat template", where="--tools", fix=fix)
+    return Toolbox(tools, tokenizer, datetime.date.today().isoformat(), stop_tokens(config, tokenizer))
 
 
 def system_to_ask_behind(options: InferOptions, source: ModelSource) -> tuple[str | None, str | None]:
@@ -123,6 +171,8 @@ def _check(options: InferOptions) -> None:
         raise UserError("--prompt and --input are both given", fix="keep one of them")
     if options.output is not None:
         _check_output(options.output)
+    for word in options.tools:
+        parse_tool(word)
     for text, name in [*((prompt, "--prompt") for prompt in options.prompts), (options.system or "", "--system")]:
         check_utf8(text, name)
     for name, value, fits, wanted in (
@@ -131,6 +181,7 @@ def _check(options: InferOptions) -> None:
         ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 or more"),
         ("--top-p", options.top_p, 0 < options.top_p <= 1, "more than 0, at most 1"),
         ("--top-k", options.top_k, options.top_k >= 0, "0 (off) or more"),
+        ("--tool-rounds", options.tool_rounds, options.tool_rounds >= 1, "at least 1"),
         ("--seed", options.seed, 0 <= options.seed < 1 << 63, "a number from 0 to 2^63 - 1"),
     ):
         if not fits:
@@ -173,17 +224,17 @@ def _aside(output: Path) -> Path:
     return output.with_name(f"{output.name}.partial")
 
 
-def answer_prompts(answerer: Answerer, options: InferOptions) -> None:
+def answer_prompts(answerer: Answerer, options: InferOptions, turns: Turns) -> None:
     """One conversation a prompt. A single answer is printed alone, several with their questions."""
     for number, prompt in enumerate(options.prompts):
         if len(options.prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}> {prompt}", flush=True)
-        Conversation(answerer, options.system).ask(prompt, streaming=options.streaming)
+        Conversation(answerer, options.system, turns).ask(prompt, streaming=options.streaming)
 
 
-def answer_file(answerer: Answerer, questions: list[Question], output: Path, batch_size: int) -> None:
-    """Writes each row with its `response`, in order; the file appears only when it is whole. What a run that does not
-    end has answered stays beside it.
+def answer_file(answerer: Answerer, questions: list[Question], output: Path, batch_size: int, turns: Turns) -> None:
+    """Writes each row with its `response`, in order, and with the `turns` of an answer that called tools; the file
+    appears only when it is whole. What a run that does not end has answered stays beside it.
 
     A row's own `response` is kept under `reference`. Raises UserError, before the first answer, for a row that the
     model cannot take.
@@ -191,30 +242,40 @@ def answer_file(answerer: Answerer, questions: list[Question], output: Path, bat
     for question in questions:
         if "response" in question.row and "reference" in question.row:
             raise UserError("the row has `response` and `reference`", where=question.where, fix="rename one of them")
-    prompts = [answerer.encode(each.messages, each.where, each.tools, plain=each.plain) for each in questions]
+        if turns.has_tools and "turns" in question.row:
+            raise UserError(
+                "the row has `turns`, as those of its answer are called", where=question.where, fix="rename it"
+            )
+    prompts = [
+        answerer.encode(each.messages, each.where, turns.schemas(each.tools), plain=each.plain) for each in questions
+    ]
     if some := sum(question.plain for question in questions) if answerer.has_template else 0:
         say(f"rows whose prompt and completion are texts: {some}; they are gone on with as they are, without template")
     cut: Counter[str] = Counter()
     with _written_aside(output, len(questions)) as write, _progress(len(questions)) as advance:
         for start in range(0, len(prompts), ROWS_AT_A_TIME * batch_size):
-            chunk, answers = prompts[start : start + ROWS_AT_A_TIME * batch_size], {}
+            part = slice(start, start + ROWS_AT_A_TIME * batch_size)
+            chunk, done = [*zip(questions[part], prompts[part], strict=True)], []
+            exchanges = [turns.begin(ids, each.row, each.where, may_call=not each.plain) for each, ids in chunk]
             try:
-                for batch in answerer.batches(chunk, batch_size):
-                    answers.update(zip(batch, answerer.answer([chunk[i] for i in batch]), strict=True))
+                for batch in answerer.batches(prompts[part], batch_size):
+                    turns.finish([exchanges[i] for i in batch], batch_size)
+                    done += batch
                     advance(len(batch))
             finally:  # of a chunk that is broken off too
-                write([_answered(answerer, questions[start + i], answers[i].text) for i in sorted(answers)])
-            cut.update(answerer.limit(chunk[i]) for i, answer in answers.items() if not answer.complete)
+                write([_answered(answerer, chunk[i][0], exchanges[i]) for i in sorted(done)])
+            cut.update(exchange.cut for exchange in exchanges if exchange.cut is not None)
     say(f"wrote {output}, answers: {len(questions)}")
     for limit, count in cut.items():
         say(f"cut off by {limit}: {count}")
 
 
-def _answered(answerer: Answerer, question: Question, text: str) -> str:
+def _answered(answerer: Answerer, question: Question, exchange: Exchange) -> str:
     """The row with its response, as a line."""
     row = {"reference" if key == "response" else key: value for key, value in question.row.items()}
     as_it_is = question.plain or not answerer.has_template
-    return _json_line({**row, "response": text if as_it_is else text.strip()})
+    told = {"turns": exchange.messages} if exchange.rounds else {}
+    return _json_line({**row, **told, "response": exchange.text if as_it_is else exchange.text.strip()})
 
 
 def _json_line(row: dict[str, Any]) -> str:

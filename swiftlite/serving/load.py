@@ -60,16 +60,9 @@ def load_for_answers(
     """
     tensors = check_base_folder(source, revision)
     config = load_config(source.base, revision=revision, trust_remote_code=trust_remote_code)
-    plain = chat_template is not None and chat_template.lower() == NO_TEMPLATE
-    tokenizer = load_tokenizer(
-        source.base,
-        tokenizer=source.tokenizer,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        chat_template=None if plain else chat_template,
+    tokenizer = tokenizer_of(
+        source, chat_template=chat_template, revision=revision, trust_remote_code=trust_remote_code
     )
-    if plain:
-        tokenizer.chat_template = None
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = answer_dtype(precision, device, config)
     classifier = source.is_classifier()
@@ -90,6 +83,23 @@ def load_for_answers(
         grow_vocabulary(model, len(tokenizer))  # the adapter may have brought new tokens
         model = _add_adapter(model, source.adapter)
     return model.to(device).eval(), tokenizer
+
+
+def tokenizer_of(
+    source: ModelSource, *, chat_template: str | None, revision: str | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """The tokenizer alone. chat_template: as of `load_for_answers`. Raises UserError."""
+    plain = chat_template is not None and chat_template.lower() == NO_TEMPLATE
+    tokenizer = load_tokenizer(
+        source.base,
+        tokenizer=source.tokenizer,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        chat_template=None if plain else chat_template,
+    )
+    if plain:
+        tokenizer.chat_template = None
+    return tokenizer
 
 
 def _check_memory(

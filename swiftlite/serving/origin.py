@@ -33,6 +33,13 @@ def system_of_training(source: ModelSource) -> str | None:
     return None if recipe is None or recipe.said("method") == "pretrain" else recipe.said("system")
 
 
+def tools_of_training(source: ModelSource) -> list[str]:
+    """The words of `--tools` of a run whose answers called tools; none where they called none, or this is no run's."""
+    recipe = _recipe_of_training(source.adapter or Path(source.base))
+    said = None if recipe is None else recipe.said("tools")
+    return said if isinstance(said, list) else []
+
+
 def rounding_of_training(source: ModelSource) -> str:
     """The form of `--qat` in which a run trained these weights; `none` where it was none, or this is no run's."""
     recipe = None if source.adapter is not None else _recipe_of_training(Path(source.base))

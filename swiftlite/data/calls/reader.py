@@ -79,7 +79,7 @@ class CallReader:
 
     def _behind(self, calls: Sequence[Call], results: Sequence[str]) -> str:
         """By arguments that are alike: those of an answer may be whatever it writes, and stand in it already."""
-        ids = [call.id or _id(place) for place, call in enumerate(calls)]
+        ids = [call.id or call_id(place) for place, call in enumerate(calls)]
         calling = _calling([Call(call.name, ARGUMENTS, id_) for call, id_ in zip(calls, ids, strict=True)])
         said = [
             {"role": "tool", "name": call.name, "tool_call_id": id_, "content": result}
@@ -166,7 +166,7 @@ def _behind(plain: str, text: str) -> str:
     return text[len(shared) :]
 
 
-def _id(place: int) -> str:
+def call_id(place: int) -> str:
     """Of nine letters and digits, as Mistral's templates want it."""
     return f"call{place:05d}"
 
@@ -175,7 +175,7 @@ def _calling(calls: Sequence[Call]) -> Message:
     return {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": call.id or _id(place)} | call.told for place, call in enumerate(calls)],
+        "tool_calls": [{"id": call.id or call_id(place)} | call.told for place, call in enumerate(calls)],
     }
 
 

@@ -19,7 +19,7 @@ from swiftlite.training.own_answers.engine import Engine
 from swiftlite.training.own_answers.handover import FromEngine
 from swiftlite.training.own_answers.rewards import Answered, Reward, rewards_of
 from swiftlite.training.own_answers.speaker import Asked, Speaker
-from swiftlite.training.own_answers.tools import Talk, Toolbox, build_toolbox
+from swiftlite.training.own_answers.tools import Caller, Talk, build_caller
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class Asker:
         columns: Sequence[str],
         together: Patient,
         stops: Sequence[int],
-        tools: Toolbox | None = None,
+        tools: Caller | None = None,
     ) -> None:
         """columns: that some row of the data has; together: the processes, which share the prompts out, and wait for
         one another's functions; stops: ids that end an answer; tools: that answers may call."""
@@ -229,5 +229,5 @@ def build_asker(
         speaker = FromEngine(Engine(config, stops, together.rank), config, trainee, together, ending)
     else:
         speaker = build_answerer(config, model_config, trainee, load, world, stops)
-    tools = build_toolbox(config, tokenizer, stops)
+    tools = build_caller(config, tokenizer, stops)
     return Asker(config, speaker, tokenizer, rewards, columns, together, stops, tools)
