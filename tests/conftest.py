@@ -15,6 +15,15 @@ import pytest
 from swiftlite.models.toys import toy_config, toy_rows, toy_tokenizer, write_toy
 
 
+LONGEST = ("test_verify", "test_launch", "test_grpo", "test_pipeline", "test_imports")  # of the files
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first: begun last, one of them would keep a core busy alone."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return toy_tokenizer()
