@@ -14,7 +14,6 @@ import pytest
 
 from swiftlite.models.toys import toy_config, toy_rows, toy_tokenizer, write_toy
 
-
 LONGEST = ("test_verify", "test_launch", "test_grpo", "test_pipeline", "test_imports")  # of the files
 
 
