@@ -98,7 +98,7 @@ def run_infer(options: InferOptions) -> None:
         say("note: --temperature 0 takes the likeliest token, whatever --top-p and --top-k say")
     if note is not None:
         say(f"note: {note}")
-    if not tools and (named := tools_of_training(source)):
+    if not options.tools and (named := tools_of_training(source)):
         say(f"note: answers of its training could call tools: --tools {' '.join(named)} makes them callable here too")
     if not answerer.has_template:
         say("no chat template: each prompt is plain text that the model goes on with")
@@ -121,16 +121,21 @@ def _known(options: InferOptions) -> dict[str, Any]:
     }
 
 
+def _words_of_tools(options: InferOptions) -> list[str]:
+    """Without `none`, which elsewhere sets back what a recipe has."""
+    return [] if options.tools == ["none"] else options.tools
+
+
 def _tools(options: InferOptions, source: ModelSource) -> Sequence[Tool]:
     """Those that answers may call. Raises UserError, before the model is loaded, where one cannot be had, or the chat
     template writes no calls."""
-    if not options.tools:
+    if not (words := _words_of_tools(options)):
         return ()
     from swiftlite.data.tokens.own_tools import load_tools
     from swiftlite.models.load import load_config
     from swiftlite.serving.load import tokenizer_of
 
-    tools = load_tools(options.tools)
+    tools = load_tools(words)
     config = load_config(source.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
     _toolbox(tools, config.get_text_config(), tokenizer_of(source, **_known(options)))
     return tools
@@ -171,7 +176,7 @@ def _check(options: InferOptions) -> None:
         raise UserError("--prompt and --input are both given", fix="keep one of them")
     if options.output is not None:
         _check_output(options.output)
-    for word in options.tools:
+    for word in _words_of_tools(options):
         parse_tool(word)
     for text, name in [*((prompt, "--prompt") for prompt in options.prompts), (options.system or "", "--system")]:
         check_utf8(text, name)
