@@ -13,7 +13,7 @@ from test_launch import check_same_curve, close
 from test_parity import metrics
 from worlds import run_swiftlite
 
-from swiftlite.checkpoint.weights import TensorFolder, materialize
+from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
 from swiftlite.config.layout import Layout
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
@@ -410,6 +410,24 @@ def test_a_head_of_its_own_that_a_config_ties_is_refused(family, tiny_model, tmp
     ) as refused:
         match_files(TensorFolder(folder), base)
     assert refused.value.where == str(folder) and '"tie_word_embeddings": false' in refused.value.fix
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
+def test_a_tied_tensor_may_have_any_of_its_names(family, tiny_model, tmp_path):
+    """As transformers loads it."""
+    folder, head = shutil.copytree(tiny_model(family), tmp_path / "model"), "lm_head.weight"
+    tensors = load_file(folder / "model.safetensors")
+    (name,) = (name for name in tensors if "embed_tokens" in name or "wte" in name)
+    save_file({head if key == name else key: value for key, value in tensors.items()}, folder / "model.safetensors")
+    base = build_model(str(folder), load_config(str(folder)), dtype=torch.float32, attention="eager")
+    weights = TensorFolder(folder)
+    on_disk, _ = match_files(weights, base)
+    assert unread_in_words(weights, on_disk, base) == []
+    materialize(base, torch.device("cpu"))
+    fill(base.named_parameters(), [(weights, on_disk)], lambda *_: None)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(base.get_input_embeddings().weight, theirs.get_input_embeddings().weight)
+    assert torch.equal(theirs.get_input_embeddings().weight, tensors[name])
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3-moe"])

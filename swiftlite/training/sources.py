@@ -12,6 +12,7 @@ import torch
 
 from swiftlite.checkpoint.catalog import (
     Catalog,
+    Entry,
     catalog_adapter,
     catalog_model,
     check_adapter,
@@ -67,9 +68,19 @@ def match_files(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, 
     catalog = catalog_model(base)
     score = f"{SCORE_HEAD}.weight"
     lacking = score if dissect(base).gives_scores and score not in weights.entries else None
-    on_disk = weights.match([entry for entry in catalog if entry.name != lacking], base.base_model_prefix)
+    held = [_as_held(entry, weights, base) for entry in catalog if entry.name != lacking]
+    on_disk = weights.match(held, base.base_model_prefix)
     _check_tied(weights, on_disk, base)
     return on_disk, lacking
+
+
+def _as_held(entry: Entry, weights: TensorFolder, base: PreTrainedModel) -> Entry:
+    """Of a tied tensor that files hold by another of its names alone, by that one."""
+    if weights.find(entry.name, base.base_model_prefix) is not None:
+        return entry
+    others = (name for name, first in tied_names(base).items() if first == entry.owner)
+    held = (name for name in others if weights.find(name, base.base_model_prefix) is not None)
+    return replace(entry, name=next(held, entry.name))
 
 
 def _check_tied(weights: TensorFolder, on_disk: Catalog, base: PreTrainedModel) -> None:
