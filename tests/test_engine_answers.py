@@ -19,8 +19,8 @@ from swiftlite.errors import RunError, UserError
 from swiftlite.models.load import load_config
 from swiftlite.objectives.policy import Policy
 from swiftlite.training.losses import PolicyLoss
-from swiftlite.training.own_answers import answerer, engine
 from swiftlite.training.plan import outline_of
+from swiftlite.training.rollouts import engine, model_generator
 from swiftlite.verification.cases import FULL, SAMPLED, Subject
 
 OWN = ("reward", "answers/length", "loss", "grad_norm", "entropy", "trained_tokens", "tokens")
@@ -37,7 +37,7 @@ def beside(tiny_model):
 @pytest.fixture
 def drawn_alike(monkeypatch):
     """Let the model itself draw by the numbers of the engine."""
-    monkeypatch.setattr(answerer, "_uniform", lambda count, *key: numbers(seed_of(key[:-1]), key[-1], count))
+    monkeypatch.setattr(model_generator, "_uniform", lambda count, *key: numbers(seed_of(key[:-1]), key[-1], count))
 
 
 def by_engine(tmp_path, tiny_model, write_rows, chat_rows, beside, **more):

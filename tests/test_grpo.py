@@ -45,10 +45,10 @@ from swiftlite.reporting import page
 from swiftlite.reporting.board import Board
 from swiftlite.reporting.curves import curve_of
 from swiftlite.training.guards.failures import NotFinite
-from swiftlite.training.own_answers.asking import Asker, Draw
-from swiftlite.training.own_answers.rewards import Answered, Reward, check_columns, load_rewards, rewards_of
-from swiftlite.training.own_answers.speaker import Drawn
 from swiftlite.training.plan import Fleet, outline_of, settle
+from swiftlite.training.rollouts.generator import Generation
+from swiftlite.training.rollouts.rewards import Reward, Rollout, check_columns, load_rewards, rewards_of
+from swiftlite.training.rollouts.worker import RolloutWorker, SamplingOptions
 from swiftlite.training.step import DirectStep
 from swiftlite.verification.cases import FULL, LORA, SAMPLED, Subject, vowels
 
@@ -400,7 +400,7 @@ def functions(tmp_path):
 
 
 def said(text, **columns):
-    return Answered([{"role": "user", "content": "?"}], text, [1, 2], columns, "rows.jsonl:1")
+    return Rollout([{"role": "user", "content": "?"}], text, [1, 2], columns, "rows.jsonl:1")
 
 
 def test_functions_get_what_trl_gives_them(functions):
@@ -466,8 +466,8 @@ def test_a_process_that_a_function_forks_is_no_second_run(tmp_path, end, status)
     lines = "if child := os.fork():", "    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]", end
     (tmp_path / "forks.py").write_text("import os\ndef forks(**others):\n" + "".join(f"    {line}\n" for line in lines))
     code = f"""
-from swiftlite.training.own_answers.rewards import Answered, load_rewards, rewards_of
-print(rewards_of(load_rewards(["{tmp_path / "forks.py"}:forks"]), [Answered("?", "x", [1], {{}}, "rows.jsonl:1")], 9))
+from swiftlite.training.rollouts.rewards import Rollout, load_rewards, rewards_of
+print(rewards_of(load_rewards(["{tmp_path / "forks.py"}:forks"]), [Rollout("?", "x", [1], {{}}, "rows.jsonl:1")], 9))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"[[{float(status)}]]\n" and ("Traceback" in done.stderr) == (status > 0)
@@ -480,9 +480,9 @@ def test_functions_of_a_file_work_in_processes_that_are_spawned(tmp_path):
         "        return pool.map(half, completions)",
     )
     (tmp_path / "pooling.py").write_text("\n".join(lines))
-    lines = "from swiftlite.training.own_answers.rewards import *", "if __name__ == '__main__':"
+    lines = "from swiftlite.training.rollouts.rewards import *", "if __name__ == '__main__':"
     lines += (f"    rewards = load_rewards(['{tmp_path}/pooling.py:pooled'])",)
-    lines += ("    print(rewards_of(rewards, [Answered('?', 'x', [1], {}, 'rows.jsonl:1')], 9))",)
+    lines += ("    print(rewards_of(rewards, [Rollout('?', 'x', [1], {}, 'rows.jsonl:1')], 9))",)
     (tmp_path / "asks.py").write_text("\n".join(lines))
     done = subprocess.run([sys.executable, tmp_path / "asks.py"], capture_output=True, text=True, timeout=30)
     assert done.stdout == "[[0.5]]\n", done.stderr[-500:]
@@ -579,13 +579,15 @@ def asks_slowly(rank: int, model) -> list[float]:
     world.PATIENCE = timedelta(seconds=5)
     asked = json.dumps({"prompt": "?", "expected": None, "columns": {}})
     prompts = [Document(np.asarray([1]), np.asarray([False]), "", asked=asked)] * 3
-    answerer = SimpleNamespace(pads=True, ready=nullcontext, answer=lambda asked, *_: [Drawn([5, 2])] * len(asked))
+    answerer = SimpleNamespace(
+        pads=True, ready=nullcontext, generate=lambda asked, *_: [Generation([5, 2])] * len(asked)
+    )
     config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"])
     with world.joined() as ours:
         together = Patient(build_mesh(Layout(dp_replicate=2), ours.device))
         rewards = [Reward("slow", 1.0, slow, "slow")]
-        ask = Asker(config, answerer, load_tokenizer(str(model)), rewards, [], together, [2])
-        return [*ask.totals(ask(prompts, Draw(1, 1.0, lambda _, place: (place,))))[:, 0]]
+        ask = RolloutWorker(config, answerer, load_tokenizer(str(model)), rewards, [], together, [2])
+        return [*ask.totals(ask(prompts, SamplingOptions(1, 1.0, lambda _, place: (place,))))[:, 0]]
 
 
 def test_a_step_without_better_answers_is_skipped_and_counted(tmp_path, tiny_model, write_rows, chat_rows, functions):
@@ -743,9 +745,11 @@ def test_functions_get_the_columns_of_all_rows(tmp_path, write_rows, tiny_model,
     prompts = [document for pack in batch.packs for document in pack]
     config = resolve_config("grpo", **sampled(tmp_path, tiny_model("llama"), "rows.jsonl", samples=2))
     together = Patient(build_mesh(Layout(), torch.device("cpu")))
-    speaker = SimpleNamespace(ready=nullcontext, answer=lambda asked, _: [Drawn([5, 2]), Drawn([6, 7])])
-    ask = Asker(config, speaker, tokenizer, load_rewards([f"{functions}:right"]), found.columns, together, [2])
-    (group,) = ask(prompts, Draw(2, 1.0, lambda *_: ()))
+    generator = SimpleNamespace(ready=nullcontext, generate=lambda asked, _: [Generation([5, 2]), Generation([6, 7])])
+    ask = RolloutWorker(
+        config, generator, tokenizer, load_rewards([f"{functions}:right"]), found.columns, together, [2]
+    )
+    (group,) = ask(prompts, SamplingOptions(2, 1.0, lambda *_: ()))
     assert group.rewards == [[0.25, 0.25]] and [answer.columns for answer in group.answers] == [{"answer": None}] * 2
 
 

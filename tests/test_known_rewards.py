@@ -10,8 +10,8 @@ from test_eval import evaluate
 from swiftlite.data.prepare import Asked
 from swiftlite.data.tokens.questions import read_question
 from swiftlite.errors import RunError, UserError
-from swiftlite.training.own_answers.known_rewards import KNOWN
-from swiftlite.training.own_answers.rewards import Answered, check_columns, load_rewards, parse_reward, rewards_of
+from swiftlite.training.rollouts.known_rewards import KNOWN
+from swiftlite.training.rollouts.rewards import Rollout, check_columns, load_rewards, parse_reward, rewards_of
 
 OF_THE_ANSWER_ALONE = ("think_format", "soft_overlong", "repetition")
 
@@ -20,7 +20,7 @@ def said(name, text, expected=None):
     """What a function says of an answer, as messages and as text alike."""
     (reward,) = load_rewards([name])
     prompts = ([{"role": "user", "content": "?"}], "?")
-    answers = [Answered(prompt, text, [1], {"level": 3}, "rows.jsonl:1", expected) for prompt in prompts]
+    answers = [Rollout(prompt, text, [1], {"level": 3}, "rows.jsonl:1", expected) for prompt in prompts]
     ((first, second),) = rewards_of([reward], answers, 20)
     assert first == second or first != first
     return first
@@ -98,7 +98,7 @@ def test_what_stood_there_before_counts_against_an_answer(ids, wanted):
 
 def of_ids(name, ids):
     """What a function says of an answer of these tokens, of 20 that it could have."""
-    ((found,),) = rewards_of(load_rewards([name]), [Answered("?", "x", ids, {}, "rows.jsonl:1")], 20)
+    ((found,),) = rewards_of(load_rewards([name]), [Rollout("?", "x", ids, {}, "rows.jsonl:1")], 20)
     return found
 
 
@@ -107,9 +107,9 @@ def test_a_limit_is_a_number_and_a_column_of_that_name_the_column(tmp_path):
     file.write_text("def limit(completions, max_new_tokens, **others):\n    return [max_new_tokens * 1.0]\n")
     rewards = load_rewards([f"{file}:limit"])
     check_columns(rewards, Asked("rows.jsonl", (), answered=False))
-    assert rewards_of(rewards, [Answered("?", "x", [1], {}, "rows.jsonl:1")], 20) == [[20.0]]
+    assert rewards_of(rewards, [Rollout("?", "x", [1], {}, "rows.jsonl:1")], 20) == [[20.0]]
     with pytest.raises(RunError, match="limit failed: TypeError"):
-        rewards_of(rewards, [Answered("?", "x", [1], {"max_new_tokens": None}, "rows.jsonl:1")], 20)
+        rewards_of(rewards, [Rollout("?", "x", [1], {"max_new_tokens": None}, "rows.jsonl:1")], 20)
 
 
 def test_what_takes_too_long_is_no_message_in_the_display(caplog):
@@ -182,6 +182,6 @@ def test_an_evaluation_compares_with_what_rows_answer(tmp_path, tiny_model, writ
 
 
 def test_a_function_that_comes_along_means_the_limit_where_rows_have_one_too():
-    answers = [Answered("Q", "A", [1] * 9, {"max_new_tokens": "64"}, "rows.jsonl:1")]
+    answers = [Rollout("Q", "A", [1] * 9, {"max_new_tokens": "64"}, "rows.jsonl:1")]
     (found,) = rewards_of(load_rewards(["soft_overlong"]), answers, 10)
     assert found == [pytest.approx(-0.5)]

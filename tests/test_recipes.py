@@ -45,8 +45,8 @@ from swiftlite.parallel.stages import check_pipeline, choose_schedule, plan_stag
 from swiftlite.parallel.tensor_plan import check_tensor_parallel
 from swiftlite.planning.devices import find_device
 from swiftlite.training.guards.fits import check_alone
-from swiftlite.training.own_answers.engine import start_words
 from swiftlite.training.plan import Fleet, Proposal, outline_of, settle
+from swiftlite.training.rollouts.engine import start_words
 
 RECIPES = shipped_recipes()
 SLURM = "scripts/slurm/train.sbatch"

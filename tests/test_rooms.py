@@ -41,7 +41,7 @@ SHELVES = {
     "models/kernels": {""},
     "training/guards": {""},
     "training/optimizers": {""},
-    "training/own_answers": {""},
+    "training/rollouts": {""},
 }
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 400, 60
 

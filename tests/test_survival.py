@@ -31,7 +31,7 @@ from swiftlite.training import setup
 from swiftlite.training.guards.failures import LossSpike, NotFinite, OutOfMemory, SpikeWatch
 from swiftlite.training.guards.stopping import stop_requests
 from swiftlite.training.guards.watchdog import watchdog
-from swiftlite.training.own_answers.rewards import Answered, load_rewards, rewards_of
+from swiftlite.training.rollouts.rewards import Rollout, load_rewards, rewards_of
 from swiftlite.training.step import DirectStep
 
 
@@ -90,7 +90,7 @@ def test_an_evaluation_is_given_up_where_the_run_is_asked_to_stop(base, tmp_path
 def test_a_function_that_ends_the_program_is_no_signal(tmp_path, ends):
     """Of several processes the others would wait for the one whose function does so."""
     (tmp_path / "ending.py").write_text(f"def ends(**others):\n    {ends}\n")
-    rewards, answer = load_rewards([f"{tmp_path / 'ending.py'}:ends"]), Answered("?", "x", [1], {}, "rows.jsonl:1")
+    rewards, answer = load_rewards([f"{tmp_path / 'ending.py'}:ends"]), Rollout("?", "x", [1], {}, "rows.jsonl:1")
     with stop_requests(None, 0.0), pytest.raises(RunError, match="the reward function ends failed: "):
         rewards_of(rewards, [answer], 9)
 

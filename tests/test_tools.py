@@ -24,10 +24,10 @@ from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import load_tokenizer
 from swiftlite.models.toys import toy_tokenizer
 from swiftlite.serving import load as loading
-from swiftlite.training.own_answers.answerer import _uniform
-from swiftlite.training.own_answers.rewards import Answered, check_columns, load_rewards, rewards_of
-from swiftlite.training.own_answers.speaker import Asked, Drawn
-from swiftlite.training.own_answers.tools import Talk, build_caller
+from swiftlite.training.rollouts.generator import Generation, Request
+from swiftlite.training.rollouts.model_generator import _uniform
+from swiftlite.training.rollouts.rewards import Rollout, check_columns, load_rewards, rewards_of
+from swiftlite.training.rollouts.tools import Episode, build_tool_caller
 
 TOOLS = '''
 import asyncio
@@ -425,7 +425,7 @@ def toolbox(tools, *names, **more):
     values = {"model": "m", "dataset": ["rows.jsonl"], "reward": ["contains"], "output_dir": "out"}
     values |= {"tools": [f"{tools}:{name}" for name in names], "max_length": 600, "max_new_tokens": 200}
     config, tokenizer = resolve_config("grpo", **values | more), toy_tokenizer()
-    return build_caller(config, tokenizer, [tokenizer.eos_token_id]), tokenizer
+    return build_tool_caller(config, tokenizer, [tokenizer.eos_token_id]), tokenizer
 
 
 def call(name, **arguments):
@@ -433,96 +433,96 @@ def call(name, **arguments):
 
 
 def said(box, tokenizer, *turns, most=200, columns=None):
-    """The talk in which a model says these."""
-    talk = Talk(Asked([5, 6], ("key", 0), most), knows_tools=True)
-    box.begin(talk, columns or {}, "rows.jsonl:1")
+    """The episode in which a model says these."""
+    episode = Episode(Request([5, 6], ("key", 0), most), knows_tools=True)
+    box.begin(episode, columns or {}, "rows.jsonl:1")
     for turn in turns:
-        assert talk.is_open
+        assert episode.is_open
         ids = tokenizer(turn + "<|im_end|>", add_special_tokens=False)["input_ids"]
-        talk.take(Drawn(ids, [-1.0] * len(ids)))
-        box.answer([talk])
-    return talk
+        episode.take(Generation(ids, [-1.0] * len(ids)))
+        box.answer([episode])
+    return episode
 
 
-def results(talk):
-    return [message["content"] for message in talk.messages if message["role"] == "tool"]
+def results(episode):
+    return [message["content"] for message in episode.messages if message["role"] == "tool"]
 
 
 def test_what_a_tool_says_is_none_of_the_models_own(tools):
     box, tokenizer = toolbox(tools, "double")
-    talk = said(box, tokenizer, "Let me see.\n" + call("double", n=4), "It is 8.")
+    episode = said(box, tokenizer, "Let me see.\n" + call("double", n=4), "It is 8.")
     first, last = (
         tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
         for text in ("Let me see.\n" + call("double", n=4), "It is 8.")
     )
     between = behind(tokenizer, 8)
-    assert talk.ids == first + between + last
-    assert talk.own == [True] * len(first) + [False] * len(between) + [True] * len(last)
-    assert talk.logprobs == [-1.0 * own for own in talk.own] and not talk.is_open
-    assert (talk.calls, talk.failed, talk.rounds) == (1, 0, 1)
+    assert episode.ids == first + between + last
+    assert episode.own == [True] * len(first) + [False] * len(between) + [True] * len(last)
+    assert episode.logprobs == [-1.0 * own for own in episode.own] and not episode.is_open
+    assert (episode.calls, episode.failed, episode.rounds) == (1, 0, 1)
     function = {"name": "double", "arguments": {"n": 4}}
-    assert talk.messages == [
+    assert episode.messages == [
         {"role": "assistant", "content": "Let me see.\n", "tool_calls": [{"type": "function", "function": function}]},
         {"role": "tool", "name": "double", "content": "8"},
         {"role": "assistant", "content": "It is 8."},
     ]
     again = said(box, tokenizer, call("double", n=4))
-    assert again.next() == Asked([5, 6, *again.ids], ("key", 0, 1, 0), 200 - len(again.ids))
+    assert again.next() == Request([5, 6, *again.ids], ("key", 0, 1, 0), 200 - len(again.ids))
 
 
 def test_a_tool_that_fails_tells_the_model(tools):
     box, tokenizer = toolbox(tools, "double", "fails", "quits")
     turns = [call("fails", n=1), call("quits"), call("double", m=1), call("other") + call("double", n=2), "No."]
-    talk = said(box, tokenizer, *turns, most=900)
-    errors = [json.loads(text).get("error", "") if text.startswith("{") else text for text in results(talk)]
+    episode = said(box, tokenizer, *turns, most=900)
+    errors = [json.loads(text).get("error", "") if text.startswith("{") else text for text in results(episode)]
     assert errors[:2] == ["ValueError: not of 1", "SystemExit: 3"] and errors[2].startswith("TypeError: double() got")
     assert errors[3:] == ["there is no tool other, but double, fails, quits", "4"]
-    assert (talk.calls, talk.failed, talk.rounds) == (5, 4, 4)
+    assert (episode.calls, episode.failed, episode.rounds) == (5, 4, 4)
 
 
 def test_results_that_are_no_texts_tell_the_model(tools):
     box, tokenizer = toolbox(tools, "strange", "ends")
     turns = [call("strange", kind=kind) for kind in ("keys", "circle", "large", "object", "unsayable")]
-    talk = said(box, tokenizer, *turns, call("ends"), call("strange", kind="half"), "Well.", most=1200)
-    errors = [json.loads(text)["error"].partition(":")[0] for text in results(talk)[:-1]]
+    episode = said(box, tokenizer, *turns, call("ends"), call("strange", kind="half"), "Well.", most=1200)
+    errors = [json.loads(text)["error"].partition(":")[0] for text in results(episode)[:-1]]
     assert errors == ["TypeError", "ValueError", "ValueError", "RuntimeError", "Unsayable", "SystemExit"]
-    assert results(talk)[-1] == "?" and (talk.calls, talk.failed) == (7, 6)
+    assert results(episode)[-1] == "?" and (episode.calls, episode.failed) == (7, 6)
 
 
 def test_what_a_tool_does_to_its_arguments_is_not_what_the_model_said(tools):
     box, tokenizer = toolbox(tools, "empties")
-    talk = said(box, tokenizer, call("empties", numbers=[1, 2]), "2", most=400)
-    assert results(talk) == ["2"]
-    assert talk.messages[0]["tool_calls"][0]["function"]["arguments"] == {"numbers": [1, 2]}
+    episode = said(box, tokenizer, call("empties", numbers=[1, 2]), "2", most=400)
+    assert results(episode) == ["2"]
+    assert episode.messages[0]["tool_calls"][0]["function"]["arguments"] == {"numbers": [1, 2]}
 
 
 def test_results_are_texts(tools):
     box, tokenizer = toolbox(tools, "told", "silent")
-    talk = said(box, tokenizer, call("told", what="x") + "\n" + call("silent"), "Well.", most=400)
-    assert results(talk) == ['{"what": "x", "é": [1, null]}', "null"]
+    episode = said(box, tokenizer, call("told", what="x") + "\n" + call("silent"), "Well.", most=400)
+    assert results(episode) == ['{"what": "x", "é": [1, null]}', "null"]
 
 
 def test_asynchronous_tools_work_side_by_side(tools):
     """Those of all answers of a turn."""
     box, tokenizer = toolbox(tools, "meets", "double")
-    talks = []
+    episodes = []
     for text in (call("meets", n=1) + call("double", n=3), call("meets", n=2) + call("meets", n=3)):
-        talk = Talk(Asked([5], ("key", 0), 300), knows_tools=True)
+        episode = Episode(Request([5], ("key", 0), 300), knows_tools=True)
         ids = tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
-        talk.take(Drawn(ids))
-        talks.append(talk)
-    box.answer(talks)
-    assert results(talks[0]) == ["met 1", "6"]
-    assert results(talks[1]) == ['{"error": "KeyError: \'two\'"}', "met 3"]
-    assert [talk.failed for talk in talks] == [0, 1] and all(talk.is_open for talk in talks)
+        episode.take(Generation(ids))
+        episodes.append(episode)
+    box.answer(episodes)
+    assert results(episodes[0]) == ["met 1", "6"]
+    assert results(episodes[1]) == ['{"error": "KeyError: \'two\'"}', "met 3"]
+    assert [episode.failed for episode in episodes] == [0, 1] and all(episode.is_open for episode in episodes)
 
 
 def test_where_an_answer_ends(tools):
     """After its rounds; in the midst of a call, or of a result; with a call that is none."""
     box, tokenizer = toolbox(tools, "double", tool_rounds=2)
-    talk = said(box, tokenizer, *[call("double", n=1)] * 3, most=400)
-    assert (talk.rounds, talk.calls, len(results(talk)), talk.is_open) == (2, 2, 2, False)
-    assert talk.messages[-1]["role"] == "assistant" and "tool_calls" in talk.messages[-1]
+    episode = said(box, tokenizer, *[call("double", n=1)] * 3, most=400)
+    assert (episode.rounds, episode.calls, len(results(episode)), episode.is_open) == (2, 2, 2, False)
+    assert episode.messages[-1]["role"] == "assistant" and "tool_calls" in episode.messages[-1]
     broken = said(box, tokenizer, "Well: <tool_call>\n{oh}\n</tool_call>")
     assert (broken.calls, broken.failed, broken.is_open) == (1, 1, False)
     assert broken.messages == [{"role": "assistant", "content": "Well: <tool_call>\n{oh}\n</tool_call>"}]
@@ -532,8 +532,8 @@ def test_where_an_answer_ends(tools):
     assert cut.messages[-1] == {"role": "assistant", "content": ""}
     full = said(box, tokenizer, call("double", n=1), most=len(whole))
     assert full.ids == whole and not full.is_open and full.messages[-1]["content"] == ""
-    half = Talk(Asked([5], ("key", 0), 9), knows_tools=True)
-    half.take(Drawn(whole[:-1]))
+    half = Episode(Request([5], ("key", 0), 9), knows_tools=True)
+    half.take(Generation(whole[:-1]))
     box.answer([half])
     assert half.calls == 0 and not half.is_open
 
@@ -552,14 +552,14 @@ def test_a_class_has_an_object_for_each_answer(tools):
 def test_a_class_that_cannot_begin_ends_the_run(tools, name, wanted):
     box, _ = toolbox(tools, name)
     with pytest.raises(RunError, match=wanted) as failure:
-        box.begin(Talk(Asked([5], (), 9), knows_tools=True), {"start": 1}, "rows.jsonl:7")
+        box.begin(Episode(Request([5], (), 9), knows_tools=True), {"start": 1}, "rows.jsonl:7")
     assert "rows.jsonl:7" in failure.value.where
 
 
 def test_methods_of_all_kinds_are_tools(tools):
     box, tokenizer = toolbox(tools, "Kinds")
-    talk = said(box, tokenizer, call("plain", n=2) + call("named", n=3), "Well.", most=400)
-    assert results(talk) == ["2", "Kinds 3"]
+    episode = said(box, tokenizer, call("plain", n=2) + call("named", n=3), "Well.", most=400)
+    assert results(episode) == ["2", "Kinds 3"]
     schemas = [tool.schema["function"]["parameters"] for tool in load_tools([f"{tools}:Kinds"])]
     assert [schema["required"] for schema in schemas] == [["n"], ["n"]]
 
@@ -580,9 +580,9 @@ def test_objects_that_are_not_there_are_told_before_the_model_loads(tmp_path, ca
 def test_a_column_of_their_name_is_that(tools):
     (reward,) = load_rewards([f"{tools}:counted"])
     check_columns([reward], Columns("rows.jsonl", ("environments",), answered=False))
-    talk = Talk(Asked([5], (), 9), knows_tools=True, environment=SimpleNamespace(count=1))
+    episode = Episode(Request([5], (), 9), knows_tools=True, environment=SimpleNamespace(count=1))
     columns = {"environments": SimpleNamespace(count=7)}
-    answer = Answered("x", "y", [5], columns, "rows.jsonl:1", talk=talk)
+    answer = Rollout("x", "y", [5], columns, "rows.jsonl:1", episode=episode)
     assert rewards_of([reward], [answer], 9) == [[7.0]]
     assert rewards_of([reward], [replace(answer, columns={})], 9) == [[1.0]]
 
@@ -637,8 +637,8 @@ def test_spaces_of_a_call_are_those_that_the_model_wrote(tools):
     box, tokenizer = toolbox(tools, "told")
     tokenizer.clean_up_tokenization_spaces = True
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
-    talk = said(box, tokenizer, call("told", what="a , b ."), "Well.", most=400)
-    assert json.loads(results(talk)[0])["what"] == "a , b ."
+    episode = said(box, tokenizer, call("told", what="a , b ."), "Well.", most=400)
+    assert json.loads(results(episode)[0])["what"] == "a , b ."
 
 
 def test_a_dry_run_looks_for_their_files(tmp_path, caller):

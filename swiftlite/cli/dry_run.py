@@ -61,7 +61,7 @@ def _check(config: RunConfig) -> None:
         read_chat_template(config.chat_template)
     if answers(config):
         from swiftlite.data.tokens.own_tools import parse_tool
-        from swiftlite.training.own_answers.rewards import parse_reward
+        from swiftlite.training.rollouts.rewards import parse_reward
 
         for word in config.reward:
             parse_reward(word)

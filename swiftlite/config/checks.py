@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swiftlite.config.losses import LOSSES, losses_of
 from swiftlite.config.methods import PREFERENCE, SAMPLING, evaluates
 from swiftlite.config.names import SIZE
-from swiftlite.config.own_answers import examination_rules, sampling_rules, teacher_rules
+from swiftlite.config.rollouts import examination_rules, sampling_rules, teacher_rules
 from swiftlite.config.types import NEVER
 from swiftlite.errors import UserError, all_in_one
 

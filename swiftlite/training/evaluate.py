@@ -40,13 +40,13 @@ from swiftlite.training.guards.agreement import check_same_rows
 from swiftlite.training.guards.failures import memory_errors, other_memory_errors
 from swiftlite.training.guards.stopping import stop_requests
 from swiftlite.training.methods import preference_of
-from swiftlite.training.own_answers.asking import build_asker
-from swiftlite.training.own_answers.judges import notes_on_judges
-from swiftlite.training.own_answers.rewards import Reward, check_columns, load_rewards
-from swiftlite.training.own_answers.tools import check_tools
 from swiftlite.training.progress import saved_progress
+from swiftlite.training.rollouts.reward_models import notes_on_reward_models
+from swiftlite.training.rollouts.rewards import Reward, check_columns, load_rewards
+from swiftlite.training.rollouts.tools import check_tools
+from swiftlite.training.rollouts.worker import build_worker
 from swiftlite.training.setup import Trainee, build_trainee, check_model, precision_of, vocabulary_of
-from swiftlite.training.setup_method import MethodParts, build_examiner, build_method, needs_reference
+from swiftlite.training.setup_method import MethodParts, build_answer_evaluator, build_method, needs_reference
 from swiftlite.training.sources import find_weights
 
 if TYPE_CHECKING:
@@ -121,13 +121,13 @@ def run_evaluation(
             reporter.message(f"note: {note}")
 
         build_start = cache(partial(_load_start, start, trainee, load, world, layout))
-        asker = cache(partial(build_asker, config, model_config, trainee, load, world, rewards, asked.columns, stack))
+        worker = cache(partial(build_worker, config, model_config, trainee, load, world, rewards, asked.columns, stack))
         told = tell_answers if world.rank == 0 else None
 
         def build(number: int, prepared: PreparedData) -> Evaluator:
             parts = MethodParts(
                 config=start, prepared=prepared, trainee=trainee, build_start=build_start, load_tokenizer=load,
-                reporter=reporter, same=world.within(f"set {number}").same, build_asker=asker, tell_evaluated=told,
+                reporter=reporter, same=world.within(f"set {number}").same, build_worker=worker, tell_evaluated=told,
             )  # fmt: skip
             return _evaluator(parts, checkpoint)
 
@@ -146,7 +146,7 @@ def _asked_of(config: RunConfig, data: Sequence[PreparedData]) -> Asked:
 def _evaluator(parts: MethodParts, checkpoint: Path | None) -> Evaluator:
     """What judges a model by a data set. checkpoint: as of `_carried`."""
     if parts.config.method in SAMPLING:
-        return build_examiner(parts)
+        return build_answer_evaluator(parts)
     method = build_method(parts)
     method.state = _carried(checkpoint, method.state)
     return method
@@ -256,7 +256,7 @@ def _notes(
 ) -> Iterator[str]:
     """On what has no effect on this device, on what of a run its files do not hold, so that it has logged another
     loss, and on answers that have no reward."""
-    yield from notes_on_judges(rewards, config.max_length)
+    yield from notes_on_reward_models(rewards, config.max_length)
     if device.type == "cpu":
         yield from unused_on_cpu(config)
     of_files = source_dtype(model_config)

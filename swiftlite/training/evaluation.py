@@ -40,7 +40,7 @@ class Evaluation:
 
 
 class Evaluator(Protocol):
-    """What rows are judged by: a method by its loss, an `Examiner` by answers."""
+    """What rows are judged by: a method by its loss, an `AnswerEvaluator` by answers."""
 
     def evaluate(self, batch: StepBatch, model: Divided, memory_errors: MemoryErrors, kind: str) -> Evaluation:
         """What comes of a step's rows, as `evaluate_rows` gets the other arguments."""

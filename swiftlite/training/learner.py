@@ -94,13 +94,13 @@ class Learner:
         return memory_errors(doing, batches, self._parts.config, sound=sound)
 
     def step(
-        self, batch: StepBatch, lessons: Sequence[tuple[StepBatch, StepShare]], rate: float
+        self, batch: StepBatch, minibatches: Sequence[tuple[StepBatch, StepShare]], rate: float
     ) -> tuple[dict[str, Any], list[int]]:
-        """(the step's row of metrics.jsonl, the tokens of each document that was learnt from). lessons: what updates
-        learn from, with this process's share. Raises StepFailed, LossSpike."""
+        """(the step's row of metrics.jsonl, the tokens of each document that was learnt from). minibatches: what its
+        updates learn from, with this process's share. Raises StepFailed, LossSpike."""
         parts, progress = self._parts, self._progress
         set_rate(parts.optimizer, rate)
-        prepared = [parts.method.prepare(lesson, share, "train") for lesson, share in lessons]
+        prepared = [parts.method.prepare(minibatch, share, "train") for minibatch, share in minibatches]
         passes = parts.method.passes if any(share.trained_tokens for share, _ in prepared) else 1
         updates, rows = prepared * passes, []
         for number, one in enumerate(updates):

@@ -72,9 +72,9 @@ class Loop:
             self._evaluate_start()
             self._alive()
         clock = time.perf_counter()
-        for batch, lessons, data_seconds in self._prepared_steps():
+        for batch, minibatches, data_seconds in self._prepared_steps():
             now = batch.step, self.progress.epoch, batch.epoch
-            row, lengths = self._learner.step(batch, lessons, self._rate(batch.step))
+            row, lengths = self._learner.step(batch, minibatches, self._rate(batch.step))
             self._alive()
             self._profile()
             last = batch.step == total
@@ -152,9 +152,9 @@ class Loop:
                 return
             found = time.perf_counter()
             with self._learner.memory_errors(f"the answers of step {batch.step}", ()):
-                parts, answered = method.lessons(batch, following), time.perf_counter()
-            lessons = [(part, self._model.share(self._packs(part))) for part in parts]
-            yield batch, lessons, found - started + time.perf_counter() - answered
+                parts, answered = method.minibatches(batch, following), time.perf_counter()
+            minibatches = [(part, self._model.share(self._packs(part))) for part in parts]
+            yield batch, minibatches, found - started + time.perf_counter() - answered
 
     def _packs(self, batch: StepBatch) -> list[Pack]:
         config = self._parts.config

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from swiftlite.data.order import Pack, StepBatch
     from swiftlite.objectives.scorer import TokenScorer
     from swiftlite.training.divide import Divided
-    from swiftlite.training.own_answers.rollouts import Rollouts
+    from swiftlite.training.rollouts.policy_batches import PolicyBatches
     from swiftlite.training.share import StepShare
     from swiftlite.training.teacher import Teacher
 
@@ -51,22 +51,21 @@ START_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-
 
 class Method(ABC):
     """One method, and what most of them have in common. state: what a checkpoint keeps of it, as JSON; passes: how
-    often a step's lessons are learnt from; looks_ahead: whether it begins with the next step before a step is learnt.
-    """
+    often a step's minibatches are learnt from; looks_ahead: whether it begins with the next step before that."""
 
     state: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
     passes = 1
     looks_ahead = False
     learns_nothing = "no trained token in the whole step"  # why a step can be without any
 
-    def lessons(self, batch: StepBatch, following: StepBatch | None) -> Sequence[StepBatch]:
+    def minibatches(self, batch: StepBatch, following: StepBatch | None) -> Sequence[StepBatch]:
         """What the step's updates learn from, one after the other: the step itself, or what is made of it now.
         following: the next step of a method that looks ahead, if there is one."""
         return [batch]
 
     @abstractmethod
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
-        """What a lesson needs before the step's first micro-batch. kind: train or eval."""
+        """What a minibatch needs before the step's first micro-batch. kind: train or eval."""
 
     def prepare_evaluation(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         """The same for rows of which nothing is learnt."""
@@ -232,7 +231,7 @@ class Reinforced(Method):
 
     def __init__(
         self,
-        rollouts: Rollouts,
+        rollouts: PolicyBatches,
         reference: LiveReference | None,
         sampler: LiveReference | None,
         config: RunConfig,
@@ -244,7 +243,7 @@ class Reinforced(Method):
         if config.cut_answers == "skip":
             self.learns_nothing += ", or they are cut"
 
-    def lessons(self, batch: StepBatch, following: StepBatch | None) -> Sequence[StepBatch]:
+    def minibatches(self, batch: StepBatch, following: StepBatch | None) -> Sequence[StepBatch]:
         return self._rollouts(batch, following)
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:

@@ -42,8 +42,8 @@ from swiftlite.planning.memory import (
 from swiftlite.training.divide import spares_cheap_results
 from swiftlite.training.flops import FlopCounter
 from swiftlite.training.optimizers.muon import orthogonalized_in
-from swiftlite.training.own_answers.judges import bytes_of_judges
 from swiftlite.training.precision import Precision
+from swiftlite.training.rollouts.reward_models import bytes_of_reward_models
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -80,8 +80,8 @@ class Outline:
     """A model before it is divided, on `meta`, tuned as it will be, and what layouts take of it.
 
     kernels: whose are used, `liger` or another's; trained, frozen: parameters; packed: of them, those of
-    quantized matrices; evaluates: there is no backward pass; beside: a teacher, if there is one; judges: bytes of the
-    reward models that each process has.
+    quantized matrices; evaluates: there is no backward pass; beside: a teacher, if there is one; reward_models: bytes
+    of those that each process has.
     """
 
     base: PreTrainedModel
@@ -94,7 +94,7 @@ class Outline:
     packed: int
     evaluates: bool
     beside: Beside | None
-    judges: int
+    reward_models: int
 
     @staticmethod
     def of(
@@ -121,7 +121,7 @@ class Outline:
             packed=0 if config.quantization == "none" else count_quantizable(dissect(base).layers),
             evaluates=evaluates,
             beside=beside,
-            judges=bytes_of_judges(config, device) if answers(config) else 0,
+            reward_models=bytes_of_reward_models(config, device) if answers(config) else 0,
         )
 
     @property
@@ -236,11 +236,11 @@ class Outline:
         and at least what a batch of answers takes, at which time nothing is kept for a backward pass. Engines have
         memory of their own."""
         if config.engine_url:
-            return replace(held, weights=held.weights + self.judges)
+            return replace(held, weights=held.weights + self.reward_models)
         rows = self._answers_at_once(config, layout)
         cache = cache_bytes_per_token(self.model_config, self.precision.dtype) * rows * config.max_length
         drawn = rows * self.model_config.get_text_config().vocab_size * DRAWN_BYTES
-        weights = held.weights + self.judges + self._copy_for_answers(config, layout)
+        weights = held.weights + self.reward_models + self._copy_for_answers(config, layout)
         return replace(held, weights=weights, activations=max(held.activations, cache + drawn))
 
     def _copy_for_answers(self, config: RunConfig, layout: Layout) -> float:

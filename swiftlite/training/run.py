@@ -49,15 +49,15 @@ from swiftlite.training.loop import Loop
 from swiftlite.training.methods import preference_of
 from swiftlite.training.optimizer import build_optimizer
 from swiftlite.training.output import OutputFolder
-from swiftlite.training.own_answers.asking import build_asker
-from swiftlite.training.own_answers.engine import check_engines
-from swiftlite.training.own_answers.judges import notes_on_judges
-from swiftlite.training.own_answers.rewards import Reward, check_columns, load_rewards
-from swiftlite.training.own_answers.tools import check_tools
 from swiftlite.training.profiler import RECORDED, WARM, StepProfiler
 from swiftlite.training.progress import Progress, saved_progress
 from swiftlite.training.publish import open_repository, publish
 from swiftlite.training.resume import find_resume, run_settings, without_gone_adapter
+from swiftlite.training.rollouts.engine import check_engines
+from swiftlite.training.rollouts.reward_models import notes_on_reward_models
+from swiftlite.training.rollouts.rewards import Reward, check_columns, load_rewards
+from swiftlite.training.rollouts.tools import check_tools
+from swiftlite.training.rollouts.worker import build_worker
 from swiftlite.training.setup import build_trainee, check_model, vocabulary_of
 from swiftlite.training.setup_method import MethodParts, build_evaluations, build_method, needs_reference
 from swiftlite.training.sources import find_weights
@@ -113,10 +113,10 @@ def run_training(
             reporter.message(f"note: {note}")
         start = partial(build_trainee, config, model_config, None, load, world.within("start"), layout, trainee.choice)
         teacher = partial(build_teacher, config, trainee, load, world, layout, reporter.message)
-        asker = partial(build_asker, config, model_config, trainee, load, world, rewards, prepared.columns, ending)
+        worker = partial(build_worker, config, model_config, trainee, load, world, rewards, prepared.columns, ending)
         parts = MethodParts(
             config=config, prepared=prepared, trainee=trainee, trainee_starts=resume is None, build_start=start,
-            load_tokenizer=load, reporter=reporter, same=world.same, build_teacher=teacher, build_asker=cache(asker),
+            load_tokenizer=load, reporter=reporter, same=world.same, build_teacher=teacher, build_worker=cache(worker),
         )  # fmt: skip
         session = Session(claim, parts)
         session.restore(resume)
@@ -149,7 +149,7 @@ def _checked(
 
 def _told_of_data(config: RunConfig, audit: dict[str, Any], rewards: Sequence[Reward]) -> Iterator[str]:
     """What is known of rows and rewards before the model loads and whoever starts the run should know."""
-    yield from (f"note: {text}" for text in notes_on_judges(rewards, config.max_length))
+    yield from (f"note: {text}" for text in notes_on_reward_models(rewards, config.max_length))
     if losses := losses_in_words(audit):
         yield f"note: {losses}"
     if config.placeholders and not audit["rows"].get("placeholders_filled") and not config.streaming:

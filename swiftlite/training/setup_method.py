@@ -28,9 +28,9 @@ from swiftlite.training.methods import (
     mismatched_of,
     preference_of,
 )
-from swiftlite.training.own_answers.examination import Examiner
-from swiftlite.training.own_answers.rollouts import Rollouts
 from swiftlite.training.reference import LiveReference, Precompute, Reference, reference_key
+from swiftlite.training.rollouts.evaluator import AnswerEvaluator
+from swiftlite.training.rollouts.policy_batches import PolicyBatches
 from swiftlite.training.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from swiftlite.data.order import BatchPlan, Pack
     from swiftlite.reporting.run import Reporter
     from swiftlite.training.evaluation import Evaluator
-    from swiftlite.training.own_answers.asking import Asker
+    from swiftlite.training.rollouts.worker import RolloutWorker
     from swiftlite.training.setup import Trainee
 
 
@@ -47,8 +47,8 @@ class MethodParts:
     """What a method, and what evaluates, is made of.
 
     trainee_starts: its weights are those before the first step; build_start: builds another model with these;
-    build_teacher: builds the model that is learnt from, None where nothing is learnt; build_asker: what has prompts
-    answered; tell_evaluated: as of `Examiner`; same: of the world, what the first process says.
+    build_teacher: builds the model that is learnt from, None where nothing is learnt; build_worker: what has prompts
+    answered; tell_evaluated: as of `AnswerEvaluator`; same: of the world, what the first process says.
     """
 
     config: RunConfig
@@ -60,7 +60,7 @@ class MethodParts:
     reporter: Reporter
     same: Callable[[str, str], str]
     build_teacher: Callable[[], Trainee] | None = None
-    build_asker: Callable[[], Asker]
+    build_worker: Callable[[], RolloutWorker]
     tell_evaluated: Callable[[dict[str, Any]], None] | None = None
 
 
@@ -99,7 +99,7 @@ def build_method(parts: MethodParts) -> Method:
 
 
 def _reinforced(parts: MethodParts) -> Reinforced:
-    config, ask, reference = parts.config, parts.build_asker(), None
+    config, worker, reference = parts.config, parts.build_worker(), None
     _temper(parts.trainee, config)
     if config.teacher is not None:
         teacher = _teacher(parts)
@@ -108,7 +108,7 @@ def _reinforced(parts: MethodParts) -> Reinforced:
     elif is_held(config):
         reference = _live_reference(parts)
     sampler = LiveReference(parts.trainee.divided) if learns_again(config) else None
-    rollouts = Rollouts(config, ask, parts.reporter.answers, parts.prepared.train.others)
+    rollouts = PolicyBatches(config, worker, parts.reporter.answers, parts.prepared.train.others)
     return Reinforced(rollouts, reference, sampler, config)
 
 
@@ -118,14 +118,14 @@ def build_evaluations(parts: MethodParts, method: Method) -> list[tuple[BatchPla
     if prepared.eval is None:
         return []
     if parts.config.method in SAMPLING:
-        return [(prepared.eval, build_examiner(parts))]
+        return [(prepared.eval, build_answer_evaluator(parts))]
     found: list[tuple[BatchPlan, Evaluator]] = [(prepared.eval, method)]
-    return found if prepared.questions is None else [*found, (prepared.questions, build_examiner(parts))]
+    return found if prepared.questions is None else [*found, (prepared.questions, build_answer_evaluator(parts))]
 
 
-def build_examiner(parts: MethodParts) -> Examiner:
+def build_answer_evaluator(parts: MethodParts) -> AnswerEvaluator:
     """Who judges a model by its answers."""
-    return Examiner(parts.config, parts.build_asker(), parts.tell_evaluated)
+    return AnswerEvaluator(parts.config, parts.build_worker(), parts.tell_evaluated)
 
 
 def _teacher(parts: MethodParts) -> Trainee:

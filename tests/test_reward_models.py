@@ -17,8 +17,8 @@ from swiftlite.config.save import save_config
 from swiftlite.errors import UserError
 from swiftlite.models.load import load_config
 from swiftlite.models.toys import toy_pairs
-from swiftlite.training.own_answers.rewards import Answered, Reward, load_rewards, parse_reward, rewards_of
 from swiftlite.training.plan import outline_of
+from swiftlite.training.rollouts.rewards import Reward, Rollout, load_rewards, parse_reward, rewards_of
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def loaded(word, **more):
     values = {"model": "m", "dataset": ["d"], "precision": "fp32", "answers_at_once": 4} | more
     config = resolve_config("grpo", reward=[str(word)], **values)
     (reward,) = load_rewards(config.reward)
-    reward.judge.load(config, CPU, alone=True)
+    reward.model.load(config, CPU, alone=True)
     return reward
 
 
@@ -92,7 +92,7 @@ def test_an_answer_that_its_template_cannot_write_has_no_score(judge_of):
     run, _ = judge_of("full")
     reward = loaded(run)
     question = [{"role": "user", "content": "Who?"}]
-    reward.judge._tokenize._tokenizer.chat_template = (
+    reward.model._tokenize._tokenizer.chat_template = (
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] | replace('x', '') }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
@@ -106,7 +106,7 @@ def test_an_answer_that_its_template_cannot_write_has_no_score(judge_of):
 def test_an_answer_that_is_longer_than_its_positions_has_no_score(judge_of):
     """Learnt ones have none there, on a GPU that ends the process."""
     reward = loaded(judge_of("full")[0])
-    reward.judge._config.max_position_embeddings = 30
+    reward.model._config.max_position_embeddings = 30
     question = [{"role": "user", "content": "Who?"}]
     answers = [[{"role": "assistant", "content": text}] for text in ("hello", "hello " * 30)]
     hello, lost = reward.function(prompts=[question] * 2, completions=answers)
@@ -132,7 +132,7 @@ def test_it_sees_the_tools_of_a_row(tmp_path, judge_of):
     """As it does where it is trained, and beside them those that answers may call."""
     run, _ = judge_of("full")
     reward = loaded(run)
-    reward.judge._tokenize._tokenizer.chat_template = (
+    reward.model._tokenize._tokenizer.chat_template = (
         "{% for tool in tools or [] %}tool {{ tool['function']['name'] }}\n{% endfor %}"
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -150,7 +150,7 @@ def test_it_sees_the_tools_of_a_row(tmp_path, judge_of):
     path = tmp_path / "tools.py"
     path.write_text('def add() -> int:\n    """adds"""\n')
     called = loaded(run, tools=[f"{path}:add"], max_new_tokens=9)
-    called.judge._tokenize._tokenizer.chat_template = reward.judge._tokenize._tokenizer.chat_template
+    called.model._tokenize._tokenizer.chat_template = reward.model._tokenize._tokenizer.chat_template
     assert (
         called.function(**asked) == called.function(**asked, tools=[[tool]]) == reward.function(**asked, tools=[[tool]])
     )
@@ -158,13 +158,13 @@ def test_it_sees_the_tools_of_a_row(tmp_path, judge_of):
 
 def test_one_without_a_chat_template_says_so(judge_of):
     run, _ = judge_of("full")
-    judge = loaded(run).judge
+    judge = loaded(run).model
     judge._has_template = False
     reward = Reward("judge", 1.0, judge, "judge", judge)
     with pytest.raises(UserError, match="the reward model has no chat template") as failure:
-        rewards_of([reward], [Answered([{"role": "user", "content": "?"}], "x", [1], {}, "rows.jsonl:1")], 9)
+        rewards_of([reward], [Rollout([{"role": "user", "content": "?"}], "x", [1], {}, "rows.jsonl:1")], 9)
     assert failure.value.where == str(run / "model") and "chat_template.jinja" in failure.value.fix
-    ((score,),) = rewards_of([reward], [Answered("Once upon", " a time", [1], {}, "rows.jsonl:1")], 9)
+    ((score,),) = rewards_of([reward], [Rollout("Once upon", " a time", [1], {}, "rows.jsonl:1")], 9)
     assert isinstance(score, float)
 
 

@@ -21,8 +21,8 @@ from swiftlite.config.layout import Layout
 from swiftlite.models.kernels.half_products import half_layers, half_weights
 from swiftlite.models.sampling import answering, sample
 from swiftlite.seeds import key_digest
-from swiftlite.training.own_answers.speaker import Asked, Drawn
 from swiftlite.training.qat import gathered_in
+from swiftlite.training.rollouts.generator import Generation, Request
 from swiftlite.training.setup import Trainee, build_trainee
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from swiftlite.parallel.world import World
 
 
-def build_answerer(
+def build_model_generator(
     config: RunConfig,
     model_config: PretrainedConfig,
     trainee: Trainee,
     load: Callable[[], PreTrainedTokenizerBase],
     world: World,
     stops: Sequence[int],
-) -> Answerer:
+) -> ModelGenerator:
     """The model itself where nothing of it is divided, or with a copy beside it. stops: ids that end an answer."""
     copy = None
     if trainee.mesh.stored is not None:
@@ -49,10 +49,10 @@ def build_answerer(
         choice = replace(trainee.choice, layout=alone, offload=False, checkpointing="none")
         beside = world.within("answers"), alone, choice
         copy = build_trainee(config.model_copy(update=plain), model_config, None, load, *beside, evaluates=True)
-    return Answerer(trainee, copy, stops, config)
+    return ModelGenerator(trainee, copy, stops, config)
 
 
-class Answerer:
+class ModelGenerator:
     """A model with the weights that are being trained."""
 
     def __init__(self, trainee: Trainee, copy: Trainee | None, stops: Sequence[int], config: RunConfig) -> None:
@@ -60,41 +60,41 @@ class Answerer:
         self._trainee, self._copy, self._stops, self._config = trainee, copy, stops, config
         self._taken: int | None = None  # updates of the weights that the copy has
         self._as_written = config.compile and copy is None
-        self._speaker = copy or trainee
-        (self._part,) = self._speaker.divided.parts
+        self._generating = copy or trainee
+        (self._part,) = self._generating.divided.parts
 
     @property
     def pads(self) -> bool:
         """Whether prompts of several lengths can be answered together."""
-        return self._speaker.alone is None
+        return self._generating.alone is None
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """As of `Speaker`."""
+        """As of `Generator`."""
         if self._copy is not None and self._taken != self._trainee.updates:
             _take_over(self._trainee, self._copy)
             self._taken = self._trainee.updates
         layers = half_layers(self._part.scorer)
-        computing = self._speaker.precision.compute(self._speaker.mesh.device)
+        computing = self._generating.precision.compute(self._generating.mesh.device)
         # Each length of a row would be compiled: an answer has as many as tokens.
         as_written = torch.compiler.set_stance("force_eager") if self._as_written else nullcontext()
-        with answering(self._speaker.base, switch=self.pads), computing, half_weights(layers), as_written:
+        with answering(self._generating.base, switch=self.pads), computing, half_weights(layers), as_written:
             yield
 
-    def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
-        """As of `Speaker`, by numbers that are functions of the keys."""
-        for some in self._at_once(asked):
+    def generate(self, requests: Sequence[Request], temperature: float) -> Iterator[Generation]:
+        """As of `Generator`, by numbers that are functions of the keys."""
+        for some in self._at_once(requests):
             most = max(one.most for one in some)
             numbers = torch.from_numpy(np.stack([_uniform(most, *one.key) for one in some]))
-            prompts, base = [one.ids for one in some], self._speaker.base
+            prompts, base = [one.ids for one in some], self._generating.base
             found = sample(base, prompts, numbers, self._stops, temperature, once=self.pads)
-            yield from (Drawn(ids[: one.most]) for one, ids in zip(some, found, strict=True))
+            yield from (Generation(ids[: one.most]) for one, ids in zip(some, found, strict=True))
 
-    def _at_once(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
+    def _at_once(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Those that are answered together: of like length, or of one where nothing may be padded. The longest prompt
         with the longest answer is no longer than any prompt with its own may be."""
-        some: list[Asked] = []
-        for one in asked:
+        some: list[Request] = []
+        for one in requests:
             more = [*some, one]
             alike = not some or self.pads or len(some[0].ids) == len(one.ids)
             fits = max(len(each.ids) for each in more) + max(each.most for each in more) <= self._config.max_length

@@ -26,35 +26,35 @@ from swiftlite.ending import is_of_a_signal
 from swiftlite.errors import RunError, SwiftliteError, UserError
 from swiftlite.imports import import_package
 from swiftlite.own_code import VARIABLE, Code, ending_forks, find, load, setting_back
-from swiftlite.training.own_answers.known_rewards import ELSEWHERE, KNOWN, PACKAGES
+from swiftlite.training.rollouts.known_rewards import ELSEWHERE, KNOWN, PACKAGES
 
 if TYPE_CHECKING:
     from swiftlite.data.prepare import Asked
-    from swiftlite.training.own_answers.judges import Judge
-    from swiftlite.training.own_answers.tools import Talk
+    from swiftlite.training.rollouts.reward_models import RewardModelScorer
+    from swiftlite.training.rollouts.tools import Episode
 
 FLAG = "--reward"
-KNOWN_IN = "swiftlite.training.own_answers.known_rewards"
+KNOWN_IN = "swiftlite.training.rollouts.known_rewards"
 HOW = f"give {FLAG} FILE.py:NAME, PACKAGE.MODULE.NAME or a reward model, with *WEIGHT behind it if it is not 1"
 
 
 @dataclass(frozen=True)
 class Reward:
-    """name: of the function or model; weight: what its number counts; given: as `--reward` names it; judge: the
+    """name: of the function or model; weight: what its number counts; given: as `--reward` names it; model: the
     function, where it is a model that has to be loaded first."""
 
     name: str
     weight: float
     function: Callable[..., Sequence[float | None]]
     given: str
-    judge: Judge | None = None
+    model: RewardModelScorer | None = None
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One answer. prompt: messages, or the text it goes on from; text: without special tokens; ids: with what ended it;
-    columns: of the row; where: `file:line`; expected: what the row itself answers, if it does; talk: how it came about,
-    where the model could call tools."""
+class Rollout:
+    """A prompt and an answer. prompt: messages, or the text it goes on from; text: without special tokens; ids: with
+    what ended it; columns: of the row; where: `file:line`; expected: what the row itself answers, if it does; episode:
+    how it came about, where the model could call tools."""
 
     prompt: list[dict[str, Any]] | str
     text: str
@@ -63,32 +63,32 @@ class Answered:
     where: str
     expected: str | None = None
     logprobs: list[float] | None = None
-    talk: Talk | None = None
+    episode: Episode | None = None
 
     @property
     def completion(self) -> list[dict[str, Any]] | str:
         """As the prompt is."""
-        if self.talk is not None and self.talk.messages:
-            return self.talk.messages
+        if self.episode is not None and self.episode.messages:
+            return self.episode.messages
         return self.text if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.text}]
 
     @property
     def turns(self) -> dict[str, Any]:
         """As a file of answers has them, where tools were called."""
-        return {"messages": self.completion} if self.talk is not None and self.talk.rounds else {}
+        return {"messages": self.completion} if self.episode is not None and self.episode.rounds else {}
 
     @property
     def own(self) -> list[bool]:
         """Of each token, whether the model has drawn it: the others are what tools say."""
-        return [True] * len(self.ids) if self.talk is None else self.talk.own
+        return [True] * len(self.ids) if self.episode is None else self.episode.own
 
     @property
     def tokens(self) -> int:
         """That the model has drawn."""
         return sum(self.own)
 
-    def without_environment(self) -> Answered:
-        return self if self.talk is None else replace(self, talk=replace(self.talk, environment=None))
+    def without_environment(self) -> Rollout:
+        return self if self.episode is None else replace(self, episode=replace(self.episode, environment=None))
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def load_rewards(given: Sequence[str], method: str = SAMPLING[0]) -> list[Reward
     found = [_load(word) for word in given]
     names = [reward.name for reward in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        model = any(reward.judge is not None for reward in found if reward.name == twice)
+        model = any(reward.model is not None for reward in found if reward.name == twice)
         rename = "one of two folders by a link (ln -s FOLDER OTHER_NAME)" if model else "rename one of two functions"
         fix = f"metrics are called so: name it once, or {rename}"
         raise UserError(f"two of them are called {twice}", where=FLAG, fix=fix)
@@ -150,10 +150,10 @@ def _load(word: str) -> Reward:
     named, where = parse_reward(word), f"{FLAG} {word}"
     place, name = named.place, named.name
     if named.kind == "model":
-        from swiftlite.training.own_answers.judges import find_judge
+        from swiftlite.training.rollouts.reward_models import find_reward_model
 
-        judge = find_judge(place, where)
-        return Reward(name, named.weight, judge, word, judge)
+        model = find_reward_model(place, where)
+        return Reward(name, named.weight, model, word, model)
     if place == KNOWN_IN and name in PACKAGES:
         package, extra = PACKAGES[name]
         import_package(package, f"{FLAG} {name}", extra)
@@ -216,7 +216,7 @@ def _misfit(function: Callable[..., Any], asked: Asked, tools: Sequence[str]) ->
     return None
 
 
-def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered], limit: int) -> list[list[float]]:
+def rewards_of(rewards: Sequence[Reward], answers: Sequence[Rollout], limit: int) -> list[list[float]]:
     """What each function says of each answer, NaN where it says nothing, `[functions][answers]`. limit: tokens that an
     answer can have.
 
@@ -231,7 +231,7 @@ def rewards_of(rewards: Sequence[Reward], answers: Sequence[Answered], limit: in
         "completions": [answer.completion for answer in answers],
         "completion_ids": [answer.ids for answer in answers],
     }
-    environments = [None if answer.talk is None else answer.talk.environment for answer in answers]
+    environments = [None if answer.episode is None else answer.episode.environment for answer in answers]
     on_request = {EXPECTED: [answer.expected for answer in answers], LIMIT: limit, ENVIRONMENTS: environments}
     asked = [on_request.keys() & (_parameters(reward.function) or {}).keys() for reward in rewards]
     given = [{name: on_request[name] for name in names} | columns for names in asked]
@@ -253,7 +253,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return None
 
 
-def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Answered]) -> list[float]:
+def _asked(reward: Reward, columns: dict[str, list[Any]], answers: Sequence[Rollout]) -> list[float]:
     asked = f"for answers to {answers[0].where} and others"
     try:
         with ending_forks():

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swiftlite.config.methods import SAMPLING, answers
 from swiftlite.config.names import ADAPTER_CONFIG
-from swiftlite.config.own_answers import address
+from swiftlite.config.rollouts import address
 from swiftlite.errors import RunError, SwiftliteError, UserError, first_line
 from swiftlite.models.load import read_settings
 from swiftlite.seeds import key_digest
 from swiftlite.serving.engines import VLLM_RANKS, highest_rank, vllm_rank
-from swiftlite.training.own_answers.speaker import Asked, Drawn
+from swiftlite.training.rollouts.generator import Generation, Request
 
 if TYPE_CHECKING:
     import requests
@@ -101,18 +101,18 @@ class Server:
     def take(self, folder: Path, *, adapter: bool) -> None:
         """Answer by the weights in a folder from now on."""
         if adapter:
-            self.ask(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder)}, fix=SEEN)
+            self.post(LOAD_ADAPTER, {"lora_name": folder.name, "lora_path": str(folder)}, fix=SEEN)
             before, self._model = self._model, folder.name
             if before:
-                self.ask(UNLOAD_ADAPTER, {"lora_name": before}, also=(404,))  # one that was started anew lacks it
+                self.post(UNLOAD_ADAPTER, {"lora_name": before}, also=(404,))  # one that was started anew lacks it
             return
-        self.ask(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fix=SEEN)
+        self.post(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fix=SEEN)
         self._forget()
 
     def _forget(self) -> None:
         """Drop the keys and values that other weights have made of prompts, which a request in progress holds."""
         for _ in range(1 + AGAIN):
-            if b"false" not in self.ask(FORGET, {}).content:
+            if b"false" not in self.post(FORGET, {}).content:
                 return
             time.sleep(BETWEEN_SECONDS)
         raise RunError(
@@ -121,7 +121,7 @@ class Server:
             fix="let nobody else ask it during the run, and go on with --resume auto",
         )
 
-    def ask(
+    def post(
         self, path: str, body: dict[str, Any], *, fix: str = "look at what it says itself", also: Sequence[int] = ()
     ) -> requests.Response:
         """Its answer to a request, which is sent again where the server is busy or cannot be reached; but for adapters,
@@ -172,9 +172,9 @@ class Engine:
         """Every process says which adapter, if there is one, it asks for."""
         self._adapter = adapter
 
-    def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
+    def generate(self, requests: Sequence[Request], temperature: float) -> Iterator[Generation]:
         """Of each, in order. Those in a row that differ by the last part of their keys are one request."""
-        groups = _by_prompt(asked)
+        groups = _by_prompt(requests)
         numbers = [(self._rank + place) % len(self._servers) for place in range(len(groups))]
         parts = [
             partial(self._answers, number, group, temperature) for number, group in zip(numbers, groups, strict=True)
@@ -182,7 +182,7 @@ class Engine:
         for of_group in _each(parts):
             yield from of_group
 
-    def _answers(self, number: int, group: list[Asked], temperature: float) -> list[Drawn]:
+    def _answers(self, number: int, group: list[Request], temperature: float) -> list[Generation]:
         server, first = self._servers[number], group[0]
         body = self._request | {
             "model": self._adapter or self._bases[number],
@@ -192,10 +192,10 @@ class Engine:
             "temperature": temperature,
             "seed": int.from_bytes(key_digest("answers", *first.key[:-1], size=7), "little"),
         }
-        response = server.ask(COMPLETE, body)
+        response = server.post(COMPLETE, body)
         try:
             choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
-            found = [Drawn(list(one["token_ids"]), list(one["logprobs"]["token_logprobs"])) for one in choices]
+            found = [Generation(list(one["token_ids"]), list(one["logprobs"]["token_logprobs"])) for one in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(
                 "the engine does not tell the tokens of its answers",
@@ -205,9 +205,9 @@ class Engine:
         self._check(found, group, server.url + COMPLETE)
         return found
 
-    def _check(self, found: list[Drawn], asked: list[Asked], where: str) -> None:
+    def _check(self, found: list[Generation], requests: list[Request], where: str) -> None:
         """Raises RunError where answers are not what was asked for."""
-        count, longest, stops = len(asked), asked[0].most, self._request["stop_token_ids"]
+        count, longest, stops = len(requests), requests[0].most, self._request["stop_token_ids"]
         numbers = [number for one in found for number in one.logprobs]
         short = [len(one.ids) for one in found if len(one.ids) < longest and (not one.ids or one.ids[-1] not in stops)]
         if len(found) != count:
@@ -222,11 +222,11 @@ class Engine:
         raise RunError(f"the engine {why}", where=where, fix=f"{fix}, and go on with --resume auto")
 
 
-def _by_prompt(asked: Sequence[Asked]) -> list[list[Asked]]:
+def _by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
     """What one request asks for: answers to one prompt. Where a data set has a prompt twice, each begins anew: greedy
     answers are given one at a time."""
-    groups: list[list[Asked]] = []
-    for one in asked:
+    groups: list[list[Request]] = []
+    for one in requests:
         before = groups[-1][-1].key if groups else ()
         if before[:-1] != one.key[:-1] or before[-1] >= one.key[-1]:
             groups.append([])
@@ -316,7 +316,7 @@ def _scales_logprobs(server: Server, name: str) -> bool:
         "top_k": -1,
         "top_p": 1.0,
     }
-    found = [server.ask(COMPLETE, body | {"temperature": heat}).json() for heat in (1.0, 0.25)]
+    found = [server.post(COMPLETE, body | {"temperature": heat}).json() for heat in (1.0, 0.25)]
     one, other = (max(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()) for answer in found)
     return abs(one - other) > ALIKE
 

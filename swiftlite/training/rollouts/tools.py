@@ -16,7 +16,7 @@ from swiftlite.data.calls.reader import Message
 from swiftlite.data.calls.toolbox import Toolbox
 from swiftlite.data.tokens.own_tools import load_tools
 from swiftlite.data.tokens.stops import stop_tokens
-from swiftlite.training.own_answers.speaker import Asked, Drawn
+from swiftlite.training.rollouts.generator import Generation, Request
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Talk:
+class Episode:
     """An answer while it is given. asked: its prompt; knows_tools: which is a conversation that tells of them; ids:
-    what stands behind that; own: which of them the model drew; logprobs: as of `Drawn`, 0 of those that it did not
+    what stands behind that; own: which of them the model drew; logprobs: as of `Generation`, 0 of those that it did not
     draw; messages: the turns; rounds: how often it called tools; calls, failed: how many calls it made, and how many of
     these came to nothing; environment: of tools that are a class, its object; is_open: it goes on."""
 
-    asked: Asked
+    asked: Request
     knows_tools: bool
     ids: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
@@ -55,13 +55,13 @@ class Talk:
         count = sum(1 for _ in takewhile(bool, reversed(self.own)))
         return self.ids[len(self.ids) - count :]
 
-    def next(self) -> Asked:
+    def next(self) -> Request:
         """What the model is asked now."""
         if not self.rounds:
             return self.asked
-        return Asked([*self.asked.ids, *self.ids], (*self.asked.key, self.rounds, 0), self.asked.most - len(self.ids))
+        return Request([*self.asked.ids, *self.ids], (*self.asked.key, self.rounds, 0), self.asked.most - len(self.ids))
 
-    def take(self, drawn: Drawn) -> None:
+    def take(self, drawn: Generation) -> None:
         """What it has said."""
         self._append(drawn.ids, drawn.logprobs, own=True)
         self.is_open = False
@@ -80,57 +80,57 @@ class Talk:
             self.logprobs = [*(self.logprobs or []), *logprobs]
 
 
-class Caller:
+class ToolCaller:
     """Goes on with answers that call tools."""
 
     def __init__(self, toolbox: Toolbox, rounds: int) -> None:
         """rounds: how often an answer may call."""
         self._toolbox, self._rounds = toolbox, rounds
 
-    def begin(self, talk: Talk, columns: dict[str, Any], where: str) -> None:
+    def begin(self, episode: Episode, columns: dict[str, Any], where: str) -> None:
         """Before an answer. As of `Toolbox`."""
-        talk.environment = self._toolbox.begin(columns, where)
+        episode.environment = self._toolbox.begin(columns, where)
 
-    def answer(self, talks: Sequence[Talk]) -> None:
+    def answer(self, episodes: Sequence[Episode]) -> None:
         """Go on with what answers call, which have just said something: each that is done with is closed."""
-        asked = [(talk, calls) for talk in talks if (calls := self._calls(talk))]
-        results = self._toolbox.carry_out([(talk.environment, call) for talk, calls in asked for call in calls])
-        for talk, calls in asked:
+        asked = [(episode, calls) for episode in episodes if (calls := self._calls(episode))]
+        results = self._toolbox.carry_out([(episode.environment, call) for episode, calls in asked for call in calls])
+        for episode, calls in asked:
             said = [results.pop(0) for _ in calls]
-            talk.failed += sum(failed for _, failed in said)
-            self._tell(talk, calls, [text for text, _ in said])
+            episode.failed += sum(failed for _, failed in said)
+            self._tell(episode, calls, [text for text, _ in said])
 
-    def _calls(self, talk: Talk) -> list[Call]:
+    def _calls(self, episode: Episode) -> list[Call]:
         """What an answer calls now, after its last turn is written down."""
-        turn = self._toolbox.read(talk.last)
-        talk.messages.append(turn.message)
-        talk.calls += turn.unreadable
-        talk.failed += turn.unreadable
-        if talk.rounds == self._rounds:
+        turn = self._toolbox.read(episode.last)
+        episode.messages.append(turn.message)
+        episode.calls += turn.unreadable
+        episode.failed += turn.unreadable
+        if episode.rounds == self._rounds:
             return []
-        talk.calls += len(turn.calls)
+        episode.calls += len(turn.calls)
         return turn.calls
 
-    def _tell(self, talk: Talk, calls: Sequence[Call], results: Sequence[str]) -> None:
+    def _tell(self, episode: Episode, calls: Sequence[Call], results: Sequence[str]) -> None:
         """Write down what tools say, and behind it what opens the next turn."""
-        heard = self._toolbox.tell(calls, results, talk.ids[-1])
+        heard = self._toolbox.tell(calls, results, episode.ids[-1])
         if heard is None:
-            talk.failed += len(calls)
+            episode.failed += len(calls)
             return
-        talk.messages += heard.messages
-        talk.hear(heard.ids)
-        if not talk.is_open:  # whoever reads the last message reads what the model says
-            talk.messages.append({"role": "assistant", "content": ""})
+        episode.messages += heard.messages
+        episode.hear(heard.ids)
+        if not episode.is_open:  # whoever reads the last message reads what the model says
+            episode.messages.append({"role": "assistant", "content": ""})
 
 
 def check_tools(config: RunConfig, model_config: PretrainedConfig, load: LoadTokenizer) -> None:
     """Before the model loads. Raises UserError where tools cannot be had, or the chat template writes no calls."""
     if answers(config) and config.tools:
-        build_caller(config, load(), stop_tokens(model_config.get_text_config(), load()))
+        build_tool_caller(config, load(), stop_tokens(model_config.get_text_config(), load()))
 
 
-def build_caller(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> Caller | None:
+def build_tool_caller(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> ToolCaller | None:
     """None without tools. stops: ids that end an answer."""
     if not config.tools:
         return None
-    return Caller(Toolbox(load_tools(config.tools), tokenizer, config.template_date, stops), config.tool_rounds)
+    return ToolCaller(Toolbox(load_tools(config.tools), tokenizer, config.template_date, stops), config.tool_rounds)

@@ -31,11 +31,11 @@ from swiftlite.serving.evaluated import settle
 from swiftlite.training.best import best_in_words, forget_other_losses
 from swiftlite.training.evaluate import Evaluated
 from swiftlite.training.evaluation import Evaluation
-from swiftlite.training.own_answers.asking import Answers, Asker
-from swiftlite.training.own_answers.examination import Examiner
-from swiftlite.training.own_answers.rewards import Answered, Reward
-from swiftlite.training.own_answers.rollouts import Rollouts
 from swiftlite.training.progress import Progress
+from swiftlite.training.rollouts.evaluator import AnswerEvaluator
+from swiftlite.training.rollouts.policy_batches import PolicyBatches
+from swiftlite.training.rollouts.rewards import Reward, Rollout
+from swiftlite.training.rollouts.worker import RolloutGroup, RolloutWorker
 from swiftlite.verification.cases import vowels
 
 VOWELS = "swiftlite.verification.cases.vowels"
@@ -265,7 +265,7 @@ def test_a_memory_that_is_full_of_answers_is_told(tmp_path, tiny_model, write_ro
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("swiftlite.training.own_answers.answerer.sample", full)
+    monkeypatch.setattr("swiftlite.training.rollouts.model_generator.sample", full)
     values = in_sft(tmp_path, tiny_model, write_rows, chat_rows)
     grpo = {"output_dir": str(tmp_path / "own"), "samples": 2}
     for method, more, doing in (("sft", {}, "the evaluation"), ("grpo", grpo, "the answers of step 1")):
@@ -368,17 +368,17 @@ def test_a_reward_model_gives_no_answers(tmp_path, tiny_model):
     assert "grpo" in failure.value.fix
 
 
-class Said(Asker):
+class Said(RolloutWorker):
     """Whose answers are known."""
 
     def __init__(self, rewards):
         """rewards: `[prompts][functions][answers]`."""
         self._rewards = [Reward(name, weight, print, name) for name, weight in (("one", 1.0), ("two", 0.5))]
-        self._stops, self._known, self._speaker, self._tools = [2], rewards, SimpleNamespace(pads=True), None
+        self._stops, self._known, self._generator, self._tools = [2], rewards, SimpleNamespace(pads=True), None
 
     def __call__(self, prompts, draw):
-        answers = [Answered("?", "x", ids, {}, "rows.jsonl:1") for ids in ([5, 6, 2], [5])]
-        return [Answers(place, answers, self._known[place]) for place, _ in enumerate(prompts)]
+        answers = [Rollout("?", "x", ids, {}, "rows.jsonl:1") for ids in ([5, 6, 2], [5])]
+        return [RolloutGroup(place, answers, self._known[place]) for place, _ in enumerate(prompts)]
 
 
 def test_what_functions_print_is_no_part_of_the_json(tmp_path, capsys, tiny_model, write_rows, chat_rows):
@@ -412,14 +412,14 @@ def examined(examiner, batch):
 def test_what_no_function_says_counts_in_no_mean():
     nan, config = float("nan"), resolve_config("grpo", model="m", dataset=["d"], reward=["f"], eval_samples=2)
     batch = StepBatch(1, 0.0, [[Sequence([1], [False], "")], [Sequence([1], [False], "")]])
-    examine = Examiner(config, Said([[[1.0, nan], [2.0, nan]], [[nan, -3.0], [nan, nan]]]))
+    examine = AnswerEvaluator(config, Said([[[1.0, nan], [2.0, nan]], [[nan, -3.0], [nan, nan]]]))
     found = examined(examine, batch) + examined(examine, batch)
     assert examine.results(found) == {
         "reward": -0.5, "reward_best": -0.5, "rewards/one": -1.0, "rewards/two": 2.0, "answers/length": 2.0,
         "answers/cut": 0.5, "answers/unrewarded": 0.5,
     }  # fmt: skip
     assert found.loss == 0.5  # the less, the better
-    silent = Examiner(config, Said([[[nan, nan], [nan, nan]]]))
+    silent = AnswerEvaluator(config, Said([[[nan, nan], [nan, nan]]]))
     found = examined(silent, StepBatch(1, 0.0, batch.packs[:1]))
     assert silent.results(found)["reward"] is None and found.loss != found.loss  # no best one
     assert Evaluation().loss != Evaluation().loss
@@ -437,10 +437,12 @@ def test_answers_without_an_end_are_learnt_or_not(skips):
     nan = float("nan")
     batch = StepBatch(1, 0.0, [[Sequence(np.asarray([1]), np.asarray([False]), "")]] * 3)
     known = [[[1.0, 2.0], [nan, nan]], [[1.0, 0.0], [nan, nan]], [[1.0, 1.0], [nan, nan]]]
-    lessons = Rollouts(config, Said(known), [].append, no_others)(batch)
-    learnt = [[document.input_ids.tolist() for pack in lesson.packs for document in pack] for lesson in lessons]
+    minibatches = PolicyBatches(config, Said(known), [].append, no_others)(batch)
+    learnt = [
+        [document.input_ids.tolist() for pack in minibatch.packs for document in pack] for minibatch in minibatches
+    ]
     assert learnt == [[[1, 5, 6, 2]] * 2] if skips else [[[1, 5, 6, 2, 1, 5]] * 2]
-    assert (lessons[0].policy.answers, lessons[0].policy.tokens) == ((2, 6) if skips else (4, 8))
+    assert (minibatches[0].policy.answers, minibatches[0].policy.tokens) == ((2, 6) if skips else (4, 8))
 
 
 class SaidOf(Said):
@@ -465,10 +467,10 @@ def test_prompts_whose_answers_are_alike_are_asked_in_place_of(times, asked, lea
     batch = StepBatch(7, 1.0, [[document] for document in documents[:3]])
     config = resolve_config("grpo", model="m", dataset=["d"], reward=["f"], max_resample_times=times, packing=False)
     ask = SaidOf([[each, [nan, nan]] for each in rewards])
-    rollouts = Rollouts(config, ask, [].append, lambda _: iter(documents[3:]))
-    (lesson,) = rollouts(batch)
-    assert [int(document.input_ids[0]) for pack in lesson.packs for document in pack] == learnt
-    assert lesson.policy.answers == 6  # of as many prompts as the step has, whatever their answers teach
+    rollouts = PolicyBatches(config, ask, [].append, lambda _: iter(documents[3:]))
+    (minibatch,) = rollouts(batch)
+    assert [int(document.input_ids[0]) for pack in minibatch.packs for document in pack] == learnt
+    assert minibatch.policy.answers == 6  # of as many prompts as the step has, whatever their answers teach
     assert [key for keys in ask.keys for key in keys] == [(config.seed, 7, place) for place in range(asked)]
     assert rollouts.told.get("answers/resampled", 0) == asked - 3
     assert rollouts.told["answers/equal"] == pytest.approx((asked - len(learnt)) / asked)

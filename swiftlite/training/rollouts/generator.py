@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A prompt that is to be answered. ids: its tokens; key: what the answer's random numbers are a function of, of
     which the last part tells the answers to one prompt apart; most: tokens that the answer may have."""
 
@@ -19,7 +19,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Generation:
     """An answer. ids: with the token that ended it, if one did; logprobs: log p of each where it was drawn, None where
     that is by the weights that learn from it."""
 
@@ -27,7 +27,7 @@ class Drawn:
     logprobs: list[float] | None = None
 
 
-class Speaker(Protocol):
+class Generator(Protocol):
     """pads: whether documents of several lengths can share a row in the model that is trained."""
 
     @property
@@ -36,6 +36,6 @@ class Speaker(Protocol):
     def ready(self) -> AbstractContextManager[None]:
         """A context in which it answers as the weights are now. Every process enters it."""
 
-    def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
+    def generate(self, requests: Sequence[Request], temperature: float) -> Iterator[Generation]:
         """An answer to each, in order; the same prompt comes several times in a row. temperature: that logits are
         divided by, 0 for the likeliest token each time. Within `ready`."""

@@ -17,20 +17,20 @@ from swiftlite.checkpoint.shared import in_turn, nothing, to_write, write_togeth
 from swiftlite.errors import UserError
 from swiftlite.models.load import load_config_of
 from swiftlite.serving.engines import asks_more
-from swiftlite.training.own_answers.engine import in_background
-from swiftlite.training.own_answers.speaker import Asked, Drawn
+from swiftlite.training.rollouts.engine import in_background
+from swiftlite.training.rollouts.generator import Generation, Request
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
     from swiftlite.parallel.mesh import Patient
-    from swiftlite.training.own_answers.engine import Engine
+    from swiftlite.training.rollouts.engine import Engine
     from swiftlite.training.setup import Trainee
 
 FOLDER = "engine"  # of the output folder
 
 
-class FromEngine:
-    """A `Speaker` whose answers engines give."""
+class EngineGenerator:
+    """A `Generator` whose answers engines give."""
 
     def __init__(
         self, engine: Engine, config: RunConfig, trainee: Trainee, together: Patient, ending: ExitStack
@@ -48,19 +48,19 @@ class FromEngine:
         (self._name, *_) = together.collect(f"{run}-{uuid.uuid4().hex[:8]}")  # engines remember those of before
         self._taken: int | None = None  # updates of the weights that engines have
         self._folder: Path | None = None  # of those weights
-        self._foreseen: tuple[Sequence[Asked], Future[list[Drawn]]] | None = None
+        self._foreseen: tuple[Sequence[Request], Future[list[Generation]]] | None = None
         if together.rank == 0:
             _remove(self._parent, run)  # what a run that was killed has left
             ending.callback(_remove, self._parent, run)
 
     @property
     def pads(self) -> bool:
-        """As of `Speaker`."""
+        """As of `Generator`."""
         return self._trainee.alone is None
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """As of `Speaker`. What is being answered is so by the weights that it was asked of."""
+        """As of `Generator`. What is being answered is so by the weights that it was asked of."""
         if self._foreseen is not None:
             wait([self._foreseen[1]])
         if self._taken != self._trainee.updates:
@@ -68,16 +68,16 @@ class FromEngine:
             self._taken = self._trainee.updates
         yield
 
-    def answer(self, asked: Sequence[Asked], temperature: float) -> Iterator[Drawn]:
-        """As of `Speaker`, by random numbers of the engine's own, which are functions of the keys as well."""
-        if self._foreseen is None or self._foreseen[0] != asked:  # an evaluation asks others meanwhile
-            return self._engine.answer(asked, temperature)
+    def generate(self, requests: Sequence[Request], temperature: float) -> Iterator[Generation]:
+        """As of `Generator`, by random numbers of the engine's own, which are functions of the keys as well."""
+        if self._foreseen is None or self._foreseen[0] != requests:  # an evaluation asks others meanwhile
+            return self._engine.generate(requests, temperature)
         found, self._foreseen = self._foreseen[1], None
         return iter(found.result())
 
-    def foresee(self, asked: Sequence[Asked], temperature: float) -> None:
+    def foresee(self, requests: Sequence[Request], temperature: float) -> None:
         """Have answered, by the weights as they are now, what will be asked next. Within `ready`."""
-        self._foreseen = asked, in_background(lambda: list(self._engine.answer(asked, temperature)))
+        self._foreseen = requests, in_background(lambda: list(self._engine.generate(requests, temperature)))
 
     def _hand_over(self) -> None:
         trainee, leads = self._trainee, self._together.rank == 0

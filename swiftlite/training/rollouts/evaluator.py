@@ -12,7 +12,7 @@ from swiftlite.config.methods import examined_at
 from swiftlite.data.order import Sequence as Document
 from swiftlite.data.order import StepBatch
 from swiftlite.training.evaluation import Evaluation, MemoryErrors
-from swiftlite.training.own_answers.asking import Asker, Draw, of_calls, of_sets
+from swiftlite.training.rollouts.worker import RolloutWorker, SamplingOptions, of_calls, of_sets
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 CALLS = "calls", "failed calls"  # of tools
 
 
-class Examiner:
+class AnswerEvaluator:
     """Has prompts answered of which nothing is learnt."""
 
-    def __init__(self, config: RunConfig, ask: Asker, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, worker: RolloutWorker, tell: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
         """tell: gets the answers to each prompt."""
-        self._config, self._ask, self._tell = config, ask, tell
+        self._config, self._worker, self._tell = config, worker, tell
 
     def evaluate(self, batch: StepBatch, model: Divided, memory_errors: MemoryErrors, kind: str) -> Evaluation:
         """Its `loss` is the mean reward below zero, so that less of it is better, as of any other.
@@ -35,26 +37,26 @@ class Examiner:
         whichever prompts are beside it.
         """
         config = self._config
-        draw = Draw(config.eval_samples, examined_at(config), self._key)
+        options = SamplingOptions(config.eval_samples, examined_at(config), self._key)
         prompts = batch.documents
         with memory_errors("the evaluation", ()):
-            groups = self._ask(prompts, draw)
-        totals, answers = self._ask.totals(groups), [answer for group in groups for answer in group.answers]
+            groups = self._worker(prompts, options)
+        totals, answers = self._worker.totals(groups), [answer for group in groups for answer in group.answers]
         if self._tell is not None:
             for group, of_group in zip(groups, totals.tolist(), strict=True):
                 self._tell(group.told(of_group))
         sums = {
             "answers": len(answers),
             "length": sum(answer.tokens for answer in answers),
-            "cut": sum(map(self._ask.is_cut, answers)),
+            "cut": sum(map(self._worker.is_cut, answers)),
             "prompts": int((totals.count(axis=1) > 0).sum()),  # of which an answer is rewarded
             "best": float(totals.max(axis=1).filled(0.0).sum()),
             **_summed("reward", totals),
         }
-        if (calls := self._ask.calls(groups)) is not None:
+        if (calls := self._worker.calls(groups)) is not None:
             sums |= dict(zip(CALLS, calls, strict=True))
         of_each = {f"reward/{name}": totals[mask] for name, mask in of_sets(prompts, batch.data_sets).items()}
-        for kind, values in (of_each | self._ask.by_function(groups)).items():
+        for kind, values in (of_each | self._worker.by_function(groups)).items():
             sums |= _summed(kind, values)
         return Evaluation(-sums["reward"], sums["known reward"], Counter(sums))
 

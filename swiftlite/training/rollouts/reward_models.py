@@ -28,7 +28,7 @@ from swiftlite.models.sampling import padded
 from swiftlite.models.tuners import count_parameters
 from swiftlite.serving.load import answer_dtype, load_for_answers
 from swiftlite.serving.source import ModelSource, find_source
-from swiftlite.training.own_answers.rewards import FLAG, Reward, parse_reward
+from swiftlite.training.rollouts.rewards import FLAG, Reward, parse_reward
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
 
 
-class Judge:
+class RewardModelScorer:
     """Called as functions are, once it is loaded."""
 
     def __init__(self, source: ModelSource, config: PretrainedConfig) -> None:
@@ -98,10 +98,10 @@ class Judge:
         return self._model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()
 
 
-def notes_on_judges(rewards: Sequence[Reward], longest: int) -> Iterator[str]:
+def notes_on_reward_models(rewards: Sequence[Reward], longest: int) -> Iterator[str]:
     """On reward models that have no score for some answers. longest: tokens that a prompt may have with its answer."""
     for reward in rewards:
-        positions = None if reward.judge is None else reward.judge.positions
+        positions = None if reward.model is None else reward.model.positions
         if positions is not None and positions < longest:
             yield (
                 f"the reward model {reward.name} has {positions:,} positions, fewer than --max-length {longest:,}: "
@@ -109,7 +109,7 @@ def notes_on_judges(rewards: Sequence[Reward], longest: int) -> Iterator[str]:
             )
 
 
-def find_judge(name: str, where: str) -> Judge:
+def find_reward_model(name: str, where: str) -> RewardModelScorer:
     """The reward model of a run, a folder or the hub, without its weights. Raises UserError where it is none."""
     try:
         source = find_source(name, None, FLAG)
@@ -122,7 +122,7 @@ def find_judge(name: str, where: str) -> Judge:
     except UserError as error:
         fix = _other_folder(name) or error.fix
         raise UserError(f"of the reward model: {error.what}", where=error.where or where, fix=fix) from error
-    return Judge(source, config)
+    return RewardModelScorer(source, config)
 
 
 def _other_folder(name: str) -> str | None:
@@ -149,7 +149,7 @@ def _said(prompt: Any, completion: Any, tools: list[dict[str, Any]] | None) -> C
     return Chat([*prompt, *completion], [False] * len(prompt) + said, tools)
 
 
-def bytes_of_judges(config: RunConfig, device: torch.device) -> int:
+def bytes_of_reward_models(config: RunConfig, device: torch.device) -> int:
     """Of the reward models that each process has. Raises UserError."""
     named = [(word, parse_reward(word)) for word in config.reward]
     models = [(one.place, f"{FLAG} {word}") for word, one in named if one.kind == "model"]
@@ -159,4 +159,4 @@ def bytes_of_judges(config: RunConfig, device: torch.device) -> int:
 @cache
 def _weight_bytes(name: str, where: str, precision: str, device: torch.device) -> int:
     """Found once: a run counts its memory for the model, the copy that answers, and what lies beside them."""
-    return find_judge(name, where).weight_bytes(precision, device)
+    return find_reward_model(name, where).weight_bytes(precision, device)

@@ -22,8 +22,8 @@ from swiftlite.data.order import Sequence as Document
 from swiftlite.data.packing import best_fit_decreasing
 from swiftlite.data.tokens.preference_tokens import Group, Preference
 from swiftlite.objectives.policy import Policy
-from swiftlite.training.own_answers.asking import Answers, Asker, Draw, of_calls, of_sets
-from swiftlite.training.own_answers.rewards import Answered
+from swiftlite.training.rollouts.rewards import Rollout
+from swiftlite.training.rollouts.worker import RolloutGroup, RolloutWorker, SamplingOptions, of_calls, of_sets
 
 if TYPE_CHECKING:
     from swiftlite.config.schema import RunConfig
@@ -32,29 +32,29 @@ LEAST_SPREAD = 1e-4  # added to what rewards are divided by, as in the paper's i
 
 
 @dataclass(frozen=True)
-class Lesson(StepBatch):
+class PolicyBatch(StepBatch):
     """Answers that an update learns from. policy: what the loss has to know of them."""
 
     policy: Policy
 
 
-class Rollouts:
-    """Answers each step's prompts."""
+class PolicyBatches:
+    """Makes minibatches of each step's prompts."""
 
     def __init__(
         self,
         config: RunConfig,
-        ask: Asker,
+        worker: RolloutWorker,
         tell: Callable[[dict[str, Any]], None],
         others: Callable[[StepBatch], Iterator[Document]],
     ) -> None:
         """tell: gets a row of answers.jsonl each step; others: prompts that may take the place of a step's."""
-        self._config, self._ask, self._tell, self._others = config, ask, tell, others
+        self._config, self._worker, self._tell, self._others = config, worker, tell, others
         self.told: dict[str, float | None] = {}
 
-    def __call__(self, batch: StepBatch, following: StepBatch | None = None) -> list[Lesson]:
-        """The same step with answers in place of its prompts, divided by updates. `told` says of them what metrics are
-        to have. following: the next step, whose prompts an engine begins to answer meanwhile.
+    def __call__(self, batch: StepBatch, following: StepBatch | None = None) -> list[PolicyBatch]:
+        """The same step with answers in place of its prompts, in as many parts as it has updates. `told` says of them
+        what metrics are to have. following: the next step, whose prompts an engine begins to answer meanwhile.
 
         An answer without an advantage has nothing to teach and is left out, unless the model is held to a reference, or
         a teacher tells of it; `--cut-answers skip` leaves out those without an end. A step in which none is left keeps
@@ -63,17 +63,17 @@ class Rollouts:
         config, began = self._config, time.perf_counter()
         prompts, groups = self._asked(batch)
         if following is not None:
-            self._ask.foresee(following.documents, self._draw(following, 0))
+            self._worker.foresee(following.documents, self._options(following, 0))
         seconds = time.perf_counter() - began
-        totals = self._ask.totals(groups)
+        totals = self._worker.totals(groups)
         equal, wanted = _equal(totals), sum(map(len, batch.packs))
         advantages = self._advantages(totals, equal)
         answers = [answer for group in groups for answer in group.answers]
         self.told = self._of_rewards(totals, equal, groups, of_sets(prompts, batch.data_sets)) if config.reward else {}
         self.told |= {
             "answers/length": sum(answer.tokens for answer in answers) / len(answers),
-            "answers/cut": sum(map(self._ask.is_cut, answers)) / len(answers),
-            **of_calls(self._ask.calls(groups), len(answers)),
+            "answers/cut": sum(map(self._worker.is_cut, answers)) / len(answers),
+            **of_calls(self._worker.calls(groups), len(answers)),
             "sampling_seconds": round(seconds, 6),
         }
         if config.max_resample_times:
@@ -81,36 +81,42 @@ class Rollouts:
         self._tell({"step": batch.step} | groups[0].told(totals[0].tolist()))
         kept = np.sort(np.argsort(equal, kind="stable")[:wanted])
         parts = np.array_split(kept, min(config.minibatches, wanted))
-        lessons = [self._lesson(batch, prompts, [groups[i] for i in part], advantages[part]) for part in parts]
-        untaught = replace(lessons[0], packs=[[_untaught(prompts[0], groups[0].answers[0])]])
-        return [lesson for lesson in lessons if lesson.packs] or [untaught]
+        minibatches = [
+            self._policy_batch(batch, prompts, [groups[i] for i in part], advantages[part]) for part in parts
+        ]
+        untaught = replace(minibatches[0], packs=[[_untaught(prompts[0], groups[0].answers[0])]])
+        return [minibatch for minibatch in minibatches if minibatch.packs] or [untaught]
 
-    def _asked(self, batch: StepBatch) -> tuple[list[Document], list[Answers]]:
+    def _asked(self, batch: StepBatch) -> tuple[list[Document], list[RolloutGroup]]:
         """(the step's prompts, and behind them those asked in place of the ones whose answers all have one reward; the
         answers to each). Source: dynamic sampling in DAPO, arXiv 2503.14476, section 3.2."""
         config, others = self._config, self._others(batch)
         prompts = batch.documents
-        groups, wanted = self._drawn(batch, prompts, 0), len(prompts)
+        groups, wanted = self._rollouts(batch, prompts, 0), len(prompts)
         for _ in range(config.max_resample_times if config.reward else 0):
-            missing = wanted - int((~_equal(self._ask.totals(groups))).sum())
+            missing = wanted - int((~_equal(self._worker.totals(groups))).sum())
             more = list(islice(others, missing))
             if not more:
                 break
-            groups += self._drawn(batch, more, len(prompts))
+            groups += self._rollouts(batch, more, len(prompts))
             prompts += more
         return prompts, groups
 
-    def _drawn(self, batch: StepBatch, prompts: list[Document], first: int) -> list[Answers]:
+    def _rollouts(self, batch: StepBatch, prompts: list[Document], first: int) -> list[RolloutGroup]:
         """The answers to prompts whose places in the step begin at `first`."""
-        return [replace(group, place=first + group.place) for group in self._ask(prompts, self._draw(batch, first))]
+        return [
+            replace(group, place=first + group.place) for group in self._worker(prompts, self._options(batch, first))
+        ]
 
-    def _draw(self, batch: StepBatch, first: int) -> Draw:
+    def _options(self, batch: StepBatch, first: int) -> SamplingOptions:
         config = self._config
-        return Draw(config.samples, config.temperature, lambda _, place: (config.seed, batch.step, first + place))
+        return SamplingOptions(
+            config.samples, config.temperature, lambda _, place: (config.seed, batch.step, first + place)
+        )
 
-    def _lesson(
-        self, batch: StepBatch, prompts: list[Document], groups: list[Answers], advantages: np.ndarray
-    ) -> Lesson:
+    def _policy_batch(
+        self, batch: StepBatch, prompts: list[Document], groups: list[RolloutGroup], advantages: np.ndarray
+    ) -> PolicyBatch:
         """Without packs where nothing is to be learnt from these groups."""
         config = self._config
         documents = [
@@ -129,7 +135,7 @@ class Rollouts:
             clip=clip_range(config) if learns_again(config) else None,
             cap=config.engine_ratio_cap if config.engine_url else None,
         )
-        return Lesson(batch.step, batch.epoch, self._packs(documents), policy)
+        return PolicyBatch(batch.step, batch.epoch, self._packs(documents), policy)
 
     def _advantages(self, rewards: np.ma.MaskedArray, equal: np.ndarray) -> np.ndarray:
         """fp64 `[prompts, answers]`, 0 for an answer that no function rewards, which the others are not compared with.
@@ -139,11 +145,11 @@ class Rollouts:
             found /= rewards.std(axis=1, ddof=1, keepdims=True) + LEAST_SPREAD
         return np.where(equal[:, None], 0.0, found.filled(0.0))
 
-    def _documents(self, prompt: Document, group: Answers, advantages: list[float]) -> Iterator[Document]:
+    def _documents(self, prompt: Document, group: RolloutGroup, advantages: list[float]) -> Iterator[Document]:
         """A prompt with the answers that have something to teach: as many behind one prompt as a pack may hold, or each
         behind its own."""
-        shares, limit = self._config.share_prompt and self._ask.pads, self._config.max_length
-        some: list[tuple[Answered, float]] = []
+        shares, limit = self._config.share_prompt and self._worker.pads, self._config.max_length
+        some: list[tuple[Rollout, float]] = []
         size = len(prompt.input_ids) - 1
         for answer, advantage in zip(group.answers, advantages, strict=True):
             if self._skips(answer) or not (advantage or self._config.beta or self._config.teacher):
@@ -156,8 +162,8 @@ class Rollouts:
         if some:
             yield _document(prompt, some)
 
-    def _skips(self, answer: Answered) -> bool:
-        return self._config.cut_answers == "skip" and self._ask.is_cut(answer)
+    def _skips(self, answer: Rollout) -> bool:
+        return self._config.cut_answers == "skip" and self._worker.is_cut(answer)
 
     def _packs(self, documents: list[Document]) -> list[Pack]:
         if not self._config.packing:
@@ -166,21 +172,21 @@ class Rollouts:
         return [[documents[i] for i in pack] for pack in best_fit_decreasing(lengths, self._config.max_length)]
 
     def _of_rewards(
-        self, totals: np.ma.MaskedArray, equal: np.ndarray, groups: list[Answers], masks: dict[str, np.ndarray]
+        self, totals: np.ma.MaskedArray, equal: np.ndarray, groups: list[RolloutGroup], masks: dict[str, np.ndarray]
     ) -> dict[str, float | None]:
         """What metrics have of the answers of a step. masks: of `of_sets`."""
         return {
             "reward": _known(totals.mean()),
             "reward_std": _known(totals.std(axis=1).mean()),
             **{f"reward/{name}": _mean(totals[mask].compressed()) for name, mask in masks.items()},
-            **{kind: _mean(values.compressed()) for kind, values in self._ask.by_function(groups).items()},
+            **{kind: _mean(values.compressed()) for kind, values in self._worker.by_function(groups).items()},
             "answers/equal": float(equal.mean()),
             "answers/unrewarded": float(np.ma.getmaskarray(totals).mean()),
         }
 
 
 def _equal(totals: np.ma.MaskedArray) -> np.ndarray:
-    """Whether the answers to a prompt all have one reward, bool `[prompts]`. totals: of `Asker.totals`."""
+    """Whether the answers to a prompt all have one reward, bool `[prompts]`. totals: of `RolloutWorker.totals`."""
     return np.ma.ptp(totals, axis=1).filled(0.0) == 0
 
 
@@ -193,7 +199,7 @@ def _mean(known: np.ndarray) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _document(prompt: Document, answers: list[tuple[Answered, float]]) -> Document:
+def _document(prompt: Document, answers: list[tuple[Rollout, float]]) -> Document:
     """A prompt with some answers and their advantages, laid out as `Group` says; with one as any document."""
     count, (opening, last) = len(prompt.input_ids), np.split(prompt.input_ids, [-1])
     parts = [np.concatenate([last, np.asarray(answer.ids, dtype=np.int32)]) for answer, _ in answers]
@@ -208,7 +214,7 @@ def _document(prompt: Document, answers: list[tuple[Answered, float]]) -> Docume
     return Document(ids, trained, prompt.where, layout, drawn=drawn)
 
 
-def _untaught(prompt: Document, answer: Answered) -> Document:
+def _untaught(prompt: Document, answer: Rollout) -> Document:
     """With nothing to learn in it."""
     document = _document(prompt, [(answer, 0.0)])
     return replace(document, trained=np.zeros_like(document.trained))
