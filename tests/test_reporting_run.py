@@ -18,6 +18,7 @@ from swiftlite.errors import RunError, UserError
 from swiftlite.reporting.display import PlainDisplay, open_display
 from swiftlite.reporting.files import read_run_state, write_run_state
 from swiftlite.reporting.run import RunReporter
+from swiftlite.reporting.trackers import open_trackers
 
 
 def config(**changes):
@@ -383,6 +384,91 @@ def test_a_tracker_knows_how_the_run_ended(tmp_path, fake_wandb, monkeypatch, er
 
     assert wandb.calls[0][1]["project"] == "theirs" and wandb.calls[-1] == ("finish", how)
     assert "warning: wandb may lack the last steps: gone" in stream.getvalue().splitlines()
+
+
+FAKE_MLFLOW = """
+import types
+experiments, runs = {}, {}
+class MlflowClient:
+    def get_experiment_by_name(self, name):
+        return types.SimpleNamespace(experiment_id=experiments[name]) if name in experiments else None
+    def create_experiment(self, name):
+        experiments[name] = str(len(experiments))
+        return experiments[name]
+    def search_runs(self, experiment_ids, filter_string, max_results):
+        tag, _, value = filter_string.removeprefix("tags.").partition(" = ")
+        found = [key for key, run in runs.items() if run["tags"].get(tag) == value.strip("'")]
+        return [types.SimpleNamespace(info=types.SimpleNamespace(run_id=key)) for key in found]
+    def create_run(self, experiment, run_name, tags):
+        key = f"r{len(runs)}"
+        runs[key] = {"in": experiment, "name": run_name, "tags": tags, "params": {}, "rows": {}, "status": "RUNNING"}
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=key))
+    def update_run(self, key, status):
+        runs[key]["status"] = status
+    def set_terminated(self, key, status):
+        runs[key]["status"] = status
+    def log_batch(self, key, metrics=(), params=()):
+        assert len(params) <= 100 and not {one.key for one in params} & runs[key]["params"].keys()
+        runs[key]["params"].update({one.key: one.value for one in params})
+        for one in metrics:
+            runs[key]["rows"].setdefault(one.step, {})[one.key] = one.value
+        if any(one.step == 7 for one in metrics):
+            raise ConnectionError("gone")
+"""
+FAKE_ENTITIES = """
+from collections import namedtuple
+Metric, Param = namedtuple("Metric", "key value timestamp step"), namedtuple("Param", "key value")
+"""
+
+
+@pytest.fixture
+def fake_mlflow(tmp_path, monkeypatch):
+    folder = tmp_path / "packages" / "mlflow"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(FAKE_MLFLOW)
+    (folder / "entities.py").write_text(FAKE_ENTITIES)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    for name in ("mlflow", "mlflow.entities"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield
+    for name in ("mlflow", "mlflow.entities"):
+        sys.modules.pop(name, None)
+
+
+def test_a_continued_run_is_one_of_mlflow(tmp_path, fake_mlflow, monkeypatch):
+    for start, stop, error, status in ((0, 4, RunError("no"), "FAILED"), (3, 6, None, "FINISHED")):
+        with (
+            suppress(RunError),
+            RunReporter(config(report_to=["mlflow"], run_name="mine"), tmp_path / "out", io.StringIO()) as reporter,
+        ):
+            reporter.start(6, FACTS, start_step=start)
+            for step in range(start + 1, stop + 1):
+                reporter.log(row(step) | {"eval_loss/a*2.jsonl": 1.5})
+            if error:
+                raise error
+            reporter.finish(tmp_path / "out" / "model")
+        import mlflow
+
+        (run,) = mlflow.runs.values()
+        assert run["status"] == status
+    assert run["name"] == "mine" and mlflow.experiments == {"swiftlite": run["in"]}
+    assert sorted(run["rows"]) == [1, 2, 3, 4, 5, 6]
+    assert run["rows"][6]["loss"] == pytest.approx(row(6)["loss"]) and run["rows"][6]["eval_loss/a_2.jsonl"] == 1.5
+    assert run["params"] == {"model": "m", "learning_rate": "0.0001"}
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    stream = io.StringIO()
+    with RunReporter(config(report_to=["mlflow"]), tmp_path / "other", stream) as reporter:
+        reporter.start(9, FACTS)
+        for step in range(1, 10):
+            reporter.log(row(step))
+        reporter.finish(tmp_path / "other" / "model")
+    assert "theirs" in mlflow.experiments and len(mlflow.runs) == 2
+    assert ": gone" in next(line for line in stream.getvalue().splitlines() if line.startswith("warning: mlflow "))
+    settings = {f"key{number}": "x" * 7000 for number in range(250)}
+    (tracker,) = open_trackers(["mlflow"], tmp_path, "r", "id", 0, settings).values()
+    tracker.close("ended by a signal")
+    *_, last = mlflow.runs.values()
+    assert last["status"] == "KILLED" and last["params"] == {key: "x" * 6000 for key in settings}
 
 
 def test_tensorboard_holds_the_rows_once(tmp_path):

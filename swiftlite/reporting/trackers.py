@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -99,6 +104,84 @@ def _ending(package: str, words: str) -> dict[str, Any]:
     return {"state": state, "error": words} if package == "swanlab" else {}
 
 
+class MLflow:
+    """A run of MLflow, which a run that is continued finds again by its tag. Numbers travel while the next steps are
+    computed.
+
+    Source: https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
+    """
+
+    TAG = "swiftlite_run"
+    MOST_PARAMS, LONGEST_PARAM = 100, 6000  # in a request; characters
+    MOST_WAITING = 100  # rows that have not arrived yet
+    FEW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3"  # 14 s at the start, in which nobody sees what is waited for
+    NOT_IN_NAMES = re.compile(r"[^\w\-. /:]")
+
+    def __init__(self, output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> None:
+        from mlflow import MlflowClient
+
+        self._client, self._sent = MlflowClient(), deque[Future[None]]()
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
+        with _variable(*self.FEW_RETRIES):
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment()
+            before = self._client.search_runs([experiment], f"tags.{self.TAG} = '{run_id}'", max_results=1)
+        if before:
+            self._run = before[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(experiment, run_name=run_name, tags={self.TAG: run_id}).info.run_id
+        self._tell_settings(settings)
+
+    def _experiment(self) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        found = self._client.get_experiment_by_name(name)
+        return self._client.create_experiment(name) if found is None else found.experiment_id
+
+    def _tell_settings(self, settings: dict[str, Any]) -> None:
+        """Once: MLflow takes no other value for one that it has."""
+        from mlflow.entities import Param
+
+        rest = iter(Param(key, str(value)[: self.LONGEST_PARAM]) for key, value in settings.items())
+        while some := list(itertools.islice(rest, self.MOST_PARAMS)):
+            self._client.log_batch(self._run, params=some)
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        numbers = [Metric(self.NOT_IN_NAMES.sub("_", key), value, now, step) for key, value in row.items()]
+        self._sent.append(self._sender.submit(self._client.log_batch, self._run, metrics=numbers))
+        self._arrived(self.MOST_WAITING)
+
+    def close(self, unfinished: str | None = None) -> None:
+        state = "FINISHED"
+        if unfinished:
+            state = "FAILED" if unfinished.startswith("failed") else "KILLED"
+        try:
+            self._arrived(0)
+        finally:
+            self._sender.shutdown(cancel_futures=True)
+            self._client.set_terminated(self._run, state)
+
+    def _arrived(self, waiting: int) -> None:
+        """Until no more rows are waiting. Raises what MLflow says of those that are through."""
+        while self._sent and (self._sent[0].done() or len(self._sent) > waiting):
+            self._sent.popleft().result()
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable that others read, where the user has not said otherwise."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 def _open_wandb(output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> Tracker:
     return RunTracker("wandb", name=run_name, id=run_id, resume="allow", dir=str(output), config=settings)
 
@@ -116,12 +199,14 @@ def _open_trackio(output: Path, run_name: str, run_id: str, start_step: int, set
 
 OPENERS: dict[str, Callable[[Path, str, str, int, dict[str, Any]], Tracker]] = {
     "tensorboard": TensorBoard,
+    "mlflow": MLflow,
     "wandb": _open_wandb,
     "swanlab": _open_swanlab,
     "trackio": _open_trackio,
 }
 FIXES = {
     "tensorboard": "see that --output-dir can be written",
+    "mlflow": "see that MLFLOW_TRACKING_URI names a server or folder that can be reached",
     "wandb": "run `wandb login`, or set WANDB_MODE=offline",
     "swanlab": "run `swanlab login`, or set SWANLAB_MODE=offline",
     "trackio": "see that trackio's folder (TRACKIO_DIR) can be written",

@@ -8,7 +8,7 @@ from swiftlite.config import types
 from swiftlite.config.setting import CHECKPOINTS, LOGGING, flag
 from swiftlite.config.types import Count, Every, EveryOrNever, OptionalEvery, OptionalText, Size, Spelling, ToList
 
-Tracker = Annotated[Literal["tensorboard", "wandb", "swanlab", "trackio"], Spelling()]
+Tracker = Annotated[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], Spelling()]
 
 
 class OutputSettings(BaseModel):
@@ -61,7 +61,10 @@ class OutputSettings(BaseModel):
     )  # fmt: skip
     eval_on_start: bool = flag(False, LOGGING, "Evaluate before the first step too, as step 0.", "val_before_train")
     report_to: Annotated[list[Tracker], ToList] = flag(
-        [], LOGGING, "Trackers to report to: in project `swiftlite`, or WANDB_PROJECT, SWANLAB_PROJ_NAME.", shown="none"
+        [],
+        LOGGING,
+        "Trackers to report to: in project `swiftlite`, or WANDB_PROJECT, SWANLAB_PROJ_NAME, MLFLOW_EXPERIMENT_NAME.",
+        shown="none",
     )
     run_name: OptionalText = flag(
         None, LOGGING, "Name of the run in trackers.", shown="the output folder's", metavar="NAME"
