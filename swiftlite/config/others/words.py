@@ -250,7 +250,8 @@ BEGINNINGS: tuple[tuple[str, str], ...] = (
     ("vit|aligner", _VISION),
     ("export", "use `swiftlite export` after training, which merges, rounds to 8 or 4 bits and checks the result"),
     ("wandb", _WANDB),
-    ("trackio|swanlab|mlflow|comet", "write {report_to: trackio} or another; its own variables say the rest"),
+    ("mlflow", "write {report_to: mlflow}, with {run_name}; the environment has MLFLOW_TRACKING_URI"),
+    ("trackio|swanlab|comet", "write {report_to: trackio} or another; its own variables say the rest"),
 )
 
 # setting -> (a pattern of words that others have for its value, what to write instead)
