@@ -23,6 +23,7 @@ from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import dump_config
 from swiftlite.data import windows
 from swiftlite.data.build import build_entry
+from swiftlite.data.prepare import prepare_data
 from swiftlite.data.rows import readers
 from swiftlite.data.rows.formats import FORMATS, read_row
 from swiftlite.data.rows.forms import BadRow
@@ -241,6 +242,21 @@ def test_names_that_no_file_can_have(tmp_path, name):
             use(name)
     with pytest.raises(UserError):
         raise missing_file(parse_spec(f"./{name}.jsonl"))
+
+
+def test_files_of_a_folder_may_have_names_that_are_no_utf8(tmp_path, tokenizer):
+    """As archives of older systems have them. A bad row is told with its file, now and out of the cache."""
+    for name, text in ((b"caf\xe9.jsonl", "{}\n"), (b"caf\xe9.jsonl.lz4", "")):
+        with open(os.fsencode(tmp_path) + b"/" + name, "w") as file:
+            file.write(text)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": [USER, ANSWER]}) + "\n")
+    model = tmp_path.parent / f"{tmp_path.name}-model"
+    tokenizer.save_pretrained(model)
+    config = resolve_config("sft", model=str(model), dataset=[str(tmp_path)], on_bad_row="skip", cache_dir=str(model))
+    for _ in range(2):
+        prepared = prepare_data(config, lambda: tokenizer)
+        assert [row["file"] for row in prepared.rejected] == [f"{tmp_path}/caf\\xe9.jsonl"]
+    assert prepared.audit["unread_files"] == [f"{tmp_path}/caf\\xe9.jsonl.lz4"]
 
 
 def test_a_name_that_begins_as_a_home_folder_does_is_told_as_that(tmp_path, monkeypatch):

@@ -204,7 +204,12 @@ def as_data_file(path: Path) -> DataFile | None:
     last = path.suffix.lower()
     compressed = last if last in COMPRESSED else ""
     kind = KINDS.get(Path(path.stem).suffix.lower() if compressed else last)
-    return None if kind is None else DataFile(label=str(path), kind=kind, path=path, compressed=compressed)
+    return None if kind is None else DataFile(label=_told(path), kind=kind, path=path, compressed=compressed)
+
+
+def _told(path: Path) -> str:
+    """The path as text that every file can hold: names may be bytes that are no UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -291,7 +296,7 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
             raise UserError(
                 "the file is a link that leaves the data folder", where=file.label, fix="name the file itself"
             )
-    return [file for _, file in files], [str(path) for path in sorted(unread)]
+    return [file for _, file in files], [_told(path) for path in sorted(unread)]
 
 
 def _marks_no_data(path: Path) -> bool:
