@@ -229,6 +229,32 @@ def test_files_of_a_folder_that_are_not_read_are_told(tmp_path):
     assert losses_in_words(rows | {"unread_files": [*unread, "z"]}).startswith("4 files may hold rows and are not read")
 
 
+def test_links_of_a_folder_that_are_not_followed_are_told(tmp_path):
+    """Rows would be missing that whoever looks into the folder takes to be there."""
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (data / "sub", elsewhere, data / "run/checkpoints/step-1"):
+        folder.mkdir(parents=True)
+    for path in (data / "a.jsonl", elsewhere / "b.jsonl", elsewhere / "dataset_info.json"):
+        write_jsonl(path)
+    (data / "run/model.safetensors").touch()
+    for name, target in {"more": elsewhere, "sub/gone.jsonl": tmp_path / "nowhere", "same.jsonl": data / "a.jsonl",
+                         "run/checkpoints/latest": data / "run/checkpoints/step-1"}.items():  # fmt: skip
+        (data / name).symlink_to(target)
+    (data / "state.json").symlink_to(data / "a.jsonl")
+    (tmp_path / "link").symlink_to(data)
+    for folder in (data, tmp_path / "link"):
+        source = resolve(parse_spec(str(folder)))
+        assert [file.path.name for file in source.files] == ["a.jsonl", "same.jsonl"]
+        assert source.unread == tuple(str(folder / name) for name in ("more", "run", "sub/gone.jsonl"))
+
+
+def test_a_file_that_no_split_of_a_folder_reads_is_told_once(tmp_path):
+    for name in ("train.jsonl", "test.jsonl", "more.zip"):
+        write_jsonl(tmp_path / name)
+    splits = [resolve(parse_spec(f"{tmp_path}@{split}")) for split in ("train", "test")]
+    assert unread_files(splits) == {"unread_files": [str(tmp_path / "more.zip")]}
+
+
 def test_files_of_no_split_are_told_where_a_split_is_read(tmp_path):
     for name in ("train/a.jsonl", "test/a.jsonl", "extra.jsonl", "more/part-0.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

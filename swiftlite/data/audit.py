@@ -54,8 +54,8 @@ def build_audit(
     such rows, and those that are evaluated, are among `dropped`. `trained_on`: rows to evaluate that are trained on.
     `questions`: the evaluation rows as prompts that the model answers, where functions judge its answers; `no_prompt`
     of those that are held out cannot be asked, which may be because they are too long.
-    `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read, or
-    folders of runs and of models.
+    `held_out` rows went to the evaluation set; `unread_files` are of another type than those that are read, links to
+    folders or to nothing, or folders of runs and of models.
     """
     parts = plan.describe_parts()
     datasets = {
@@ -94,8 +94,8 @@ def questions_section(entries: list[Entry], plan: BatchPlan, held_out: int | Non
 
 def unread_files(sources: list[Source]) -> dict[str, list[str]]:
     """The files of data folders that may hold rows and are not read, where there are any."""
-    unread = [name for source in sources for name in source.unread]
-    return {"unread_files": unread} if unread else {}
+    unread = dict.fromkeys(name for source in sources for name in source.unread)  # two may be splits of one folder
+    return {"unread_files": list(unread)} if unread else {}
 
 
 def unused_columns(counts: Iterable[Mapping[str, int]]) -> dict[str, dict[str, int]]:

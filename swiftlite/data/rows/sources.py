@@ -265,17 +265,21 @@ def _folder_files(spec: DatasetSpec, method: str) -> tuple[list[DataFile], list[
 
     The split of a file is told by its folders and its name, as on the hub (`train-00000.parquet`, `test/a.jsonl`).
     Without `@SPLIT` a folder that has a `train` split and another gives that one, any other folder gives everything.
-    What runs have written into folders of their own there is no data, and no model is.
+    What runs have written into folders of their own there is no data, and no model is. Links to folders, or to nothing,
+    are not followed.
     """
     if spec.subset == "..":
         raise UserError("the subset leaves the folder", where=spec.given, fix=f"give {GRAMMAR}")
     root = spec.path / spec.subset if spec.subset else spec.path
-    found = sorted(path for path in _below(root) if path.is_file() and path.name not in SIDE_FILES)
+    inside = _below(root)
+    found = sorted(path for path in inside if path.is_file() and path.name not in SIDE_FILES)
     no_data = {path.parent for path in found if path.parent != root and _marks_no_data(path)}
     found = [path for path in found if no_data.isdisjoint(path.parents)]
     aside = {path for path in found if any(part.startswith("_") for part in path.relative_to(root).parts)}
     files = [(path.relative_to(root), file) for path in found if path not in aside and (file := as_data_file(path))]
     unread = [path for path in found if _may_hold_rows(path) and (path in aside or not as_data_file(path))]
+    links = [path for path in inside[1:] if path.is_symlink() and not path.is_file()]
+    unread += [path for path in links if no_data.isdisjoint(path.parents)]
     files, others = _of_split(files, spec.split)
     files, notes = _without_notes(files, method)
     if not files:
