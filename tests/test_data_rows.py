@@ -135,9 +135,10 @@ def test_what_a_call_has_besides_stays():
     ]
 
 
-@pytest.mark.parametrize("calls", [None, []])
+@pytest.mark.parametrize("calls", [None, [], "", "[]", {}])
 def test_an_answer_without_calls_is_no_call(calls):
-    answer = {"role": "assistant", "content": "2", "tool_calls": calls, "name": None}
+    nothing = {"name": None, "function_call": {}, "reasoning_content": ""}  # as files have it that fill every column
+    answer = {"role": "assistant", "content": "2", "tool_calls": calls, **nothing}
     assert form({"messages": [{"role": "user", "content": "1 + 1"}, answer]}).messages[1] == {
         "role": "assistant",
         "content": "2",

@@ -207,15 +207,15 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
         raise BadRow("missing_key", f"{name} has no {content_key}; found {names_of(given)}")
     message = {"role": role, "content": _content(given.get(content_key), f"{name}.{content_key}")}
     # Templates ask whether a key is there: "tool_calls": [] would be a call without a function.
-    message |= {key: value for key, value in given.items() if key not in OWN_KEYS and value not in (None, [])}
+    message |= {key: value for key, value in given.items() if key not in OWN_KEYS and value not in (None, "", [], {})}
     if role == "function_call":
         calls = _json_value(message["content"], name)
         message |= {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
     older = message.get("function_call") if role == "assistant" else None  # OpenAI's spelling of one call
     if isinstance(older, dict) and "tool_calls" not in message:
         message["tool_calls"] = [message.pop("function_call")]
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call, name) for call in array(message["tool_calls"], f"{name}.tool_calls")]
+    if "tool_calls" in message and (given_calls := array(message.pop("tool_calls"), f"{name}.tool_calls")):
+        message["tool_calls"] = [_tool_call(call, name) for call in given_calls]
     for key in REASONING_KEYS:
         if message.get(key) is not None:
             string(message[key], f"{name}.{key}")
@@ -291,7 +291,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The row's tools as templates take them, None where there are none. `functions` is OpenAI's older name of them.
     Raises BadRow."""
     given = next(filter(None, map(row.get, TOOLS)), None)
-    if given in (None, "", []):
+    if given is None:
         return None
     tools = [json_object(tool, "tools") for tool in array(given, "tools")]
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
