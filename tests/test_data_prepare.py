@@ -633,6 +633,7 @@ def test_long_rows_go_to_the_tokenizer_a_few_at_a_time():
     assert sizes([b"{}"] * 300) == [128, 128, 44]
     assert sizes([book] * 5) == [2, 2, 1]
     assert sizes([b"{}", {"text": book.decode() * 3}, {"text": "short", "n": 1}]) == [2, 1]
+    assert sizes([{"messages": [{"role": "user", "content": book.decode()}]}] * 5) == [2, 2, 1]
 
 
 @pytest.mark.parametrize("again", ["#2", "*2"])

@@ -24,7 +24,7 @@ from swiftlite.config.methods import SAMPLING
 from swiftlite.data.order import permutation
 from swiftlite.data.rows.formats import count_columns, detect_format, rename_columns
 from swiftlite.data.rows.forms import BadRow
-from swiftlite.data.rows.readers import Payload, parse_payload, read_rows
+from swiftlite.data.rows.readers import parse_payload, read_rows
 from swiftlite.data.rows.sources import DataFile, Source
 from swiftlite.data.store import SequenceWriter, schema_of
 from swiftlite.data.tokens.prompts import PromptTokenizer
@@ -228,11 +228,13 @@ def chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def _text_size(payload: Payload) -> int:
-    """Roughly, of a row that is parsed already."""
-    if isinstance(payload, dict):
-        return sum(len(cell) for cell in payload.values() if isinstance(cell, str))
-    return len(payload) if isinstance(payload, bytes) else 0
+def _text_size(value: object) -> int:
+    """Of a row, or of any part of one that is parsed already: roughly, without its keys and numbers."""
+    if isinstance(value, dict):
+        return sum(map(_text_size, value.values()))
+    if isinstance(value, list):
+        return sum(map(_text_size, value))
+    return len(value) if isinstance(value, str | bytes) else 0
 
 
 def _map_in_order(run: Tokenize, chunks: Iterator[list[RawRow]], processes: int) -> Iterator[TokenBatch]:
