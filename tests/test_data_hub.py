@@ -3,10 +3,13 @@
 import pytest
 
 from swiftlite.config.names import dataset_name
+from swiftlite.config.resolve import resolve_config
+from swiftlite.data.prepare import prepare_data
 from swiftlite.data.rows import hub
 from swiftlite.data.rows.readers import read_rows
 from swiftlite.data.rows.sources import content_hash, parse_spec, resolve
 from swiftlite.errors import UserError
+from swiftlite.models.tokenizer import tokenizer_loader
 
 
 @pytest.fixture
@@ -55,3 +58,15 @@ def test_a_data_set_that_cannot_be_had_is_named():
         list(read_rows(resolve(parse_spec("nobody/no-such-data")).files[0]))
     assert "nobody/no-such-data" in failure.value.where
     assert "\n" not in failure.value.what
+
+
+def test_subsets_and_splits_share_no_rows_of_which_some_are_held_out(downloaded, tmp_path, tiny_model):
+    def held_out(*dataset):
+        given = {"model": str(tiny_model()), "cache_dir": str(tmp_path), "max_length": 64, "on_bad_row": "skip"}
+        config = resolve_config("sft", dataset=list(dataset), eval_fraction=0.5, **given)
+        return prepare_data(config, tokenizer_loader(config)).audit["eval"]["rows"]["read"]
+
+    assert held_out("owner/name:en", "owner/name:de") == held_out("owner/name", "owner/name@test") == 2
+    for again in ("owner/name@train[:50%]", "owner/name#1", "owner/name@test+train"):
+        with pytest.raises(UserError, match="two data sets share a file"):
+            held_out("owner/name", again)

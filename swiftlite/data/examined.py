@@ -13,6 +13,7 @@ import numpy as np
 from swiftlite.config.methods import SAMPLING, as_prompts, examines
 from swiftlite.data.audit import dropped_rows, questions_section
 from swiftlite.data.build import check_vocabulary
+from swiftlite.data.held_out import part_of
 from swiftlite.data.order import Part
 from swiftlite.data.prepare import (
     Entry,
@@ -20,7 +21,6 @@ from swiftlite.data.prepare import (
     PreparedData,
     Progress,
     asked_of,
-    part_of,
     plan_evaluation,
     prepare_data,
     prepare_one,

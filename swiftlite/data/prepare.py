@@ -17,7 +17,8 @@ import pyarrow as pa
 from swiftlite.config.methods import PAIRED, SAMPLING, asked_at_once, pack_capacity, prompt_limit
 from swiftlite.data.audit import build_audit, check_anything_left, eval_section, unread_files
 from swiftlite.data.build import bad_row_error, build_entry, check_mapped, check_vocabulary
-from swiftlite.data.order import BatchPlan, Part, PlanOptions, permutation
+from swiftlite.data.held_out import part_of, split_parts
+from swiftlite.data.order import BatchPlan, Part, PlanOptions
 from swiftlite.data.repeats import count_trained_on, first_rows
 from swiftlite.data.rows.formats import check_columns
 from swiftlite.data.rows.sources import Source, check_unchanged, content_hash, file_states, parse_spec, resolve
@@ -138,7 +139,7 @@ def prepare_data(
     _check_rows(train, vocabulary)
     _check_rows(held_out, vocabulary)
     train = _with_unique(config, train, held_out)
-    parts, eval_parts = _split(config, train, held_out)
+    parts, eval_parts = split_parts(config, train, held_out)
     plan, eval_plan = BatchPlan(parts, _plan_options(config)), plan_evaluation(config, eval_parts)
     audit = build_audit(train, plan, held_out, eval_plan)
     if known := count_trained_on(parts, eval_parts):
@@ -331,44 +332,6 @@ def _with_unique(config: RunConfig, train: list[Entry], held_out: list[Entry]) -
         )
     rows = firsts if config.deduplicate else [None] * len(train)
     return [replace(entry, rows=r, repeated=n) for entry, r, n in zip(train, rows, repeated, strict=True)]
-
-
-def _split(config: RunConfig, train: list[Entry], held_out: list[Entry]) -> tuple[list[Part], list[Part]]:
-    """(training parts, evaluation parts). `eval_fraction` holds out whole rows, so none is ever in both."""
-    if not config.eval_fraction:
-        return [part_of(entry, entry.rows) for entry in train], [part_of(entry) for entry in held_out]
-    _check_apart(train)
-    parts, eval_parts = [], []
-    for place, entry in enumerate(train):
-        rows = np.arange(len(entry.store.firsts), dtype=entry.store.firsts.dtype) if entry.rows is None else entry.rows
-        order = permutation(len(rows), config.seed, "eval", place)
-        count = max(0, min(len(order) - 1, max(1, round(config.eval_fraction * len(order)))))
-        if count:
-            eval_parts.append(Part(entry.source.spec.text, entry.store, rows[np.sort(order[:count])]))
-        parts.append(part_of(entry, rows[np.sort(order[count:])]))
-    if not eval_parts:
-        raise UserError(
-            "too few rows to hold any out", where="--eval-fraction", fix="give --eval-dataset, or more rows"
-        )
-    return parts, eval_parts
-
-
-def _check_apart(train: list[Entry]) -> None:
-    """Raises UserError where data sets share a file: a row that is held out of one could be trained through another."""
-    owners: dict[str, str] = {}
-    for entry in train:
-        for file in entry.source.files:
-            place = str(file.path.resolve()) if file.path else file.label
-            if owners.setdefault(place, entry.source.spec.text) != entry.source.spec.text:
-                raise UserError(
-                    "two data sets share a file, so rows held out of one could be trained through the other",
-                    where=f"--eval-fraction, {file.label}",
-                    fix="name the file once, or give --eval-dataset instead",
-                )
-
-
-def part_of(entry: Entry, rows: np.ndarray | None = None) -> Part:
-    return Part(entry.source.spec.text, entry.store, rows, entry.source.spec.weight)
 
 
 def _fingerprint(config: RunConfig, entries: list[Entry]) -> str:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.data.rows.sources import DatasetSpec, missing_file
+from swiftlite.data.rows.sources import HUB_SPLIT, DatasetSpec, missing_file
 from swiftlite.errors import UserError, first_line
 from swiftlite.hub import stay_offline_without_network
 from swiftlite.imports import import_package
@@ -23,11 +23,11 @@ def _load(name: str, subset: str | None, split: str) -> Dataset:
 
 
 def load_hub(spec: DatasetSpec) -> Dataset:
-    """The split of a hub data set (default `train`). Raises UserError where it cannot be had."""
+    """The split of a hub data set (by default HUB_SPLIT). Raises UserError where it cannot be had."""
     stay_offline_without_network()
     import_package("datasets", "a data set of the hub")  # its own failure says nothing of the data set
     try:
-        return _load(spec.name, spec.subset, spec.split or "train")
+        return _load(spec.name, spec.subset, spec.split or HUB_SPLIT)
     except Exception as error:  # the library raises a dozen unrelated types for absent, private, offline, bad split
         near = missing_file(spec).fix
         raise UserError(

@@ -36,6 +36,7 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 # Names that may hold rows all the same, and are told where they are left out.
 NOT_READ = {".lz4", ".zip", ".tar", ".tgz", ".7z", ".xlsx", ".feather", ".avro", ".orc", ".pkl"}
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
+HUB_SPLIT = "train"  # of a hub data set, where none is named
 NOTES = re.compile(r"(licen[cs]e|notice|readme|changelog|copying)(?![a-z])", re.IGNORECASE)  # no rows, in a folder
 HASH_BLOCK = 1 << 20
 LARGEST_WEIGHT = 10_000  # visits of a row in an epoch; they are listed in memory
