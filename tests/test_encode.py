@@ -88,6 +88,27 @@ def test_trained_tokens_are_those_that_offsets_show(kind, parts):
     assert trained.tolist() == expected.tolist()
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    prompt=st.lists(st.sampled_from([" ", "\n", "Hello"]), min_size=1, max_size=5), answer=st.sampled_from(["you", "a"])
+)
+def test_a_prompt_is_torn_by_the_same_tokens_whatever_white_space_their_offsets_show(prompt, answer):
+    text, end = "".join(prompt) + f"{answer}.", len("".join(prompt))
+    (whole,), (trimmed,) = (
+        TextEncoder(MADE[kind])([text], [[(end, len(text))]], special_tokens=False)
+        for kind in ("toy_tokenizer", "trimming")
+    )
+    assert (whole[0].tolist(), whole[2]) == (trimmed[0].tolist(), trimmed[2])
+
+
+def test_a_prompt_before_white_space_that_no_token_holds_is_not_torn():
+    backend = Tokenizer(models.WordLevel({"Hello": 0, "you": 1}, unk_token="you"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    encoder = TextEncoder(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="you"))
+    ((ids, trained, torn),) = encoder(["Hello  you"], [[(7, 10)]], special_tokens=False)
+    assert (ids.tolist(), trained.tolist(), torn) == ([0, 1], [False, True], False)
+
+
 def encoder_without_offsets(tokenizer, monkeypatch):
     encoder = TextEncoder(tokenizer)
 

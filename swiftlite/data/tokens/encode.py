@@ -75,9 +75,24 @@ class TextEncoder:
                 for number, length in self._lengths.items():  # Phi-3's headers take white space of an answer with them
                     offsets[ids == number, 1] = offsets[ids == number, 0] + length
                 trained = overlaps(offsets, wanted)
-                torn = any(((offsets[:, 0] < start) & (offsets[:, 1] > start)).any() for start, _ in wanted)
+                torn = any(self._is_torn(texts[place][:start], ids, offsets) for start, _ in wanted)
             found.append((ids, trained, torn))
         return found
+
+    def _is_torn(self, prompt: str, ids: np.ndarray, offsets: np.ndarray) -> bool:
+        """Whether a prompt ends within a token of a text that begins with it. Some offsets leave out the white space
+        that a token begins with: where none reaches the prompt's end, the prompt's own tokens tell."""
+        end = len(prompt)
+        if ((offsets[:, 0] < end) & (offsets[:, 1] > end)).any():
+            return True
+        reached = np.maximum.accumulate(offsets[:, 1])
+        if end == 0 or end in reached:
+            return False
+        before = ids[reached <= end].tolist()
+        if before and before[-1] in self._lengths:  # which takes what stands behind it
+            return False
+        own = self._tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        return before[len(before) - len(own) :] != own
 
 
 class _TokenBytes:
