@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rich.console import Console
+from test_encode import MADE
 
 from swiftlite.cli.app import main
 from swiftlite.cli.inspect import audit_table, bracketed, coloured, histogram, inspect, pieces, show_rows
@@ -106,6 +107,21 @@ def test_a_character_in_several_tokens_is_shown_whole(tokenizer, sequence):
     assert "".join(piece for piece, _ in pieces(tokenizer, sequence)).count("☃") == 1
     long = Sequence(np.tile(sequence.input_ids, 60), np.tile(sequence.trained, 60), "a:1")
     assert "more tokens" in bracketed(tokenizer, long).plain
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_the_pieces_of_a_row_are_its_text(kind):
+    """A token by itself is without its blank to SentencePiece's tokenizers: words would be glued together."""
+    tokenizer = MADE[kind]
+    ids = tokenizer("Hello you don't 12 <|im_end|> Hello  you")["input_ids"]
+    row = Sequence(np.asarray(ids, dtype=np.int32), np.arange(len(ids)) % 3 > 0, "a.jsonl:1")
+    assert "".join(piece for piece, _ in pieces(tokenizer, row)) == tokenizer.decode(ids)
+
+
+def test_a_character_of_which_a_part_is_trained_is_not_shown_as_trained(tokenizer):
+    ids = tokenizer("a☃b")["input_ids"]
+    row = Sequence(np.asarray(ids, dtype=np.int32), np.arange(len(ids)) > 1, "a.jsonl:1")
+    assert len(ids) == 5 and "".join(piece for piece, _ in pieces(tokenizer, row)).replace("\ufffd", "") == "ab"
 
 
 def test_the_audit_table_shows_every_reason():

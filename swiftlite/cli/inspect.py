@@ -157,18 +157,29 @@ def bracketed(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Text:
 
 def pieces(tokenizer: PreTrainedTokenizerBase, sequence: Sequence) -> Iterator[tuple[str, bool]]:
     """(text, is it trained) of each token; tokens that are parts of one character come together."""
+    before: list[int] = []
     waiting: list[int] = []
     shown = list(zip(sequence.input_ids.tolist(), sequence.trained.tolist(), strict=True))[:SHOWN_TOKENS]
     for place, (token, trained) in enumerate(shown):
         waiting.append(token)
-        text = tokenizer.decode(waiting, clean_up_tokenization_spaces=False)
+        text = _text_behind(tokenizer, before, waiting)
         more_follows = place + 1 < len(shown) and shown[place + 1][1] == trained and len(waiting) < 8
         if text.endswith("\ufffd") and more_follows:
             continue
         yield text.translate(VISIBLE), trained
-        waiting = []
+        before, waiting = waiting, []
     if len(sequence.input_ids) > len(shown):
         yield f" … {len(sequence.input_ids) - len(shown):,} more tokens", False
+
+
+def _text_behind(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int]) -> str:
+    """What tokens say behind others: SentencePiece's leave out the blank that a text begins with."""
+
+    def decoded(ids: list[int]) -> str:
+        return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    said, text = decoded(before), decoded(before + tokens)
+    return text[len(said) :] if text.startswith(said) else decoded(tokens)  # a character may begin in those before
 
 
 def audit_table(audit: dict[str, Any]) -> Table:
