@@ -306,6 +306,16 @@ def test_a_missing_file_names_the_nearest(tmp_path):
         resolve(parse_spec(str(tmp_path / "a.docx")))
 
 
+@pytest.mark.parametrize("indent", [None, 0, 2])
+def test_rows_of_a_json_array_are_estimated_however_many_lines_it_has(tmp_path, indent):
+    """What is taken for a handful of rows is tokenised on one core."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(ROWS * 100, indent=indent))
+    assert content_hash([as_data_file(path)])[1] == 300
+    write_jsonl(path, [{"messages": [{}, {}]}] * 7)
+    assert content_hash([as_data_file(path)])[1] == 7
+
+
 def test_the_content_decides_the_hash(tmp_path):
     def digest(name, rows=ROWS):
         write_jsonl(tmp_path / name, rows)

@@ -260,7 +260,7 @@ def prepare_one(
 ) -> Entry:
     options = token_options(config)
     before = file_states(source.files)
-    content, lines = content_hash(source.files)
+    content, estimate = content_hash(source.files)
     count = source.spec.count
     layout = (options.share_prompt,) if options.method in PAIRED else ()
     opening = () if options.system is None else ("system", options.system)
@@ -283,7 +283,7 @@ def prepare_one(
             seed=config.seed,
             stop_at_bad_row=config.on_bad_row == "error",
             workers=config.workers,
-            expected_rows=min(lines, count or lines),
+            expected_rows=min(estimate, count or estimate),
             progress=progress,
         )
         check_unchanged(source.files, before)  # else the tokens would be kept under the hash of other rows
