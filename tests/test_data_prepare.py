@@ -547,6 +547,22 @@ def test_placeholders_of_rows_are_filled_and_counted(prepare, write_rows):
     assert half["rows"]["placeholders_left"] == 2 and "2 with placeholders left" in losses_in_words(half)
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_what_becomes_of_rows_is_told_of_those_that_are_used(prepare, write_rows, method):
+    """Else more rows would have got a message than there are."""
+    answer = {"completion": "I am {{name}}."} if method == "sft" else {"chosen": "{{name}}", "rejected": "Nobody"}
+    row = {"prompt": [{"role": "user", "content": "Are you {{name}}?", "mood": "good"}], **answer, "note": "x"}
+    long = row | {"prompt": [{"role": "user", "content": "{{name}} " * 300}]}
+    bad = row | {"prompt": [{"role": "critic", "content": "{{name}}"}]}
+    more = {"reward": ["exact_match"], "max_new_tokens": 16} if method == "grpo" else {}
+    settings = {"overlong": "drop", "on_bad_row": "skip", "placeholders": {"name": "Robo"}, "system": "Be brief."}
+    audit = prepare(write_rows("a.jsonl", [row, long, row, bad]), method=method, **settings, **more).audit["rows"]
+    assert audit["used"] == 2 and audit["dropped"] == {"over_long": 1, "unknown_role": 1}
+    assert audit["placeholders_filled"] == audit["system_added"] == 2
+    if method != "grpo":  # whose columns are for the functions that reward answers
+        assert audit["unused_columns"] == {"note": 2, "messages.mood": 2}
+
+
 def test_mixing_by_weight(prepare, write_rows, chat_rows):
     a, b = write_rows("a.jsonl", chat_rows), write_rows("b.jsonl", chat_rows)
     prepared = prepare(f"{a}*2", f"{b}*0.5")

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from test_template import MISTRAL_SYSTEM, TWO_TURNS
 
 from swiftlite.data.rows.sources import DataFile
 from swiftlite.data.tokens.encode import overlaps
@@ -64,6 +65,19 @@ def test_the_last_answer_alone_or_all_of_the_text_is_learnt(tokenizer):
     assert tokenizer.decode(whole[:1]) + tokenizer.decode(whole[trained]) == tokenizer.decode(whole)[:end]
     ids, trained = only(run(tokenizer, {"prompt": "a b", "completion": " c"}, "prompt and completion", train_on="all"))
     assert trained[1:].all()
+
+
+def test_all_of_a_conversation_is_one_sequence_where_the_template_rewrites_history():
+    """As Mistral's: by its answers it is two, and the first of them would be learnt twice."""
+    tokenizer = toy_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.chat_template = MISTRAL_SYSTEM
+    row = {"messages": [{"role": "system", "content": "Be short."}, *chat_row(*TWO_TURNS)["messages"]]}
+    assert len(run(tokenizer, row, "messages").ids) == 2
+    ids, trained = only(run(tokenizer, row, "messages", train_on="all"))
+    assert trained[1:].all() and tokenizer.decode(ids) == (
+        "<s>[INST] Who are you?[/INST] I am small.<|im_end|>[INST] Be short.\n\nAnd now?[/INST] Now I answer.<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize("said", ["messages", json.dumps])

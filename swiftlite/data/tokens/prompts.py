@@ -7,6 +7,7 @@ reward what the model says.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,17 +51,19 @@ class PromptTokenizer:
         batch = TokenBatch()
         batch.counts["read"] = len(rows)
         for raw in rows:
+            told: Counter[str] = Counter()
             try:
-                question = self._read(raw, batch)
+                question = self._read(raw, told)
                 text, ids = self._text_and_ids(question)
                 columns = {key: value for key, value in question.row.items() if key not in PROMPT}
                 record = _record(question, columns)
             except BadRow as bad:
                 reject(batch, raw, self._files, bad)
                 continue
-            self._count(question, text, batch)
             if self._is_left_out(raw, len(ids), batch):
                 continue
+            self._count(question, text, told)
+            batch.counts.update(told)
             batch.counts["used"] += 1
             batch.ids.append(np.asarray(ids, dtype=np.int32))
             batch.runs.append(NOTHING)
@@ -70,11 +73,11 @@ class PromptTokenizer:
             batch.counts["answered"] += question.answer is not None
         return batch
 
-    def _read(self, raw: RawRow, batch: TokenBatch) -> Question:
+    def _read(self, raw: RawRow, told: Counter[str]) -> Question:
         row = rename_columns(parse_payload(raw.payload), self._options.columns)
         if self._placeholders is not None:
             row, before = self._placeholders.fill(row), row
-            batch.counts["placeholders_filled"] += row != before
+            told["placeholders_filled"] = row != before
         check_shown(row)
         if taken := next((name for name in GIVEN if name in row), None):
             raise BadRow("taken_name", f"functions that reward answers get those as {taken}: call the column otherwise")
@@ -102,14 +105,14 @@ class PromptTokenizer:
             raise BadRow("empty", "the prompt is empty")
         return text, ids
 
-    def _count(self, question: Question, text: str, batch: TokenBatch) -> None:
+    def _count(self, question: Question, text: str, told: Counter[str]) -> None:
         """What is not asked as the row has it, and what stands in a question that nobody meant to."""
         chat = Chat(question.messages, [], question.tools)
-        batch.counts["asked_plainly"] += self._template is None and not question.plain
-        batch.counts["system_added"] += question.system_added
-        batch.counts["tools_left_out"] += leaves_out_tools(chat, [text])
-        batch.counts["messages_left_out"] += leaves_out_messages(chat, [text])
-        batch.counts["placeholders_left"] += holds_published(text)
+        told["asked_plainly"] = self._template is None and not question.plain
+        told["system_added"] = question.system_added
+        told["tools_left_out"] = leaves_out_tools(chat, [text])
+        told["messages_left_out"] = leaves_out_messages(chat, [text])
+        told["placeholders_left"] = holds_published(text)
 
     def _is_left_out(self, row: RawRow, length: int, batch: TokenBatch) -> bool:
         """A question that lost a part of itself would be another one, so no policy cuts it."""

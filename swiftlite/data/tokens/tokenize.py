@@ -117,6 +117,18 @@ class _Text:
     asked: bool = True
 
 
+@dataclass
+class _Sound:
+    """A row that becomes some texts. told: what the audit says of it where it is used; unused: likewise, its columns of
+    which nothing is made."""
+
+    raw: RawRow
+    row: Row
+    texts: list[_Text]
+    told: Counter[str]
+    unused: Counter[str]
+
+
 class RowTokenizer:
     """Turns raw rows into token sequences; one a process."""
 
@@ -141,26 +153,23 @@ class RowTokenizer:
         """
         batch = TokenBatch()
         batch.counts["read"] = len(rows)
-        sound: list[tuple[RawRow, Row, list[_Text]]] = []
+        sound: list[_Sound] = []
         for raw in rows:
             try:
-                said = self._read(raw, batch)
-                row = said if self._options.system is None else with_system(said, self._options.system)
-                sound.append((raw, row, self._texts(row)))
+                sound.append(self._sound(raw))
             except BadRow as bad:
                 reject(batch, raw, self._files, bad)
+        encoded = iter(self._encode([text for found in sound for text in found.texts]))
+        for found in sound:
+            sequences, torn = zip(*(next(encoded) for _ in found.texts), strict=True)
+            found.told["asked_otherwise"] = any(torn) or not all(text.asked for text in found.texts)
+            if isinstance(found.row, Pair | Judged):
+                is_used = self._finish_answers(found.raw, found.row, sequences, batch)
             else:
-                batch.counts["system_added"] += row is not said
-                batch.counts["system_left_out"] += self._options.system is not None and isinstance(row, Text)
-                self._count_left_out(*sound[-1][1:], batch)
-        encoded = iter(self._encode([text for _, _, texts in sound for text in texts]))
-        for raw, row, texts in sound:
-            sequences, torn = zip(*(next(encoded) for _ in texts), strict=True)
-            batch.counts["asked_otherwise"] += any(torn) or not all(text.asked for text in texts)
-            if isinstance(row, Pair | Judged):
-                self._finish_answers(raw, row, sequences, batch)
-            else:
-                self._finish(raw, sequences, batch)
+                is_used = self._finish(found.raw, sequences, batch)
+            if is_used:
+                batch.counts.update(found.told)
+                batch.unused.update(found.unused)
         return batch
 
     def with_prompt(self, answer: Chat | Completion) -> np.ndarray:
@@ -168,37 +177,46 @@ class RowTokenizer:
         (((ids, _), _),) = self._encode(self._answer(answer))
         return ids
 
-    def _read(self, raw: RawRow, batch: TokenBatch) -> Row:
-        given, columns = parse_payload(raw.payload), self._options.columns
+    def _sound(self, raw: RawRow) -> _Sound:
+        """The row in its form, with its texts. Raises BadRow."""
+        given, columns, system = parse_payload(raw.payload), self._options.columns, self._options.system
+        told: Counter[str] = Counter()
         if raw.format is None:
             raise unknown_format(given, columns)
         if self._placeholders is not None:
             given, before = self._placeholders.fill(given), given
-            batch.counts["placeholders_filled"] += given != before
+            told["placeholders_filled"] = given != before
         check_shown(given)
         known = next(known for known in FORMATS if known.name == raw.format)
         tracked = TrackedRow(rename_columns(given, columns))
-        row = read_row(tracked, known)
-        batch.unused.update(tracked.unused_of(given, columns, self._options.method))
+        said = read_row(tracked, known)
+        unused = Counter(tracked.unused_of(given, columns, self._options.method))
         if self._options.train_on == "all":
             check_no_marks(given)
-        return row if self._options.train_on == "answers" else with_last_answer(row)
+        if self._options.train_on != "answers":
+            said = with_last_answer(said)
+        row = said if system is None else with_system(said, system)
+        told["system_added"] = row is not said
+        told["system_left_out"] = system is not None and isinstance(row, Text)
+        found = _Sound(raw, row, self._texts(row), told, unused)
+        self._count_left_out(found)
+        return found
 
-    def _count_left_out(self, row: Row, texts: list[_Text], batch: TokenBatch) -> None:
+    def _count_left_out(self, found: _Sound) -> None:
         """What becomes of no text of a row, and what stands in one that nobody meant to."""
-        written = [text.text for text in texts]
+        row, written = found.row, [text.text for text in found.texts]
         if self._options.method != "pretrain":  # whose texts may be pages with words in braces
-            batch.counts["placeholders_left"] += any(map(holds_published, written))
+            found.told["placeholders_left"] = any(map(holds_published, written))
         if isinstance(row, Pair):
             answers = [(row.chosen, written[:1]), (row.rejected, written[1:])]
         else:
             answers = [(row.answer if isinstance(row, Judged) else row, written)]
-        chats = [(chat, found) for chat, found in answers if isinstance(chat, Chat)]
-        batch.counts["tools_left_out"] += any(leaves_out_tools(*chat) for chat in chats)
-        batch.counts["messages_left_out"] += any(leaves_out_messages(*chat) for chat in chats)
+        chats = [(chat, texts) for chat, texts in answers if isinstance(chat, Chat)]
+        found.told["tools_left_out"] = any(leaves_out_tools(*chat) for chat in chats)
+        found.told["messages_left_out"] = any(leaves_out_messages(*chat) for chat in chats)
         unknown = {f"messages.{printable(key):.40}" for chat, _ in chats for key in self._renderer.unknown_keys(chat)}
         unknown |= {f"messages.tool_calls.{printable(key):.40}" for chat in chats for key in unwritten_call_keys(*chat)}
-        batch.unused.update(unknown)
+        found.unused.update(unknown)
 
     def _texts(self, row: Row) -> list[_Text]:
         """The texts of a row; of one that holds answers to compare, one an answer."""
@@ -267,46 +285,49 @@ class RowTokenizer:
         trained[:1] = False  # the first token of a document is never predicted
         return ids, trained
 
-    def _finish(self, row: RawRow, sequences: list[Tokens], batch: TokenBatch) -> None:
-        """Apply the policy for over-long rows, then keep what has a token to learn. Every loss is counted."""
+    def _finish(self, row: RawRow, sequences: list[Tokens], batch: TokenBatch) -> bool:
+        """Apply the policy for over-long rows, then keep what has a token to learn. Every loss is counted. Returns
+        whether anything is kept."""
         limit, policy = self._options.max_length, self._options.overlong
         longest = max(len(ids) for ids, _ in sequences)
         if self._is_left_out(row, longest, batch):
-            return
+            return False
         cut = (lambda ids, trained: [(ids[:limit], trained[:limit])]) if policy == "truncate" else self._windows
         parts = [part for tokens in sequences for part in (cut(*tokens) if len(tokens[0]) > limit else [tokens])]
         kept = [(ids, trained) for ids, trained in parts if trained.any()]
         if not kept:
             batch.dropped["no_trained_token"] += 1
-            return
+            return False
         batch.counts["used"] += 1
         batch.counts["truncated"] += longest > limit and policy == "truncate"
         batch.counts["split"] += longest > limit and policy == "split"
         batch.counts["split_by_template"] += len(sequences) > 1
         for tokens in kept:
             _keep(batch, row, tokens)
+        return True
 
-    def _finish_answers(self, raw: RawRow, row: Pair | Judged, answers: list[Tokens], batch: TokenBatch) -> None:
+    def _finish_answers(self, raw: RawRow, row: Pair | Judged, answers: list[Tokens], batch: TokenBatch) -> bool:
         """The same for answers that are compared: a pair is one sequence, or for kto two, each with its label."""
         longest = max(len(ids) for ids, _ in answers)
         if self._is_left_out(raw, longest, batch):
-            return
+            return False
         # Of a pair both have the same prompt, also after a cut.
         fitted, prompt = fit(answers, prompt_length(answers), self._options.max_length, self._tokenizer.bos_token_id)
         if not all(trained.any() for _, trained in fitted):
             batch.dropped["no_trained_token"] += 1
-            return
+            return False
         if isinstance(row, Pair) and np.array_equal(fitted[0][0], fitted[1][0]):  # their tokens, or what is left
             batch.dropped["equal_completions"] += 1
-            return
+            return False
         batch.counts["used"] += 1
         batch.counts["truncated"] += longest > self._options.max_length
         if self._options.method in PAIRED:
             _keep(batch, raw, *lay_out_pair(*fitted, prompt, row.margin, share=self._options.share_prompt))
-            return
+            return True
         labels = [True, False] if isinstance(row, Pair) else [row.desirable]
         for tokens, desirable in zip(fitted, labels, strict=True):
             _keep(batch, raw, tokens, Preference(prompt_length([tokens]), desirable=desirable))
+        return True
 
     def _is_left_out(self, row: RawRow, longest: int, batch: TokenBatch) -> bool:
         """Whether a row is dropped for its length, and counted. Raises UserError under `overlong: error`."""
