@@ -100,6 +100,14 @@ def test_whatever_changes_tokens_changes_the_key(prepare, write_rows, chat_rows,
     prepare(path, template_date="2030-01-01")  # this template asks for no date
     prepare(path, seed=7, packing=False, shuffle=False, workers=3)
     assert prepare.loads == before
+    prepare(path, new_tokens=["chatml"])  # which says another thing as a chat template
+    (folder / "tokenization_own.py").write_text("BLANKS = 1")
+    prepare(path)  # without it
+    assert prepare.loads == before + 1
+    prepare(path, trust_remote_code=True)
+    (folder / "tokenization_own.py").write_text("BLANKS = 2")
+    prepare(path, trust_remote_code=True)
+    assert prepare.loads == (before := before + 3)
     (folder / "chat_template.jinja").write_text(
         "{{ strftime_now('%d') }}" + (folder / "chat_template.jinja").read_text()
     )

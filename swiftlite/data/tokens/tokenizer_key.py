@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
     from swiftlite.config.schema import RunConfig
 
-# Everything that transformers may read when it builds a tokenizer. config.json names the class where nothing else does.
+# Everything that transformers may read when it builds a tokenizer, but for code. config.json names the class where
+# nothing else does.
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json", "chat_template.jinja",
     "chat_template.json", "config.json",
 )  # fmt: skip
+TEMPLATES, CODE = "additional_chat_templates/*.jinja", "*.py"
 
 
 def tokenizer_key(config: RunConfig, load_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> str:
@@ -27,25 +29,28 @@ def tokenizer_key(config: RunConfig, load_tokenizer: Callable[[], PreTrainedToke
     The date counts only where a template asks for it, so that other data sets do not age overnight.
     """
     folder = Path(config.tokenizer or config.model).expanduser()
-    parts = _folder_parts(folder) if folder.is_dir() else _loaded_parts(load_tokenizer())
+    parts = _parts_of_folder(folder, config) if folder.is_dir() else _loaded_parts(load_tokenizer())
     if config.chat_template is not None:
         path = Path(config.chat_template).expanduser()
-        parts.append(path.read_bytes() if path.is_file() else config.chat_template.encode())
-    if any(b"strftime_now" in part for part in parts):
-        parts.append(config.template_date.encode())
-    parts += [token.encode() for token in config.new_tokens]
+        parts["--chat-template"] = path.read_bytes() if path.is_file() else config.chat_template.encode()
+    if any(b"strftime_now" in part for part in parts.values()):
+        parts["--template-date"] = config.template_date.encode()
+    parts |= {f"--new-tokens {place}": token.encode() for place, token in enumerate(config.new_tokens)}
     digest = hashlib.sha256()
-    for part in parts:
+    for part in (part for name, content in parts.items() for part in (name.encode(), content)):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
-def _folder_parts(folder: Path) -> list[bytes]:
-    paths = [folder / name for name in FILES] + sorted(folder.glob("additional_chat_templates/*.jinja"))
-    return [part for path in paths if path.is_file() for part in (path.name.encode(), path.read_bytes())]
+def _parts_of_folder(folder: Path, config: RunConfig) -> dict[str, bytes]:
+    """By the names of the files. Code is read where it is trusted, and makes another tokenizer of the same files."""
+    patterns = (TEMPLATES, CODE) if config.trust_remote_code else (TEMPLATES,)
+    paths = [folder / name for name in FILES] + [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    parts = {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.is_file()}
+    return parts | ({"--trust-remote-code": b""} if config.trust_remote_code else {})
 
 
-def _loaded_parts(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+def _loaded_parts(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
     described = repr((tokenizer.chat_template, tokenizer.special_tokens_map))
-    return [state.encode(), described.encode()]
+    return {"state": state.encode(), "described": described.encode()}
