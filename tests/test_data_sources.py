@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import lzma
+import time
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -112,6 +113,15 @@ def test_text_by_line_paragraph_and_document(tmp_path):
     assert read(path) == [(1, {"text": "one"}), (2, {"text": "two"}), (5, {"text": "three"})]
     assert read(path, "paragraph") == [(1, {"text": "one\ntwo"}), (5, {"text": "three"})]
     assert read(path, "document") == [(1, {"text": "one\ntwo\n\n \nthree\n"})]
+
+
+def test_a_long_line_of_blanks_between_paragraphs_is_quickly_read(tmp_path):
+    """As tables in text have them; a search from each blank would take the square of their number."""
+    path = tmp_path / "a.txt"
+    path.write_text("one\n" + " " * 300_000 + "\ntwo\n")
+    begun = time.monotonic()
+    assert [row["text"] for _, row in read(path, "paragraph")] == ["one", "two"]
+    assert time.monotonic() - begun < 10
 
 
 def test_columnar_files_lose_the_nulls_that_their_schema_adds(tmp_path):

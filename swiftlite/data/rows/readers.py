@@ -163,7 +163,7 @@ def _read_text(file: DataFile, sample_by: str) -> Iterator[tuple[int, Payload]]:
             yield 1, {"text": text}
         return
     line, counted = 1, 0
-    for match in re.finditer(r"(?:[^\n]*\S[^\n]*(?:\n|$))+", text):  # runs of lines that are not blank
+    for match in re.finditer(r"(?:^[^\n]*\S[^\n]*(?:\n|$))+", text, re.MULTILINE):  # runs of lines that are not blank
         line, counted = line + text.count("\n", counted, match.start()), match.start()
         yield line, {"text": match.group().rstrip("\n")}
 
