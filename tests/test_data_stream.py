@@ -286,6 +286,7 @@ def test_evaluation_rows_and_data_sets_are_audited(open_stream, text_file, tmp_p
     one_epoch(prepared.train)
     rows = prepared.audit["eval"]["rows"]
     assert (rows["read"], rows["used"]) == (4, 1) and sum(rows["dropped"].values()) == 3
+    assert {"truncated", "split", "split_by_template"} <= rows.keys() & prepared.audit["rows"].keys()
     assert {row["file"] for row in prepared.rejected} == {str(held_out)}
     parts = prepared.audit["datasets"]
     assert [parts[str(name)]["rows"]["read"] for name in (text_file, other)] == [len(LINES), 10]

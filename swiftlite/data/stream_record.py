@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swiftlite.data.audit import CHANGED, unused_columns
+from swiftlite.data.audit import CHANGED, CUT, unused_columns
 from swiftlite.data.rows.formats import count_columns
 from swiftlite.errors import UserError
 
@@ -61,7 +61,7 @@ class Tally:
 
     def audit(self) -> dict[str, Any]:
         """As `build_audit` has it."""
-        rows = {key: self.totals[key] for key in ("read", "used", "truncated", "split")}
+        rows = {key: self.totals[key] for key in ("read", "used", *CUT)}
         rows |= {key: self.totals[key] for key in CHANGED if self.totals[key]}
         rows |= {"dropped": dict(self.dropped.most_common())} | unused_columns([self.unused])
         return {"rows": rows} | self.numbers()
