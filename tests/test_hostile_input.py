@@ -6,7 +6,9 @@ import gzip
 import json
 import os
 import struct
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -37,6 +39,7 @@ from swiftlite.models.load import check_model_path, hub_errors, load_config
 from swiftlite.models.tokenizer import read_chat_template
 from swiftlite.reporting import trackers
 from swiftlite.serving.source import find_source
+from swiftlite.training.output import OutputFolder
 from swiftlite.training.progress import saved_progress
 from swiftlite.untrusted import DEEPEST_JSON
 
@@ -162,6 +165,21 @@ def test_rejected_rows_can_be_written_and_told(tmp_path, tokenizer, row, kind):
         tokenizer.chat_template = template
     assert meta["counts"]["read"] == 2 and len(rejected) == sum(meta["dropped"].values()) >= 1
     assert all(len(row["detail"]) < 2000 for row in rejected)
+
+
+def test_rejected_rows_are_written_one_at_a_time(tmp_path):
+    class Rejected(list):
+        def __iter__(self):
+            return ({"row": "x" * 1000, "line": line} for line in range(20_000))
+
+    config = resolve_config("sft", model="m", dataset=["d.jsonl"], output_dir=str(tmp_path))
+    folder = OutputFolder(config, None, SimpleNamespace(audit={}, rejected=Rejected([1])), None)
+    tracemalloc.start()
+    folder.write_audit()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    lines = (tmp_path / "rejected_rows.jsonl").read_text().splitlines()
+    assert peak < sum(map(len, lines)) / 16 and json.loads(lines[-1])["line"] == 19_999
 
 
 # ---- columnar files -------------------------------------------------------------------------------------------------

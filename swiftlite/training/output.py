@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,10 +101,16 @@ class OutputFolder:
     def write_audit(self) -> None:
         """What became of the rows. A streamed data set knows it only at the end, so it is written there again."""
         audit = json.dumps(self._prepared.audit, indent=2, ensure_ascii=False) + "\n"
-        self._write("audit.json", audit)
+        self._write("audit.json", [audit])
         if self._prepared.rejected:
             rows = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._prepared.rejected)
-            self._write("rejected_rows.jsonl", "".join(rows))
+            self._write("rejected_rows.jsonl", rows)
 
-    def _write(self, name: str, text: str) -> None:
-        write_whole(self.path / name, lambda path: path.write_text(text, encoding="utf-8"))
+    def _write(self, name: str, parts: Iterable[str]) -> None:
+        """One part after the other: rejected rows may be more than fit into memory."""
+
+        def write(path: Path) -> None:
+            with path.open("w", encoding="utf-8") as file:
+                file.writelines(parts)
+
+        write_whole(self.path / name, write)
