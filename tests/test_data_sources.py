@@ -293,6 +293,17 @@ def test_texts_beside_the_rows_of_a_folder_are_told(tmp_path):
     assert resolve(parse_spec(str(rows / "LICENSE.txt"))).files[0].kind == "txt"  # named by itself
 
 
+def test_many_texts_beside_rows_are_quickly_told(tmp_path):
+    """As captions beside a list of pictures; to look for each among all would take the square of their number."""
+    write_jsonl(tmp_path / "a.jsonl")
+    for number in range(8000):
+        (tmp_path / f"{number}.txt").touch()
+    begun = time.monotonic()
+    source = resolve(parse_spec(str(tmp_path)))
+    assert (len(source.files), len(source.unread)) == (1, 8000)
+    assert time.monotonic() - begun < 6
+
+
 @pytest.mark.parametrize("name", ["a.JSONL", "a.jl", "a.jsonlines.GZ", "a.ndjson.gz"])
 def test_other_names_of_json_lines(tmp_path, name):
     rows = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

@@ -323,10 +323,12 @@ def _of_split(files: NamedFiles, split: str | None) -> tuple[NamedFiles, NamedFi
 
 def _without_notes(files: NamedFiles, method: str) -> tuple[NamedFiles, NamedFiles]:
     """(files of rows, texts that are none): a licence and the like; but for pretraining, every text beside rows."""
-    texts = [(path, file) for path, file in files if file.kind == "txt"]
-    beside_rows = method != "pretrain" and len(texts) < len(files)
-    notes = texts if beside_rows else [(path, file) for path, file in texts if NOTES.match(path.name)]
-    return [one for one in files if one not in notes], notes
+    beside_rows = method != "pretrain" and any(file.kind != "txt" for _, file in files)
+    rows, notes = [], []
+    for path, file in files:
+        is_note = file.kind == "txt" and (beside_rows or NOTES.match(path.name))
+        (notes if is_note else rows).append((path, file))
+    return rows, notes
 
 
 def _may_hold_rows(path: Path) -> bool:
