@@ -133,6 +133,19 @@ def test_a_damaged_cache_entry_is_built_again(prepare, write_rows, chat_rows, tm
     assert prepare.loads == 2
 
 
+@pytest.mark.parametrize("rows", [5, 40])
+def test_a_file_that_changes_while_it_is_chosen_from_is_told(prepare, write_rows, chat_rows, monkeypatch, rows):
+    def count_then_write(*given):
+        chosen = choice(*given)
+        write_rows("a.jsonl", (chat_rows * 2)[:rows])
+        return chosen
+
+    path, choice = write_rows("a.jsonl", chat_rows), build._choice
+    monkeypatch.setattr(build, "_choice", count_then_write)
+    with pytest.raises(UserError, match="has changed while its rows were read"):
+        prepare(f"{path}#30")
+
+
 def test_a_file_that_changes_while_it_is_read_is_not_cached_as_what_it_was(prepare, write_rows, chat_rows, monkeypatch):
     path = write_rows("a.jsonl", chat_rows)
     whole = path.read_bytes()

@@ -129,7 +129,7 @@ def raw_rows(source: Source, options: TokenOptions, sample_by: str, seed: int) -
         known = format_of(file, options, sample_by)
         for line, payload in read_rows(file, sample_by):
             index = next(number)
-            if chosen is None or chosen[index]:
+            if chosen is None or (index < len(chosen) and chosen[index]):  # a file that has grown is told at the end
                 yield RawRow(place, line, index, known, payload)
 
 
