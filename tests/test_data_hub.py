@@ -6,8 +6,9 @@ from swiftlite.config.names import dataset_name
 from swiftlite.config.resolve import resolve_config
 from swiftlite.data.prepare import prepare_data
 from swiftlite.data.rows import hub
+from swiftlite.data.rows.content import content_hash
 from swiftlite.data.rows.readers import read_rows
-from swiftlite.data.rows.sources import content_hash, parse_spec, resolve
+from swiftlite.data.rows.sources import parse_spec, resolve
 from swiftlite.errors import UserError
 from swiftlite.models.tokenizer import tokenizer_loader
 

@@ -14,7 +14,7 @@ from swiftlite.data import build, store
 from swiftlite.data import prepare as prepare_module
 from swiftlite.data.audit import losses_in_words
 from swiftlite.data.prepare import prepare_data
-from swiftlite.data.rows import sources
+from swiftlite.data.rows.content import content_hash
 from swiftlite.data.rows.formats import MOST_COLUMNS
 from swiftlite.errors import UserError
 
@@ -151,7 +151,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached_as_what_it_was(prepa
     whole = path.read_bytes()
 
     def hash_then_write(files):
-        found = sources.content_hash(files)
+        found = content_hash(files)
         write_rows("a.jsonl", chat_rows[:5])
         return found
 

@@ -14,9 +14,10 @@ import pytest
 from swiftlite.config.resolve import resolve_config
 from swiftlite.config.save import dump_config
 from swiftlite.data.audit import losses_in_words, unread_files
+from swiftlite.data.rows.content import content_hash
 from swiftlite.data.rows.forms import BadRow
 from swiftlite.data.rows.readers import MAX_LINE, parse_payload, read_rows
-from swiftlite.data.rows.sources import as_data_file, content_hash, parse_spec, resolve
+from swiftlite.data.rows.sources import as_data_file, parse_spec, resolve
 from swiftlite.errors import UserError
 
 ROWS = [{"text": "eins"}, {"text": "zwei, mit Komma"}, {"text": 'drei "Zitat"\nneue Zeile'}]

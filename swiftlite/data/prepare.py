@@ -20,8 +20,9 @@ from swiftlite.data.build import bad_row_error, build_entry, check_mapped, check
 from swiftlite.data.held_out import part_of, split_parts
 from swiftlite.data.order import BatchPlan, Part, PlanOptions
 from swiftlite.data.repeats import count_trained_on, first_rows
+from swiftlite.data.rows.content import check_unchanged, content_hash, file_states
 from swiftlite.data.rows.formats import check_columns
-from swiftlite.data.rows.sources import Source, check_unchanged, content_hash, file_states, parse_spec, resolve
+from swiftlite.data.rows.sources import Source, parse_spec, resolve
 from swiftlite.data.store import REJECTED, SEQUENCES, SequenceStore, load_or_build
 from swiftlite.data.stream import StreamPlan, stream_identity
 from swiftlite.data.tokens.own_tools import load_tools

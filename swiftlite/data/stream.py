@@ -25,7 +25,8 @@ from swiftlite.data.audit import unread_files
 from swiftlite.data.build import bad_row_error, check_vocabulary, chunks, format_of
 from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
 from swiftlite.data.packing import best_fit_decreasing
-from swiftlite.data.rows.sources import DataFile, Source, check_kept, file_states, names_of_sets
+from swiftlite.data.rows.content import check_kept, file_states
+from swiftlite.data.rows.sources import DataFile, Source, names_of_sets
 from swiftlite.data.stream_record import Tally, WindowRecord, append_record, check_writable, read_records
 from swiftlite.data.tokens.tokenize import RawRow, RowTokenizer, TokenBatch, TokenOptions, flags_of
 from swiftlite.data.windows import Window, identity, line_at, list_windows, read_window
