@@ -18,6 +18,7 @@ from swiftlite.data.rows.content import content_hash
 from swiftlite.data.rows.forms import BadRow
 from swiftlite.data.rows.readers import MAX_LINE, parse_payload, read_rows
 from swiftlite.data.rows.sources import as_data_file, parse_spec, resolve
+from swiftlite.data.windows import list_windows, read_window
 from swiftlite.errors import UserError
 
 ROWS = [{"text": "eins"}, {"text": "zwei, mit Komma"}, {"text": 'drei "Zitat"\nneue Zeile'}]
@@ -303,6 +304,18 @@ def test_many_texts_beside_rows_are_quickly_told(tmp_path):
     source = resolve(parse_spec(str(tmp_path)))
     assert (len(source.files), len(source.unread)) == (1, 8000)
     assert time.monotonic() - begun < 6
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_byte_order_marks_of_files_that_were_joined_are_no_text(tmp_path, name):
+    """Each file that Windows writes may begin with one; within a line it is a character as any other."""
+    texts = ["eins", "zw\ufeffei", "drei"]
+    rows = [json.dumps({"text": text}, ensure_ascii=False) if name == "a.jsonl" else text for text in texts]
+    (tmp_path / name).write_text("\ufeff{}\r\n{}\r\n\ufeff{}\r\n".format(*rows))
+    file = as_data_file(tmp_path / name)
+    (window,) = list_windows([file], [0], "line")
+    for payloads in (read_rows(file), (row[1:] for row in read_window([file], window, "line"))):
+        assert [parse_payload(payload) for _, payload in payloads] == [{"text": text} for text in texts]
 
 
 @pytest.mark.parametrize("name", ["a.JSONL", "a.jl", "a.jsonlines.GZ", "a.ndjson.gz"])

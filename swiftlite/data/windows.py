@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.data.rows.readers import BATCH_ROWS, MAX_LINE, UTF8_BOM, Payload, columnar_rows, read_rows, text_line
+from swiftlite.data.rows.readers import BATCH_ROWS, MAX_LINE, Payload, bare_line, columnar_rows, read_rows, text_line
 from swiftlite.data.rows.sources import DataFile
 from swiftlite.errors import UserError, first_line
 
@@ -143,9 +143,8 @@ def _lines_within(file: DataFile, piece: Piece) -> Iterator[tuple[int, bytes]]:
                     where=file.where(line_at(file, position)),
                     fix="write one row a line",
                 )
-            text = (line.removeprefix(UTF8_BOM) if position == 0 else line).rstrip(b"\r\n")
-            if text.strip():
-                yield position, text
+            if (row := bare_line(line)).strip():
+                yield position, row
             position += len(line)
 
 

@@ -1,4 +1,5 @@
-"""Reads the rows of one file: (line or row number from 1, payload). Memory stays flat for all but `.json` arrays.
+"""Reads the rows of one file: (line or row number from 1, payload). Memory stays flat but for `.json` arrays, texts by
+paragraph or document, and columnar files that are compressed as a whole.
 Files come from anywhere: lines, rows, batches and what is held as a whole have largest sizes, packed or not.
 
 A payload is a dict, an undecoded JSON line (the workers parse it), or a BadRow for a row that cannot even be read.
@@ -146,11 +147,13 @@ def _lines(file: DataFile) -> Iterator[tuple[int, bytes]]:
                     where=file.where(number),
                     fix="write one row a line; a file that is one JSON array must be named .json",
                 )
-            if number == 1:
-                line = line.removeprefix(UTF8_BOM)
-            line = line.rstrip(b"\r\n")
-            if line.strip():
-                yield number, line
+            if (row := bare_line(line)).strip():
+                yield number, row
+
+
+def bare_line(line: bytes) -> bytes:
+    """Without its end, and the byte order mark that begins a file, or one that was joined to another."""
+    return line.removeprefix(UTF8_BOM).rstrip(b"\r\n")
 
 
 def _read_text(file: DataFile, sample_by: str) -> Iterator[tuple[int, Payload]]:
