@@ -185,6 +185,9 @@ def test_what_cannot_be_streamed_is_refused(open_stream, tmp_path, text_file):
         assert failure.value.where == str(tmp_path / name)
     with pytest.raises(UserError, match="cannot choose rows"):
         open_stream(f"{text_file}#10")
+    for options, said in (({}, "add --max-steps"), ({"max_steps": 1, "method": "sft"}, "which only pretrain takes")):
+        with pytest.raises(UserError, match=said):
+            resolve_config(**{"method": "pretrain", "model": "m", "dataset": ["a.txt"], "streaming": True} | options)
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(UserError, match="no row"):
         open_stream(tmp_path / "empty.txt")

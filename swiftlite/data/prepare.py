@@ -241,16 +241,6 @@ def _check(config: RunConfig) -> None:
         twice = next((text for text in names if names.count(text) > 1), None)
         if twice is not None:
             raise UserError("the data set is named twice", where=f"{flag} {twice}", fix=f"weight it: {twice}*2")
-    if config.streaming and config.method != "pretrain":
-        raise UserError(
-            f"--streaming is for pretraining text; {config.method} packs and shuffles whole data sets",
-            where="--streaming",
-            fix="leave it out: rows are tokenised to disk, so the data set may be larger than memory",
-        )
-    if config.streaming and config.max_steps is None:
-        raise UserError(
-            "--streaming does not know how many steps the text gives", where="--streaming", fix="add --max-steps"
-        )
     if config.max_length < 2:
         raise UserError("--max-length must be at least 2", where="--max-length", fix="give the longest row in tokens")
     check_columns(config.columns)
