@@ -135,7 +135,7 @@ def test_what_a_call_has_besides_stays():
     ]
 
 
-@pytest.mark.parametrize("calls", [None, [], "", "[]", {}])
+@pytest.mark.parametrize("calls", [None, [], "", "[]", {}, False])
 def test_an_answer_without_calls_is_no_call(calls):
     nothing = {"name": None, "function_call": {}, "reasoning_content": ""}  # as files have it that fill every column
     answer = {"role": "assistant", "content": "2", "tool_calls": calls, **nothing}

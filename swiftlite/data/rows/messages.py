@@ -214,8 +214,8 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
     older = message.get("function_call") if role == "assistant" else None  # OpenAI's spelling of one call
     if isinstance(older, dict) and "tool_calls" not in message:
         message["tool_calls"] = [message.pop("function_call")]
-    if "tool_calls" in message and (given_calls := array(message.pop("tool_calls"), f"{name}.tool_calls")):
-        message["tool_calls"] = [_tool_call(call, name) for call in given_calls]
+    if calls := array(message.pop("tool_calls", None) or [], f"{name}.tool_calls"):
+        message["tool_calls"] = [_tool_call(call, name) for call in calls]
     for key in REASONING_KEYS:
         if message.get(key) is not None:
             string(message[key], f"{name}.{key}")
