@@ -30,6 +30,7 @@ from swiftlite.data.rows import readers
 from swiftlite.data.rows.formats import FORMATS, read_row
 from swiftlite.data.rows.forms import BadRow
 from swiftlite.data.rows.messages import MOST_MESSAGES
+from swiftlite.data.rows.placeholders import Placeholders
 from swiftlite.data.rows.readers import parse_payload, read_rows
 from swiftlite.data.rows.sources import as_data_file, missing_file, parse_spec
 from swiftlite.data.rows.sources import resolve as resolve_source
@@ -132,6 +133,13 @@ def test_a_sharegpt_message_cannot_bring_a_second_content():
         read_row(row, known)
     row["conversations"][1] = {"from": "gpt", "value": "b", "content": [1]}
     assert read_row(row, known).messages[1] == {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize("held", ["{{bot_skill}}", "{{ BOT_SKILL }}", "{{bot_\u017fkill}}", "{{bot_s\u212a\u0130ll}}"])
+def test_placeholders_have_letters_of_more_cases_than_two(held):
+    assert Placeholders({"name": "Robo", "bot_skill": "\\1"}).fill([held, {"a": f"{held} {{{{x}}}}"}]) == [
+        "\\1", {"a": "\\1 {{x}}"},
+    ]  # fmt: skip
 
 
 def test_a_conversation_has_a_largest_number_of_messages():

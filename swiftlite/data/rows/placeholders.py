@@ -21,13 +21,14 @@ class Placeholders:
     """What is written for {{KEY}}, in any case and with blanks inside the braces or none."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = {key.lower(): text for key, text in texts.items()}
-        self._pattern = re.compile(r"\{\{\s*(" + "|".join(map(re.escape, self._texts)) + r")\s*\}\}", re.IGNORECASE)
+        self._texts = list(texts.values())
+        keys = "|".join(f"({re.escape(key)})" for key in texts)  # a group each: letters have more cases than two
+        self._pattern = re.compile(rf"\{{\{{\s*(?:{keys})\s*\}}\}}", re.IGNORECASE)
 
     def fill(self, value: Any) -> Any:
         """A row, or any part of one, with its texts filled in. What a key of the row is called stays."""
         if isinstance(value, str):
-            return self._pattern.sub(lambda found: self._texts[found[1].lower()], value) if "{{" in value else value
+            return self._pattern.sub(lambda found: self._texts[found.lastindex - 1], value) if "{{" in value else value
         if isinstance(value, list):
             return [self.fill(item) for item in value]
         return {key: self.fill(item) for key, item in value.items()} if isinstance(value, dict) else value
