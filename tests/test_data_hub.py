@@ -35,6 +35,8 @@ def test_rows_of_a_split(downloaded):
     assert downloaded == [("owner/name", "sub", "test")]
     assert [line for line, _ in rows] == [1, 2]
     assert rows[0][1]["messages"][1] == {"role": "assistant", "content": "Hello"}  # nulls of the schema are gone
+    assert file.where(2) == "owner/name:sub@test:2"  # not another subset's
+    (file,) = resolve(parse_spec("owner/name")).files
     assert file.where(2) == "owner/name:2"
 
 

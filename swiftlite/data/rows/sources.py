@@ -68,6 +68,11 @@ class DatasetSpec:
         """`--dataset NAME`, for errors."""
         return f"{self.flag} {self.text}"
 
+    @property
+    def part(self) -> str:
+        """Subset and split, as they were given."""
+        return (f":{self.subset}" if self.subset else "") + (f"@{self.split}" if self.split else "")
+
 
 @dataclass(frozen=True)
 class DataFile:
@@ -167,7 +172,7 @@ def _short_name(spec: DatasetSpec) -> str:
     name = Path(spec.name).name
     for endings in (COMPRESSED, tuple(KINDS)):
         name = name[: -len(Path(name).suffix)] if name.lower().endswith(endings) else name
-    return name + (f":{spec.subset}" if spec.subset else "") + (f"@{spec.split}" if spec.split else "")
+    return name + spec.part
 
 
 def resolve(spec: DatasetSpec, method: str = "sft") -> Source:
@@ -175,7 +180,7 @@ def resolve(spec: DatasetSpec, method: str = "sft") -> Source:
     if spec.path is None:
         if _looks_like_a_path(spec.name):
             raise missing_file(spec)
-        return Source(spec, [DataFile(label=spec.name, kind="hub", hub=spec)])
+        return Source(spec, [DataFile(label=spec.name + spec.part, kind="hub", hub=spec)])
     if spec.path.is_dir():
         files, unread = _folder_files(spec, method)
         return Source(spec, files, tuple(unread))
