@@ -420,13 +420,17 @@ def test_a_margin_is_for_reward_models(prepare, write_rows):
     assert prepare(path, method="rm").audit["rows"]["unused_columns"] == {"question": 1}
 
 
-def test_nothing_left_shows_the_counts(prepare, write_rows):
+def test_nothing_left_shows_the_counts(prepare, write_rows, chat_rows):
     path = write_rows("a.jsonl", [BAD] * 3 + [{"messages": [{"role": "assistant", "content": ""}]}])
     with pytest.raises(
         UserError, match="4 read, all dropped .no_assistant_turn 3, empty 1.; of the first: the conv"
     ) as failure:
         prepare(path, on_bad_row="skip")
     assert failure.value.where == f"--dataset {path}"
+    assert failure.value.fix.startswith("mend the rows; for over_long and no_trained_token raise --max-length")
+    with pytest.raises(UserError, match=r"1 read, all dropped \(over_long 1\)\n") as failure:
+        prepare(write_rows("a.jsonl", chat_rows[:1]), overlong="drop", max_length=8)
+    assert failure.value.fix.startswith("raise --max-length")
     with pytest.raises(UserError, match="no row format has these keys: foo"):
         prepare(write_rows("b.jsonl", [{"foo": 1}]))
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 NUMBERS = ("pairs", "desirable", "undesirable", "tokens", "trained_tokens", "packs", "fill")
 IN_BALANCE = (1.0, 4 / 3)
 ROUNDING = 0.005  # of weights that are told in three digits
+TOO_LONG = ("over_long", "no_trained_token")  # reasons to drop a row
+LONGER = "raise --max-length, or lower --max-new-tokens of prompts"
 NAMES_TOLD = 3  # of files or columns
 # What may become of a row that is used, as `losses_in_words` says it; audit.json has these three in any case.
 CUT = {"truncated": "truncated", "split": "split", "split_by_template": "split by the template"}
@@ -187,12 +189,12 @@ def check_anything_left(entries: list[Entry]) -> None:
         read, where = entry.meta["counts"].get("read", 0), entry.source.spec.given
         if not read:
             raise UserError("the data set holds no row", where=where, fix="check that it is the right file")
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped_rows([entry]).items())
+        dropped = dropped_rows([entry])
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
         first = next(entry.rejected_lines(), None)
         detail = f"; of the first: {json.loads(first)['detail']}" if first else ""  # over-long rows are in no list
         raise UserError(
             f"no row is left: {read:,} read, all dropped ({reasons}){detail}",
             where=where,
-            fix="mend the rows (swiftlite inspect shows them); for over_long and no_trained_token raise --max-length, "
-            "or lower --max-new-tokens of prompts",
+            fix=LONGER if dropped.keys() <= {*TOO_LONG} else f"mend the rows; for {' and '.join(TOO_LONG)} {LONGER}",
         )
