@@ -192,8 +192,10 @@ def test_what_cannot_be_streamed_is_refused(open_stream, tmp_path, text_file):
     with pytest.raises(UserError, match="no row"):
         open_stream(tmp_path / "empty.txt")
     (tmp_path / "blank.txt").write_text("\n" * 50)
-    with pytest.raises(UserError, match="no row of the stream"):
+    with pytest.raises(UserError, match="no row of the stream can be trained on: 0 read\n"):
         documents(open_stream(tmp_path / "blank.txt").train)
+    with pytest.raises(UserError, match=r"400 read, all dropped \(over_long 400\)"):
+        documents(open_stream(text_file, overlong="drop", max_length=3).train)
 
 
 def test_weights_repeat_windows(open_stream, text_file, tmp_path):

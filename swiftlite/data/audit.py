@@ -157,7 +157,7 @@ def losses_in_words(audit: dict[str, Any]) -> str | None:
     told = []
     for name, key in (("", None), ("evaluation ", "eval"), ("prompt ", "questions")):
         rows = audit["rows"] if key is None else audit.get(key, {"rows": {}})["rows"]
-        dropped = ", ".join(f"{reason} {count:,}" for reason, count in rows.get("dropped", {}).items())
+        dropped = counts_in_words(rows.get("dropped", {}))
         parts = [f"{sum(rows['dropped'].values()):,} dropped ({dropped})"] if dropped else []
         parts += [f"{rows[key]:,} {words}" for key, words in (CUT | CHANGED | SAME).items() if rows.get(key)]
         told += [f"of {rows['read']:,} {name}rows: {', '.join(parts)}"] if parts else []
@@ -167,6 +167,11 @@ def losses_in_words(audit: dict[str, Any]) -> str | None:
         files = "1 file may hold rows and is" if len(unread) == 1 else f"{len(unread):,} files may hold rows and are"
         told.append(f"{files} not read ({_some(unread)})")
     return "; ".join(told) or None
+
+
+def counts_in_words(counts: Mapping[str, int]) -> str:
+    """Reasons, each with how many rows it is of."""
+    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
 
 
 def _some(names: list[str]) -> str:
@@ -190,11 +195,10 @@ def check_anything_left(entries: list[Entry]) -> None:
         if not read:
             raise UserError("the data set holds no row", where=where, fix="check that it is the right file")
         dropped = dropped_rows([entry])
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
         first = next(entry.rejected_lines(), None)
         detail = f"; of the first: {json.loads(first)['detail']}" if first else ""  # over-long rows are in no list
         raise UserError(
-            f"no row is left: {read:,} read, all dropped ({reasons}){detail}",
+            f"no row is left: {read:,} read, all dropped ({counts_in_words(dropped)}){detail}",
             where=where,
             fix=LONGER if dropped.keys() <= {*TOO_LONG} else f"mend the rows; for {' and '.join(TOO_LONG)} {LONGER}",
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swiftlite.data.audit import unread_files
+from swiftlite.data.audit import counts_in_words, unread_files
 from swiftlite.data.build import bad_row_error, check_vocabulary, chunks, format_of
 from swiftlite.data.order import Pack, PlanOptions, Sequence, StepBatch, permutation
 from swiftlite.data.packing import best_fit_decreasing
@@ -184,7 +184,7 @@ class StreamPlan:
         for place in self._places():
             if place.epoch != epoch:
                 if not packs_in_epoch:
-                    raise UserError("no row of the stream can be trained on", fix="see rejected_rows.jsonl")
+                    raise self._nothing_left()
                 packs_in_epoch, epoch = 0, place.epoch
             known = self._records.get(place.window) if place.part == 1 else None
             windows.append(place.window)
@@ -200,6 +200,17 @@ class StreamPlan:
             after = [place.epoch + place.done + place.share * (i + 1) / count for i in range(count)]
             yield windows, list(zip(packs, after, strict=True))[skip:]
             skip, windows = 0, []
+
+    def _nothing_left(self) -> UserError:
+        """The error for a stream of which every window is known."""
+        whole = Tally(self._options.capacity)
+        for record in self._records.values():
+            whole.add(record)
+        dropped = f", all dropped ({counts_in_words(whole.dropped)})" if whole.dropped else ""
+        return UserError(
+            f"no row of the stream can be trained on: {whole.totals['read']:,} read{dropped}",
+            fix="mend the rows, of which rejected_rows.jsonl lists the bad ones, or raise --max-length",
+        )
 
     def _places(self) -> Iterator[_Place]:
         """Windows in their order, epoch after epoch, for ever. Weights repeat windows, or take a part of them."""
