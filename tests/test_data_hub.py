@@ -1,5 +1,6 @@
 """Data sets of the hub, without a network: a stand-in for the download, and the error where there is none."""
 
+import pyarrow as pa
 import pytest
 
 from swiftlite.config.names import dataset_name
@@ -38,6 +39,19 @@ def test_rows_of_a_split(downloaded):
     assert file.where(2) == "owner/name:sub@test:2"  # not another subset's
     (file,) = resolve(parse_spec("owner/name")).files
     assert file.where(2) == "owner/name:2"
+
+
+def test_images_and_sounds_beside_the_text_are_not_decoded(monkeypatch):
+    """What is no sound image would end the run, as would a package that is missing."""
+    from datasets import Audio, Dataset, DatasetInfo, Features, Image, List, Value
+
+    media = {"bytes": b"no picture", "path": "a"}
+    row = {"text": "a", "sound": media, "image": media, "images": [media], "deep": {"list": [{"one": media}]}}
+    kinds = {"sound": Audio(), "image": Image(), "images": List(Image()), "deep": {"list": List({"one": Image()})}}
+    features = Features({"text": Value("string"), **kinds})
+    table = pa.Table.from_pylist([row] * 2, schema=features.arrow_schema)
+    monkeypatch.setattr(hub, "_load", lambda *_: Dataset(table, info=DatasetInfo(features=features)))
+    assert list(hub.read_hub(parse_spec("owner/name"))) == [(1, row), (2, row)]
 
 
 def test_a_part_of_a_split_is_the_librarys_to_cut(downloaded):
