@@ -250,7 +250,7 @@ class RowTokenizer:
         return texts
 
     def _encode(self, texts: list[_Text]) -> list[tuple[Tokens, bool]]:
-        """Tokens of all texts in order, and whether a prompt ends within one.
+        """Tokens of all texts in order, and whether a prompt has others by itself.
 
         It is one call of the tokenizer for those of one kind, which uses every core.
         """
