@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_architectures import EQUAL, config_of
 from test_parity import metrics, settings, train_alone
 
 from swiftlite.checkpoint.folder import check_folder, list_checkpoints
@@ -477,6 +478,19 @@ def test_new_tokens_get_rows_that_are_trained_and_saved(base, tmp_path, tiny_mod
         new = module.weight[len(other.weight) :]
         assert len(new) == len(tokenizer) - len(old) and not torch.equal(new[-1], other.weight.mean(0))
         assert torch.allclose(new, other.weight.mean(0), atol=0.1)
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_new_tokens_have_their_place_in_the_bias_of_a_head(base, tmp_path, tuner):
+    source = write_toy(tmp_path / "source", config_of("PhiConfig", EQUAL["phi"][1] | {"max_position_embeddings": 512}))
+    weights = load_file(source / "model.safetensors")
+    bias = torch.randn(len(weights["lm_head.bias"]))
+    save_file(weights | {"lm_head.bias": bias}, source / "model.safetensors", {"format": "pt"})
+    train(base, model=str(source), tuner=tuner, new_tokens=NEW_TOKENS, max_steps=1, learning_rate=1e-9)
+    (file,) = (tmp_path / "out" / "model").glob("*.safetensors")
+    found = next(tensor for name, tensor in load_file(file).items() if name.endswith("lm_head.bias"))
+    assert len(found) > len(bias)
+    torch.testing.assert_close(found, torch.cat([bias, bias.mean().expand(len(found) - len(bias))]), rtol=0, atol=1e-6)
 
 
 def test_the_folder_of_a_run_in_place_of_its_result_is_told_so(base, tmp_path):

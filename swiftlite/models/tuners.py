@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def grow_vocabulary(model: PreTrainedModel, size: int) -> None:
-    """Give embedding and head at least `size` rows; added ones are the mean of the old rows."""
+    """Give embedding and head at least `size` rows; added ones are the mean of the old ones, also in a head's bias."""
     old = model.get_input_embeddings().weight.shape[0]
     if size <= old:
         return
@@ -37,8 +37,8 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> None:
         warnings.simplefilter("ignore")
         model.resize_token_embeddings(size, mean_resizing=False)
     for module in {model.get_input_embeddings(), model.get_output_embeddings()} - {None}:
-        weight = module.weight.data
-        weight[old:] = weight[:old].mean(0, keepdim=True)
+        for parameter in module.parameters(recurse=False):
+            parameter.data[old:] = parameter.data[:old].mean(0, keepdim=True)
 
 
 def apply_tuner(

@@ -199,7 +199,7 @@ def _trained_entries(base: PreTrainedModel) -> Catalog:
 
 
 def new_rows(catalog: Catalog, folder: TensorFolder, model: nn.Module) -> dict[str, torch.Tensor]:
-    """For embedding and head with more rows than the files hold: the mean of the old rows."""
+    """For embedding and head with more rows than the files hold: the mean of the old rows, and so in a head's bias."""
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     first = {id(parameter): _plain_name(name) for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
@@ -208,7 +208,7 @@ def new_rows(catalog: Catalog, folder: TensorFolder, model: nn.Module) -> dict[s
     for name, shape in shapes.items():
         plain = _plain_name(name)
         entry = next((entry for entry in catalog if entry.owner == tied.get(plain, plain)), None)
-        if entry is not None and len(shape) == 2 and entry.shape[0] < shape[0] and entry.shape[1:] == shape[1:]:
+        if entry is not None and len(shape) <= 2 and entry.shape[:1] < shape[:1] and entry.shape[1:] == shape[1:]:
             means[name] = folder.read(entry.name).float().mean(0)
     return means
 
