@@ -555,6 +555,15 @@ def test_freeze_trains_the_last_layer_only(base, tmp_path, tiny_model):
     assert changed and all(name.startswith(("model.layers.1.", "model.norm")) for name in changed)
 
 
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_freeze_trains_a_tied_weight_by_each_of_its_names(base, tmp_path, tiny_model, name):
+    source = tiny_model("llama-tied")
+    train(base, model=str(source), tuner="freeze", trainable_layers=0, trainable_modules=[name], max_steps=1)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out" / "model"))
+    changed = [tensor for tensor in before if not torch.equal(before[tensor], after[tensor])]
+    assert changed == ["model.embed_tokens.weight"]
+
+
 def test_a_signal_saves_and_exits_with_its_number(base, tmp_path, monkeypatch):
     seen = []
     keep = run_module.Session.save_checkpoint

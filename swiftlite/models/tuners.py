@@ -79,7 +79,8 @@ def _freeze(model: PreTrainedModel, config: RunConfig, say: Callable[[str], None
         anatomy.head.requires_grad_(True)
     for pattern in config.trainable_modules:
         named = _compiled(pattern)
-        found = {name: parameter for name, parameter in model.named_parameters() if named.search(name)}
+        every = model.named_parameters(remove_duplicate=False)  # a head that is the embedding has a name of its own
+        found = {name: parameter for name, parameter in every if named.search(name)}
         if idle := found.keys() & beside:
             _tell_idle(found, idle, pattern, "--trainable-modules", say)
         for name in found.keys() - beside:
