@@ -452,19 +452,20 @@ def test_training_does_not_go_on_from_an_adapter_of_a_deeper_model(base, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
-@pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.parametrize("tuner", ["full", "lora", "freeze"])
 def test_new_tokens_get_rows_that_are_trained_and_saved(base, tmp_path, tiny_model, family, tuner):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, folder = str(tiny_model(family)), tmp_path / "out" / "model"
-    train(base, model=source, tuner=tuner, new_tokens=NEW_TOKENS, learning_rate=1e-2)
+    alone = {"trainable_layers": 0} if tuner == "freeze" else {}
+    train(base, model=source, tuner=tuner, new_tokens=NEW_TOKENS, learning_rate=1e-2, **alone)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.convert_tokens_to_ids(NEW_TOKENS[-1]) == len(tokenizer) - 1
     before = AutoModelForCausalLM.from_pretrained(source)
     old = before.get_input_embeddings().weight
     assert len(tokenizer) > len(old)
-    if tuner == "full":
+    if tuner != "lora":
         model = AutoModelForCausalLM.from_pretrained(folder)
     else:
         grown = AutoModelForCausalLM.from_pretrained(source)

@@ -131,7 +131,7 @@ def _training_rules(config: RunConfig) -> list[Rule]:
         (
             config.tuner == "freeze"
             and config.trainable_layers == 0
-            and not config.trainable_modules
+            and not (config.trainable_modules or config.new_tokens)
             and config.method != "rm",  # which trains its score head
             "--tuner freeze with --trainable-layers 0 trains nothing",
             ("trainable_layers",),

@@ -122,7 +122,7 @@ class RunConfig(
         "overrides_of_model_config", shown="none", metavar="KEY=VALUE ...", nested=True,
     )  # fmt: skip
     new_tokens: Names = flag(
-        [], MODEL, "Tokens to add. Under lora, embedding and head are then trained whole.", "add_tokens",
+        [], MODEL, "Tokens to add. Embedding and head are then trained whole, whatever the tuner.", "add_tokens",
         metavar="TOKEN ...",
     )  # fmt: skip
 

@@ -77,6 +77,9 @@ def _freeze(model: PreTrainedModel, config: RunConfig, say: Callable[[str], None
         layer.requires_grad_(True)
     if anatomy.gives_scores:  # a new score head is zero, and as long as it is, no gradient comes through it
         anatomy.head.requires_grad_(True)
+    if config.new_tokens:  # their rows are only learnt if embedding and head are trained
+        for part in (anatomy.embedding, anatomy.head):
+            part.requires_grad_(True)
     for pattern in config.trainable_modules:
         named = _compiled(pattern)
         every = model.named_parameters(remove_duplicate=False)  # a head that is the embedding has a name of its own
