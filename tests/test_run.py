@@ -43,6 +43,19 @@ def train(values, **more):
     return config
 
 
+@pytest.fixture
+def ernie(tmp_path):
+    """A mixture in bf16 whose class says that nobody trains the biases by which experts are chosen."""
+    shape = {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}
+    folder = write_toy(tmp_path / "ernie", config_of("Ernie4_5_MoeConfig", shape | {"max_position_embeddings": 512}))
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    biases = {name: 7 + torch.randn(tensor.shape) for name, tensor in weights.items() if "correction" in name}
+    save_file(weights | biases, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return folder
+
+
 @pytest.mark.parametrize("method", ["sft", "dpo", "kto", "rm", "grpo"])
 def test_what_every_method_logs_is_drawn(method, base, tmp_path, write_rows, chat_rows, capsys):
     rows = {"dpo": toy_pairs(12), "rm": toy_pairs(12), "kto": toy_judged(12)}.get(method, chat_rows)
@@ -554,6 +567,14 @@ def test_freeze_trains_the_last_layer_only(base, tmp_path, tiny_model):
     after = load_file(tmp_path / "out" / "model" / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(name.startswith(("model.layers.1.", "model.norm")) for name in changed)
+
+
+def test_freeze_trains_nothing_that_the_class_does_not(base, tmp_path, ernie, capsys):
+    train(base, model=str(ernie), tuner="freeze", max_steps=1)
+    assert "is zero for" not in capsys.readouterr().out
+    named = {"trainable_layers": 0, "trainable_modules": ["e_score_correction_bias"]}
+    with pytest.raises(UserError, match="no parameter that can be trained is named like 'e_score_correction_bias'"):
+        train(base, model=str(ernie), tuner="freeze", output_dir=str(tmp_path / "named"), **named)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])

@@ -66,6 +66,7 @@ def apply_tuner(
 
 def _freeze(model: PreTrainedModel, config: RunConfig, say: Callable[[str], None]) -> None:
     anatomy, beside = dissect(model), beside_text(model).keys()
+    fixed = {parameter for parameter in model.parameters() if not parameter.requires_grad}  # by the class itself
     model.requires_grad_(False)
     layers, wanted = anatomy.layers, config.trainable_layers
     if abs(wanted) > len(layers):
@@ -74,7 +75,8 @@ def _freeze(model: PreTrainedModel, config: RunConfig, say: Callable[[str], None
             fix=f"give at most {len(layers)}",
         )
     for layer in layers[len(layers) - wanted :] if wanted > 0 else layers[:-wanted]:  # negative: the first ones
-        layer.requires_grad_(True)
+        for parameter in set(layer.parameters()) - fixed:
+            parameter.requires_grad_(True)
     if anatomy.gives_scores:  # a new score head is zero, and as long as it is, no gradient comes through it
         anatomy.head.requires_grad_(True)
     if config.new_tokens:  # their rows are only learnt if embedding and head are trained
@@ -83,14 +85,14 @@ def _freeze(model: PreTrainedModel, config: RunConfig, say: Callable[[str], None
     for pattern in config.trainable_modules:
         named = _compiled(pattern)
         every = model.named_parameters(remove_duplicate=False)  # a head that is the embedding has a name of its own
-        found = {name: parameter for name, parameter in every if named.search(name)}
+        found = {name: parameter for name, parameter in every if named.search(name) and parameter not in fixed}
         if idle := found.keys() & beside:
             _tell_idle(found, idle, pattern, "--trainable-modules", say)
         for name in found.keys() - beside:
             found[name].requires_grad_(True)
         if not found:
             raise UserError(
-                f"no parameter is named like {pattern!r}",
+                f"no parameter that can be trained is named like {pattern!r}",
                 where="--trainable-modules",
                 fix="give a part of a parameter name or a regular expression, such as norm or layers\\.0\\.",
             )
