@@ -577,6 +577,21 @@ def test_freeze_trains_nothing_that_the_class_does_not(base, tmp_path, ernie, ca
         train(base, model=str(ernie), tuner="freeze", output_dir=str(tmp_path / "named"), **named)
 
 
+def test_what_chooses_experts_is_not_rounded(base, tmp_path, ernie):
+    """In the result of a run, in a checkpoint that goes on, and in an export."""
+    train(base, model=str(ernie), max_steps=2, save_steps=1)
+    train(base, model=str(ernie), max_steps=3, save_steps=1, resume="auto")
+    result, exported = tmp_path / "out" / "model", tmp_path / "exported"
+    run_export(ExportOptions(str(result), None, exported, dtype="bf16"))
+    before = load_file(ernie / "model.safetensors")
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    for folder in (result, exported):
+        after = load_file(folder / "model.safetensors")
+        assert biases and all(torch.equal(after[name], before[name]) for name in biases)
+        exact = {name for name, tensor in after.items() if tensor.dtype == torch.float32}
+        assert exact == {name for name in after if "mlp.gate." in name} | {*biases}
+
+
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_freeze_trains_a_tied_weight_by_each_of_its_names(base, tmp_path, tiny_model, name):
     source = tiny_model("llama-tied")

@@ -60,11 +60,19 @@ def plan_files(
         pairs = [(entry, types[entry.owner]) for entry in catalog_adapter(model)]
         return ModelFiles(FilePlan(pairs, ADAPTER_STEM, None), dtype, adapter=True, rounded=False)
     weights = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+    weights -= kept_in_fp32(base)
     pairs = [(e, dtype if e.owner in weights else types[e.owner]) for e in catalog_model(base)]  # buffers stay exact
     pairs = [pair for whole in pairs for pair in (stand_ins or {}).get(whole[0].name, [whole])]
     rounded = any(p.requires_grad and dtype not in (p.dtype, torch.float32) for p in model.parameters())
     plan, processors = FilePlan(pairs, MODEL_STEM, parse_size(max_shard_size)), _processors_of(base.config)
     return ModelFiles(plan, dtype, adapter=False, rounded=rounded, processors=processors)
+
+
+def kept_in_fp32(base: PreTrainedModel) -> set[str]:
+    """The names of parameters that transformers has in fp32, in files too, whatever the type of a model: experts are
+    chosen by them, and by rounded ones others would be."""
+    parts = base._keep_in_fp32_modules_strict or ()
+    return {name for name, _ in base.named_parameters() if any(part in name for part in parts)}
 
 
 def _processors_of(config: PretrainedConfig) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from swiftlite.checkpoint.boxes import Holding, holdings, whole
 from swiftlite.checkpoint.catalog import stored_tensors
-from swiftlite.checkpoint.export import ModelFiles, create_model_files, plan_files
+from swiftlite.checkpoint.export import ModelFiles, create_model_files, kept_in_fp32, plan_files
 from swiftlite.checkpoint.folder import atomic_folder
 from swiftlite.checkpoint.space import check_place, check_space
 from swiftlite.checkpoint.weights import TensorFolder, read_overlap
@@ -256,10 +256,12 @@ def _check_range(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def _round(model: nn.Module, dtype: torch.dtype) -> None:
+def _round(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """The values that a model of `dtype` has, in fp32: what rounding to bf16 does to a product is not ours to judge."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to(dtype))
+    exact = kept_in_fp32(model)
+    for name, parameter in model.named_parameters():
+        if name not in exact:
+            parameter.copy_(parameter.to(dtype))
 
 
 def _write(
