@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_parity import metrics, settings, train_alone
+from test_run import NEW_TOKENS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftlite.checkpoint.weights import fill
@@ -120,6 +121,21 @@ def test_a_reward_model_begins_with_an_adapter_that_answers_but_not_the_other_wa
     (answers / "adapter_config.json").write_text(json.dumps(described | {"modules_to_save": ["score", "classifier"]}))
     again = go_on(answers, out="again") / "model"  # what it says of itself does not matter
     assert json.loads((again / "adapter_config.json").read_text())["task_type"] == "CAUSAL_LM"
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
+@pytest.mark.parametrize("more", [{"modules_to_save": ["lm_head"]}, {"new_tokens": NEW_TOKENS}])
+def test_a_reward_model_does_without_the_head_of_an_adapter_that_answers(go_on, tiny_model, family, more):
+    """But not without the embedding, where that is the head."""
+    answers = go_on(out="answers", model=str(tiny_model(family)), learning_rate=1e-2, **more) / "model"
+    scores = go_on(answers, "rm", "scores", model=str(tiny_model(family)), learning_rate=1e-9) / "model"
+    assert "lm_head" not in json.loads((scores / "adapter_config.json").read_text())["modules_to_save"]
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (answers, scores))
+    whole = {name for name in before if "lora_" not in name and "lm_head" not in name}
+    assert {name for name in after if "lora_" not in name and "score" not in name} == whole
+    assert bool(whole) == ("new_tokens" in more or family == "llama-tied")
+    for name in whole:
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-6)
 
 
 def test_new_tokens_beside_an_adapter_are_refused_unless_it_has_them(go_on):

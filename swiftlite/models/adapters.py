@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from swiftlite.errors import UserError, first_line
-from swiftlite.models.anatomy import SCORE_HEAD, head_of
+from swiftlite.models.anatomy import ANSWER_HEADS, SCORE_HEAD, head_of
 from swiftlite.untrusted import existing
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def _settle_task(settings: PeftConfig, model: PreTrainedModel) -> None:
     gives_scores = head_of(model) is not model.get_output_embeddings()
     settings.task_type = "SEQ_CLS" if gives_scores else "CAUSAL_LM"
     if getattr(settings, "modules_to_save", None) is not None:
-        kept = [name for name in settings.modules_to_save if name not in CLASSIFIERS]
+        gone = (*CLASSIFIERS, *ANSWER_HEADS) if gives_scores else CLASSIFIERS
+        kept = [name for name in settings.modules_to_save if name not in gone]
         settings.modules_to_save = [*kept, *[SCORE_HEAD] * gives_scores] or None
 
 

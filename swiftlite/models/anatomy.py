@@ -36,6 +36,7 @@ EXPERTS_OF_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 ROUTER_WEIGHT = "router_aux_loss_coef"  # what configs call that of the loss that balances routers
 QUERY_NORM = re.compile(r"\bq(uery)?_(layer)?norm$")  # what architectures call that of queries
 SCORE_HEAD = "score"  # what transformers calls the head of a sequence classifier
+ANSWER_HEADS = ("lm_head", "embed_out")  # and that of a model that answers, which the classifier made of it is without
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from swiftlite.checkpoint.safetensors_files import ADAPTER
 from swiftlite.checkpoint.weights import TensorFolder, shown_names
 from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.errors import UserError
-from swiftlite.models.anatomy import SCORE_HEAD, dissect
+from swiftlite.models.anatomy import ANSWER_HEADS, SCORE_HEAD, dissect
 from swiftlite.models.load import result_inside
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def unread_in_words(weights: TensorFolder, on_disk: Catalog, base: PreTrainedMod
     known |= {name.removeprefix(prefix) for name in known} | {entry.name for entry in on_disk}
     rules = [*(base._keys_to_ignore_on_load_unexpected or ()), *PASSED_OVER]
     if dissect(base).gives_scores:
-        rules.append(r"(^|\.)(lm_head|embed_out)\.")  # of the model that answers, in place of which it has another
+        rules.append(rf"(^|\.)({'|'.join(ANSWER_HEADS)})\.")  # in place of which it has another
     unread = [name for name in weights.entries if name not in known and not any(re.search(r, name) for r in rules)]
     words = f"of the model's files nothing reads {shown_names(sorted(unread))}: config.json has no place for them"
     return [words] if unread else []
@@ -144,8 +144,9 @@ def _check_all_read(
     catalog: Catalog, base: PreTrainedModel, weights: TensorFolder, saved: TensorFolder, adapter: Path
 ) -> None:
     """Raise UserError where tensors of an adapter's file would be lost: those beside the adapter that are not the
-    base's own."""
-    if has_scores(saved) and not dissect(base).gives_scores:
+    base's own. A model that gives scores has no use for the head of one that answers."""
+    gives_scores = dissect(base).gives_scores
+    if has_scores(saved) and not gives_scores:
         raise UserError(
             "the adapter is a reward model's: its score head has no place in a model that answers",
             where=str(adapter),
@@ -154,6 +155,7 @@ def _check_all_read(
     lost = [
         plain
         for name, plain in unread_of_adapter(catalog, saved.entries).items()
+        if not (gives_scores and plain.split(".")[0] in ANSWER_HEADS)
         if plain not in weights.entries or not torch.equal(saved.read(name).float(), weights.read(plain).float())
     ]
     if lost:
