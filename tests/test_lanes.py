@@ -152,7 +152,8 @@ def test_gradients_meet_in_the_module_and_weights_are_one(several_threads):
         ({"tuner": "lora", "lora_dropout": 0.1}, None, 1),
         ({"world": 2}, None, 1),
         ({"device": "cuda"}, None, 1),
-        ({"dropout": 0.1}, None, 1),
+        ({"attention_dropout": 0.1}, None, 1),
+        ({"classifier_dropout": 0.1, "summary_first_dropout": 0.1}, 512, 3),  # as Pythia and GPT-2 have it
         ({"routed": True}, None, 1),
     ],
 )
@@ -169,7 +170,8 @@ def test_how_steps_are_cut_and_how_many_lanes_there_are(several_threads, change,
     config = SimpleNamespace(**values)
     layout = Layout() if "world" not in change else Layout(dp_shard=change["world"])
     mesh = SimpleNamespace(device=torch.device(change.get("device", "cpu")), layout=layout)
-    facts = {"attention_dropout": change.get("dropout", 0.0), "output_router_logits": change.get("routed", False)}
+    facts = {key: value for key, value in change.items() if key.endswith("dropout") and key != "lora_dropout"}
+    facts |= {"output_router_logits": change.get("routed", False)}
     text = SimpleNamespace(to_dict=lambda: facts)
     base = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: text), modules=lambda: [torch.nn.Dropout(values["lora_dropout"])]

@@ -28,6 +28,7 @@ NOT_TOLD_OF_BORDERS = {
 }
 
 DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "jitter_noise", "jitter_eps")  # how configs name them
+OTHER_HEADS = ("classifier_", "summary_")  # whose dropouts: those of classes that are not trained here
 
 # What configs call the number of experts of a mixture, and of those that a token meets.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -150,7 +151,8 @@ def has_dropout(model: PreTrainedModel) -> bool:
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return True
     values = model.config.get_text_config().to_dict()
-    return any(value and isinstance(value, float) for key, value in values.items() if key.endswith(DROPOUTS))
+    shares = [value for key, value in values.items() if key.endswith(DROPOUTS) and not key.startswith(OTHER_HEADS)]
+    return any(share and isinstance(share, float) for share in shares)
 
 
 def expert_share(config: PretrainedConfig) -> float:
