@@ -7,7 +7,8 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Lowercase
 
-from swiftlite.models.tokenizer import load_tokenizer
+from swiftlite.errors import UserError
+from swiftlite.models.tokenizer import LARGEST_TEMPLATE, load_tokenizer, read_chat_template
 from swiftlite.models.toys import toy_tokenizer
 
 
@@ -22,6 +23,24 @@ def test_a_new_token_that_is_known_is_told(folder):
     loaded = load_tokenizer("org/model", tokenizer=folder, new_tokens=["<|im_end|>", "<think>"], tell=said.append)
     assert said == ["note: the tokenizer knows <|im_end|> of --new-tokens already"]
     assert len(loaded) == len(toy_tokenizer()) + 1
+
+
+TOO_LARGE = {
+    "letters": "x" * (LARGEST_TEMPLATE + 1),
+    "pairs": "é" * (LARGEST_TEMPLATE - 1),
+    "cut": "x" + "é" * LARGEST_TEMPLATE,
+}
+
+
+@pytest.mark.parametrize("kind", TOO_LARGE)
+def test_a_template_is_read_whole_or_not_at_all(tmp_path, kind):
+    """Whatever bytes its letters take, and also where one of them would be cut in two."""
+    path = tmp_path / "chat.jinja"
+    path.write_text(TOO_LARGE[kind], encoding="utf-8")
+    with pytest.raises(UserError, match="larger than 1 MiB"):
+        read_chat_template(str(path))
+    path.write_text("é" * (LARGEST_TEMPLATE // 2), encoding="utf-8")
+    assert len(read_chat_template(str(path))) == LARGEST_TEMPLATE // 2
 
 
 @pytest.mark.parametrize(("tokenizer", "asked"), [(None, "v2"), ("org/model", "v2"), ("org/other", None)])

@@ -187,12 +187,12 @@ def read_chat_template(name: str) -> str:
         raise UserError("no such chat template", where=where, fix=fix)
     try:
         with path.open("rb") as file:
-            text = file.read(LARGEST_TEMPLATE + 1).decode("utf-8")
+            held = file.read(LARGEST_TEMPLATE + 1)
+        if len(held) > LARGEST_TEMPLATE:
+            what = f"the chat template is larger than {LARGEST_TEMPLATE >> 20} MiB"
+            raise UserError(what, where=str(path), fix="name a file that holds a template alone")
+        return held.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"the chat template cannot be read: {error}", where=str(path), fix="save it as UTF-8"
         ) from error
-    if len(text) > LARGEST_TEMPLATE:
-        what = f"the chat template is larger than {LARGEST_TEMPLATE >> 20} MiB"
-        raise UserError(what, where=str(path), fix="name a file that holds a template alone")
-    return text
