@@ -144,6 +144,22 @@ def test_windows_sinks_and_soft_caps(window, softcap, with_sinks, queries, keys,
         assert ours.dtype == dtype and (ours - right).norm() < bound * right.norm()
 
 
+@pytest.mark.parametrize("window", [None, 150])
+def test_documents_behind_a_shared_prompt_find_their_own_keys(window):
+    """Also those that are computed in blocks: their keys lie further back in the row than their queries do."""
+    queries, keys = [7, 130, 20, 512, 96], [57, 130, 150, 512, 96]
+    torch.manual_seed(0)
+    shapes = [(1, sum(queries), 4, 128), (1, sum(keys), 2, 128), (1, sum(keys), 2, 128)]
+    exact = [torch.randn(shape, dtype=torch.float64).transpose(1, 2).requires_grad_() for shape in shapes]
+    upstream = torch.randn(1, sum(queries), 4, 128, dtype=torch.float64)
+    wanted = written_out(exact, queries, keys, 128**-0.5, window, None)
+    row = [each.detach().float().requires_grad_() for each in exact]
+    got = attend_by_document(*row, queries, keys, None, window)
+    found = [got, *torch.autograd.grad(got, row, upstream.float())]
+    for ours, right in zip(found, [wanted, *torch.autograd.grad(wanted, exact, upstream)], strict=True):
+        assert (ours - right).norm() < 1e-6 * right.norm()
+
+
 def test_dropped_weights_are_those_of_one_block():
     row, sinks, _ = row_of_documents([300], [300])
     wanted, got = [], []

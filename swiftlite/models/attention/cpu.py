@@ -94,7 +94,7 @@ class _ByDocument(torch.autograd.Function):
         for tile in tiles:
             rows, columns, mask = tile
             if ctx.written_out and mask is None and gains_by_blocks(tile.length, size):
-                document = q[:, :, rows], key[0, :, rows], value[0, :, rows]
+                document = q[:, :, rows], key[0, :, columns], value[0, :, columns]
                 for weights in attend_in_blocks(*document, scale, out[:, :, rows]):
                     kept += [weights] if any(ctx.needs_input_grad) else []
             else:
@@ -122,7 +122,7 @@ class _ByDocument(torch.autograd.Function):
         for tile in ctx.tiles:
             rows, columns, mask = tile
             if ctx.written_out and mask is None and gains_by_blocks(tile.length, query.shape[-1]):
-                document = arrived[:, :, rows], q[:, :, rows], key[0, :, rows], value[0, :, rows]
+                document = arrived[:, :, rows], q[:, :, rows], key[0, :, columns], value[0, :, columns]
                 found = block_gradients(*document, ctx.scale, weights)
             else:
                 states = [each[:, :, rows] for each in (arrived, q)] + [each[:, :, columns] for each in (k, v)]
