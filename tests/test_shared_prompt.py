@@ -19,6 +19,7 @@ from swiftlite.models.attention import documents as attention
 from swiftlite.models.checkpointing import set_activation_checkpointing
 from swiftlite.models.toys import toy_config
 from swiftlite.objectives.inputs import decoder_inputs
+from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import check_shared_prompts, slice_for_context
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"]
@@ -74,6 +75,16 @@ def test_hidden_states_and_gradients_are_those_of_two_documents(family):
     shared, apart = batches(share=True), batches(share=False)
     assert apart.tokens - shared.tokens == sum(size[0] - 1 for size in SIZES)
     check(run(model, shared), run(model, apart))
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3.5"])
+def test_rows_of_their_own_begin_with_the_prompt(family):
+    """Also beside answers whose prompt is one token, of which there is nothing to share."""
+    model = model_of(family)
+    model.set_attn_implementation("eager")
+    scorer = TokenScorer(model, model, alone=True)
+    shared, apart = (scorer(batches(share=share)).logprobs for share in (True, False))
+    torch.testing.assert_close(shared, apart, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

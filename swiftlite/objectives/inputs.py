@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -58,7 +59,9 @@ def documents_of(batch: MicroBatch | Probe) -> list[Document]:
         return [Document(ids, length, is_run=True) for ids, length in zip(pieces, lengths, strict=True)]
     spans = lengths_between(batch.key_cu_seqlens)
     pieces = batch.input_ids[:, batch.key_index].split(spans, dim=1)
-    return [Document(ids, own, is_run=own < keys) for ids, own, keys in zip(pieces, lengths, spans, strict=True)]
+    goes_on = [own < keys for own, keys in zip(lengths, spans, strict=True)]
+    is_prompt = [follows and not answer for answer, follows in pairwise([*goes_on, False])]
+    return [Document(ids, own, not prompt) for ids, own, prompt in zip(pieces, lengths, is_prompt, strict=True)]
 
 
 @dataclass(frozen=True)
