@@ -140,6 +140,10 @@ class Talkative(Counter):
     def reset(self, **others):
         return "Hello"
 
+class Quitting(Counter):
+    def reset(self, **others):
+        raise SystemExit(3)
+
 class Empty:
     pass
 
@@ -547,7 +551,12 @@ def test_a_class_has_an_object_for_each_answer(tools):
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("Broken", "failed: TypeError"), ("Talkative", "gave str, and a prompt is what its row has")]
+    ("name", "wanted"),
+    [
+        ("Broken", "failed: TypeError"),
+        ("Talkative", "gave str, and a prompt is what its row has"),
+        ("Quitting", "failed: SystemExit: 3"),
+    ],
 )
 def test_a_class_that_cannot_begin_ends_the_run(tools, name, wanted):
     box, _ = toolbox(tools, name)

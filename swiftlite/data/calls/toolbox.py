@@ -62,9 +62,9 @@ class Toolbox:
             with setting_back(), ending_forks():
                 environment = self._owner()
                 said = getattr(environment, RESET)(**columns) if hasattr(self._owner, RESET) else None
-        except Exception as error:
+        except BaseException as error:  # of several processes one that ends would leave the others waiting
             raise RunError(
-                f"the class of tools {self._owner.__name__} failed: {kind_and_words(error)}",
+                f"the class of tools {self._owner.__name__} failed: {_words(error)}",
                 where=f"{FLAG}, before an answer to {where}",
                 fix=f"mend it; `{RESET}` gets the row's columns, and takes those that it does not name as **others",
             ) from error
@@ -157,12 +157,17 @@ def _as_text(said: Any, failed: bool) -> tuple[str, bool]:
 
 def _failure(error: BaseException) -> str:
     """What the model is told of it. Raises what a signal has raised."""
+    return _error(_words(error))
+
+
+def _words(error: BaseException) -> str:
+    """Of what code of a user raises. Raises what a signal has raised."""
     if is_of_a_signal(error):
         raise error
     try:
-        return _error(kind_and_words(error))
+        return kind_and_words(error)
     except Exception:  # it cannot say what it is
-        return _error(type(error).__name__)
+        return type(error).__name__
 
 
 def _error(words: str) -> str:
