@@ -144,6 +144,21 @@ class Quitting(Counter):
     def reset(self, **others):
         raise SystemExit(3)
 
+class Board:
+    """Keeps what its row has, and changes it."""
+
+    def reset(self, board, **others):
+        self.board = board
+
+    def put(self, n: int) -> list:
+        """Put a number there.
+
+        Args:
+            n: The number.
+        """
+        self.board.append(n)
+        return self.board
+
 class Empty:
     pass
 
@@ -563,6 +578,13 @@ def test_a_class_that_cannot_begin_ends_the_run(tools, name, wanted):
     with pytest.raises(RunError, match=wanted) as failure:
         box.begin(Episode(Request([5], (), 9), knows_tools=True), {"start": 1}, "rows.jsonl:7")
     assert "rows.jsonl:7" in failure.value.where
+
+
+def test_what_an_object_does_to_a_row_other_answers_do_not_see(tools):
+    box, tokenizer = toolbox(tools, "Board")
+    columns = {"board": [1]}
+    first, second = (said(box, tokenizer, call("put", n=2), "Done.", columns=columns, most=400) for _ in range(2))
+    assert results(first) == results(second) == ["[1, 2]"] and columns == {"board": [1]}
 
 
 def test_methods_of_all_kinds_are_tools(tools):

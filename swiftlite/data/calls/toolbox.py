@@ -61,7 +61,8 @@ class Toolbox:
         try:
             with setting_back(), ending_forks():
                 environment = self._owner()
-                said = getattr(environment, RESET)(**columns) if hasattr(self._owner, RESET) else None
+                reset = getattr(environment, RESET) if hasattr(self._owner, RESET) else None
+                said = None if reset is None else reset(**deepcopy(columns))  # which it may keep and change
         except BaseException as error:  # of several processes one that ends would leave the others waiting
             raise RunError(
                 f"the class of tools {self._owner.__name__} failed: {_words(error)}",
