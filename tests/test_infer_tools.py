@@ -12,7 +12,7 @@ from swiftlite.data.tokens.own_tools import load_tools
 from swiftlite.errors import RunError, UserError
 from swiftlite.serving.chat import Conversation, chat
 from swiftlite.serving.generate import Answerer, Sampling
-from swiftlite.serving.infer import InferOptions, answer_file, answer_prompts
+from swiftlite.serving.infer import InferOptions, answer_file, answer_prompts, run_infer
 from swiftlite.serving.load import load_for_answers
 from swiftlite.serving.prompts import read_questions
 from swiftlite.serving.source import find_source
@@ -121,6 +121,17 @@ def test_a_conversation_has_one_object(talking, capsys, monkeypatch):
     _, turns = talking(script, "Broken")
     with pytest.raises(RunError, match="the class of tools Broken failed"):
         answer_prompts(answerer, InferOptions(prompts=["Count"]), turns)
+
+
+def test_what_tools_print_is_no_answer(talking, capsys, tmp_path, tiny_model):
+    answerer, turns = talking({"Hi": call("prints"), ">\nnull\n<": "Done."}, "Prints")
+    answer_prompts(answerer, InferOptions(prompts=["Hi"]), turns)
+    assert capsys.readouterr() == (call("prints") + "\nDone.\n", "begun\ncalled\n(prints says null)\n")
+    path = tmp_path / "loud.py"
+    path.write_text("print('read')\n")
+    with pytest.raises(UserError, match="there is no function nobody"):
+        run_infer(InferOptions(model=str(tiny_model("llama")), prompts=["Hi"], tools=[f"{path}:nobody"]))
+    assert capsys.readouterr() == ("", "read\n")
 
 
 @pytest.mark.parametrize("where", ["said", "called"])

@@ -159,6 +159,14 @@ class Board:
         self.board.append(n)
         return self.board
 
+class Prints:
+    def __init__(self):
+        print("begun")
+
+    def prints(self) -> None:
+        """Prints."""
+        print("called")
+
 class Empty:
     pass
 

@@ -134,8 +134,10 @@ def _tools(options: InferOptions, source: ModelSource) -> Sequence[Tool]:
     from swiftlite.data.tokens.own_tools import load_tools
     from swiftlite.models.load import load_config
     from swiftlite.serving.load import tokenizer_of
+    from swiftlite.serving.turns import printing_aside
 
-    tools = load_tools(words)
+    with printing_aside():
+        tools = load_tools(words)
     config = load_config(source.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
     _toolbox(tools, config.get_text_config(), tokenizer_of(source, **_known(options)))
     return tools

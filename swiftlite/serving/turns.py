@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,11 @@ class Exchange:
         return [message for message in self.messages if message["role"] == "tool"]
 
 
+def printing_aside() -> AbstractContextManager[object]:
+    """Code of a user may print: stdout holds answers only."""
+    return redirect_stdout(sys.stderr)
+
+
 class Turns:
     """Takes answers to their ends."""
 
@@ -59,8 +66,10 @@ class Turns:
 
     def begin(self, ids: list[int], columns: dict[str, Any], where: str, *, may_call: bool = True) -> Exchange:
         """An answer to a prompt of these tokens. columns, where: as of `Toolbox`. Raises RunError."""
-        may_call = may_call and self._toolbox is not None
-        return Exchange(ids, may_call, self._toolbox.begin(columns, where) if may_call else None)
+        if not may_call or self._toolbox is None:
+            return Exchange(ids, may_call=False)
+        with printing_aside():
+            return Exchange(ids, environment=self._toolbox.begin(columns, where))
 
     def finish(self, exchanges: Sequence[Exchange], size: int) -> None:
         """size: how many are answered at once."""
@@ -81,7 +90,8 @@ class Turns:
         ]
         if not asked:
             return []
-        results = self._toolbox.carry_out([(exchange.environment, call) for exchange, calls in asked for call in calls])
+        with printing_aside():
+            results = self._toolbox.carry_out([(each.environment, call) for each, calls in asked for call in calls])
         return [
             exchange for exchange, calls in asked if self._tell(exchange, calls, [results.pop(0)[0] for _ in calls])
         ]
