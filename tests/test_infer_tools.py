@@ -123,6 +123,31 @@ def test_a_conversation_has_one_object(talking, capsys, monkeypatch):
         answer_prompts(answerer, InferOptions(prompts=["Count"]), turns)
 
 
+THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think>
+{{ m.reasoning_content or '' }}
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+
+@pytest.mark.parametrize("thought", ["Twice that.\n", ""])
+def test_a_thought_that_the_prompt_opens_is_remembered_as_one(tiny_model, tmp_path, thought):
+    (tmp_path / "thinking.jinja").write_text(THINKING)
+    source = find_source(str(tiny_model("llama")), None)
+    known = load_for_answers(source, precision="fp32", chat_template=str(tmp_path / "thinking.jinja"))
+    answerer = Scripted(*known, {"Twice 4?": f"{thought}</think>\n\nIt is 8.{STOPS_AT}", "Sure?": f"Yes.{STOPS_AT}"})
+    conversation = Conversation(answerer, None)
+    conversation.ask("Twice 4?", streaming=True)
+    conversation.ask("Sure?", streaming=True)
+    said = {"role": "assistant", "content": "It is 8.", "reasoning_content": thought.strip()}
+    asked = [{"role": "user", "content": "Twice 4?"}, said, {"role": "user", "content": "Sure?"}]
+    assert answerer.asked[1] == known[1].apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+
+
 def test_what_tools_print_is_no_answer(talking, capsys, tmp_path, tiny_model):
     answerer, turns = talking({"Hi": call("prints"), ">\nnull\n<": "Done."}, "Prints")
     answer_prompts(answerer, InferOptions(prompts=["Hi"]), turns)

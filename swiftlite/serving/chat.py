@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from swiftlite.data.tokens.thoughts import with_opened_thought
 from swiftlite.errors import UserError
 from swiftlite.serving.prompts import check_utf8, not_utf8
 from swiftlite.serving.turns import Exchange, Turns
@@ -134,7 +135,10 @@ def _remembered(exchange: Exchange, said: list[str]) -> list[Message]:
         turns.pop()
     if not turns or turns[-1]["role"] != "assistant":
         turns.append({"role": "assistant", "content": said[-1]})
-    return [turn | {"content": turn["content"].strip()} if turn["role"] == "assistant" else turn for turn in turns]
+    return [
+        turn | {"content": with_opened_thought(turn["content"].strip())} if turn["role"] == "assistant" else turn
+        for turn in turns
+    ]
 
 
 def _short(text: str) -> str:

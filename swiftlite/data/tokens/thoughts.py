@@ -25,6 +25,12 @@ def with_thinking(message: Message) -> str:
     return f"{OPENS}\n{thinking}\n{THOUGHT}\n\n{answer}"
 
 
+def with_opened_thought(answer: str) -> str:
+    """An answer with what opens its thinking, where the prompt had written that: a template reads it in the text."""
+    thinking, closed, _ = answer.partition(THOUGHT)
+    return f"{OPENS}\n{answer}" if closed and OPENS not in thinking else answer
+
+
 def with_placed_thoughts(messages: Sequence[Message], find_key: Callable[[], str | None]) -> list[Message]:
     """The messages, of which the thinking in the text stands under a key where the template has a place for it.
 
