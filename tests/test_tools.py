@@ -31,6 +31,9 @@ from swiftlite.training.rollouts.tools import Episode, build_tool_caller
 
 TOOLS = '''
 import asyncio
+import signal
+
+from swiftlite.ending import raise_signal
 
 calls = []
 
@@ -158,6 +161,35 @@ class Board:
         """
         self.board.append(n)
         return self.board
+
+class Connects:
+    async def ask(self, n: int) -> str:
+        """Ask over a connection that is kept.
+
+        Args:
+            n: What is asked.
+        """
+        if not hasattr(self, "asked"):
+            self.asked, self.answers = asyncio.Queue(), asyncio.Queue()
+            self.served = asyncio.create_task(self._serve())
+        await self.asked.put(n)
+        return await asyncio.wait_for(self.answers.get(), 5)
+
+    async def _serve(self):
+        while True:
+            await self.answers.put(f"{await self.asked.get()}!")
+
+    async def linger(self, n: int) -> list:
+        """Takes its time.
+
+        Args:
+            n: Its number.
+        """
+        if n < 0:
+            raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.05)
+        calls.append(n)
+        return calls
 
 class Prints:
     def __init__(self):
@@ -542,6 +574,21 @@ def test_asynchronous_tools_work_side_by_side(tools):
     assert results(episodes[0]) == ["met 1", "6"]
     assert results(episodes[1]) == ['{"error": "KeyError: \'two\'"}', "met 3"]
     assert [episode.failed for episode in episodes] == [0, 1] and all(episode.is_open for episode in episodes)
+
+
+def test_asynchronous_tools_keep_a_connection_from_turn_to_turn(tools):
+    box, tokenizer = toolbox(tools, "Connects")
+    episode = said(box, tokenizer, call("ask", n=1), call("ask", n=2), "Done.", most=400)
+    assert results(episode) == ["1!", "2!"]
+
+
+def test_asynchronous_tools_that_ctrl_c_breaks_off_do_not_go_on(tools):
+    box, tokenizer = toolbox(tools, "Connects")
+    load_tools([f"{tools}:double"])[0].function.__globals__["calls"].clear()
+    with pytest.raises(KeyboardInterrupt):
+        said(box, tokenizer, call("linger", n=1) + call("linger", n=-1), most=600)
+    episode = said(box, tokenizer, call("linger", n=2), "Done.", most=600)
+    assert results(episode) == ["[2]"]
 
 
 def test_where_an_answer_ends(tools):

@@ -51,6 +51,7 @@ class Toolbox:
         self.schemas = [tool.schema for tool in tools]
         self._reader = CallReader(tokenizer, date, self.schemas, stops)
         self._tokenizer, self._stops = tokenizer, stops
+        self._runner = asyncio.Runner()
         self._owner = next((tool.owner for tool in tools if tool.owner is not None), None)
 
     def begin(self, columns: dict[str, Any], where: str) -> Any:
@@ -118,10 +119,20 @@ class Toolbox:
             given = [self._given(environment, call) for environment, call in asked]
             waiting = [place for place, (said, _) in enumerate(given) if inspect.isawaitable(said)]
             if waiting:
-                found = asyncio.run(_gathered([given[place][0] for place in waiting]))
+                found = self._awaited([given[place][0] for place in waiting])
                 for place, value in zip(waiting, found, strict=True):
                     given[place] = value
             return [_as_text(*one) for one in given]
+
+    def _awaited(self, waiting: Sequence[Awaitable[Any]]) -> list[tuple[Any, bool]]:
+        """In one loop for all turns, of which a connection that an object keeps is a part. One that was broken off is
+        not gone on with."""
+        try:
+            return self._runner.run(_gathered(waiting))
+        except BaseException:
+            broken, self._runner = self._runner, asyncio.Runner()
+            broken.close()
+            raise
 
     def _given(self, environment: Any, call: Call) -> tuple[Any, bool]:
         tool = self._tools.get(call.name)
