@@ -210,6 +210,14 @@ def test_rows_of_a_file(talking, tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == f"wrote {output}, answers: 4"
 
 
+def test_a_batch_has_its_objects_while_it_is_answered(talking, tmp_path):
+    answerer, turns = talking({"Hi": call("others"), ">\n0\n<": "Alone."}, "Single")
+    path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text(f"{json.dumps({'prompt': 'Hi'})}\n" * 3)
+    answer_file(answerer, read_questions(path, None), output, 1, turns)
+    assert [json.loads(line)["response"] for line in output.read_text().splitlines()] == ["Alone."] * 3
+
+
 def test_a_text_to_go_on_with_calls_nothing(talking, tmp_path):
     answerer, turns = talking({"": call("double", n=4)}, "double")
     path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

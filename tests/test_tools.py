@@ -191,6 +191,21 @@ class Connects:
         calls.append(n)
         return calls
 
+class Single:
+    """Of which there is one at a time."""
+
+    living = []
+
+    def reset(self, **others):
+        self.living.append(len(self.living))
+
+    def __del__(self):
+        self.living.pop()
+
+    def others(self) -> int:
+        """How many others there are."""
+        return len(self.living) - 1
+
 class Prints:
     def __init__(self):
         print("begun")

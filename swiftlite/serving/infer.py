@@ -262,16 +262,19 @@ def answer_file(answerer: Answerer, questions: list[Question], output: Path, bat
     with _written_aside(output, len(questions)) as write, _progress(len(questions)) as advance:
         for start in range(0, len(prompts), ROWS_AT_A_TIME * batch_size):
             part = slice(start, start + ROWS_AT_A_TIME * batch_size)
-            chunk, done = [*zip(questions[part], prompts[part], strict=True)], []
-            exchanges = [turns.begin(ids, each.row, each.where, may_call=not each.plain) for each, ids in chunk]
+            chunk, ids = questions[part], prompts[part]
+            done: dict[int, Exchange] = {}
             try:
-                for batch in answerer.batches(prompts[part], batch_size):
-                    turns.finish([exchanges[i] for i in batch], batch_size)
-                    done += batch
+                for batch in answerer.batches(ids, batch_size):
+                    exchanges = [
+                        turns.begin(ids[i], chunk[i].row, chunk[i].where, may_call=not chunk[i].plain) for i in batch
+                    ]
+                    turns.finish(exchanges, batch_size)
+                    done |= dict(zip(batch, exchanges, strict=True))
                     advance(len(batch))
             finally:  # of a chunk that is broken off too
-                write([_answered(answerer, chunk[i][0], exchanges[i]) for i in sorted(done)])
-            cut.update(exchange.cut for exchange in exchanges if exchange.cut is not None)
+                write([_answered(answerer, chunk[i], done[i]) for i in sorted(done)])
+            cut.update(exchange.cut for exchange in done.values() if exchange.cut is not None)
     say(f"wrote {output}, answers: {len(questions)}")
     for limit, count in cut.items():
         say(f"cut off by {limit}: {count}")

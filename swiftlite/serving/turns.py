@@ -72,7 +72,7 @@ class Turns:
             return Exchange(ids, environment=self._toolbox.begin(columns, where))
 
     def finish(self, exchanges: Sequence[Exchange], size: int) -> None:
-        """size: how many are answered at once."""
+        """size: how many are answered at once. Objects of tools that are a class are let go then."""
         going = list(exchanges)
         while going:
             answers: dict[int, Answer] = {}
@@ -80,6 +80,8 @@ class Turns:
             for batch in self._answerer.batches(prompts, size):
                 answers.update(zip(batch, self._answerer.answer([prompts[i] for i in batch]), strict=True))
             going = self.take(going, [answers[i] for i in range(len(going))])
+        for exchange in exchanges:
+            exchange.environment = None
 
     def take(self, exchanges: Sequence[Exchange], answers: Sequence[Answer]) -> list[Exchange]:
         """Those that go on, of which tools have said something. answers: what the model has said in each."""
