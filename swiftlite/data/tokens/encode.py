@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids int32 `[tokens]`, trained bool `[tokens]`
-Encoded = tuple[
-    np.ndarray, np.ndarray, bool
-]  # the same, and whether what comes before a span has other tokens by itself
+Encoded = tuple[np.ndarray, np.ndarray, bool]  # and whether what stands before a span has other tokens by itself
 Spans = list[tuple[int, int]]  # `[start, end)`, in characters unless something else is said
 
 PROBE = "Two words, 2 numbers: 31.\n"
@@ -118,12 +116,13 @@ class TextEncoder:
         if end < 2 or not text[end - 2 : end].isspace():
             return False
         words = text[:end].rstrip()
-        return before[-1] != self._last_token(words[-NEAR:] + text[len(words) : end])
+        return before[-1:] != self._last_token(words[-NEAR:] + text[len(words) : end])
 
-    def _find_last_token(self, text: str) -> int:
+    def _find_last_token(self, text: str) -> list[int]:
+        """Empty for a text that has none."""
         if self._bytes:  # in a tenth of the time
-            return self._bytes.encode([text])[0][-1]
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][-1]
+            return self._bytes.encode([text])[0][-1:]
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][-1:]
 
 
 class _TokenBytes:
