@@ -114,8 +114,9 @@ def test_tools_and_margin():
 
 def test_a_margin_is_finite():
     row = {"prompt": "a", "chosen": " b", "rejected": " c"}
-    for margin in (float("inf"), "nan", "-inf"):
-        with pytest.raises(BadRow, match="margin must be finite, it is") as failure:
+    assert form(row | {"margin": -3e38}).margin == -3e38
+    for margin in (float("inf"), "nan", "-inf", 3.5e38):
+        with pytest.raises(BadRow, match="margin must be finite in fp32, it is") as failure:
             form(row | {"margin": margin})
         assert failure.value.reason == "wrong_type"
     with pytest.raises(BadRow, match="must be a number, it is true or false"):

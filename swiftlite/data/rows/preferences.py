@@ -6,7 +6,6 @@ TRL's implicit form (https://huggingface.co/docs/trl/dataset_formats).
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +32,7 @@ from swiftlite.data.rows.messages import (
 )
 from swiftlite.untrusted import names_of
 
+LARGEST_MARGIN = (2 - 2**-23) * 2.0**127  # of fp32
 LABEL_KEYS = ("label", "kto_tag")  # LLaMA-Factory's name of it
 # Cells of csv are text, and columns of numbers are common: of integers, or of floats where a row had none.
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -211,8 +211,8 @@ def _margin(row: Mapping[str, Any]) -> float:
         margin = None
     if margin is None:
         raise BadRow("wrong_type", f"margin must be a number, it is {json_type(value)}")
-    if not math.isfinite(margin):
-        raise BadRow("wrong_type", f"margin must be finite, it is {margin}")
+    if not abs(margin) <= LARGEST_MARGIN:
+        raise BadRow("wrong_type", f"margin must be finite in fp32, it is {margin}")
     return margin
 
 
