@@ -21,7 +21,7 @@ from swiftlite.cli.json_output import write_line
 from swiftlite.config.resolve import resolve, resolve_config
 from swiftlite.config.save import save_config
 from swiftlite.config.validate import Given
-from swiftlite.data.examined import prepare_run
+from swiftlite.data.evaluation_prompts import prepare_run
 from swiftlite.data.order import Sequence, StepBatch
 from swiftlite.errors import RunError, UserError
 from swiftlite.models.tokenizer import load_tokenizer

@@ -17,9 +17,9 @@ import pyarrow as pa
 from swiftlite.config.methods import PAIRED, SAMPLING, asked_at_once, pack_capacity, prompt_limit
 from swiftlite.data.audit import build_audit, check_anything_left, eval_section, unread_files
 from swiftlite.data.build import bad_row_error, build_entry, check_mapped, check_vocabulary
+from swiftlite.data.duplicates import count_trained_on, first_rows
 from swiftlite.data.held_out import part_of, split_parts
 from swiftlite.data.order import BatchPlan, Part, PlanOptions
-from swiftlite.data.repeats import count_trained_on, first_rows
 from swiftlite.data.rows.content import check_unchanged, content_hash, file_states
 from swiftlite.data.rows.formats import check_columns
 from swiftlite.data.rows.sources import Source, parse_spec, resolve

@@ -24,7 +24,7 @@ from swiftlite.config.notes import unused_on_cpu
 from swiftlite.config.recipe import load_recipe
 from swiftlite.config.validate import build_config
 from swiftlite.data.audit import losses_in_words
-from swiftlite.data.examined import with_questions
+from swiftlite.data.evaluation_prompts import with_questions
 from swiftlite.data.prepare import Asked, LoadTokenizer, PreparedData, prepare_data
 from swiftlite.errors import UserError
 from swiftlite.models.dtypes import source_dtype

@@ -28,7 +28,7 @@ from swiftlite.config.changes import OF_THE_FILES, OF_THE_ROWS, changed_settings
 from swiftlite.config.methods import answers, keeps_second
 from swiftlite.config.notes import unused_on_cpu
 from swiftlite.data.audit import imbalance_warning, losses_in_words
-from swiftlite.data.examined import prepare_run
+from swiftlite.data.evaluation_prompts import prepare_run
 from swiftlite.data.tokens.stops import stop_tokens
 from swiftlite.ending import raise_seen_signal
 from swiftlite.errors import RunError, UserError
