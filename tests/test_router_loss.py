@@ -7,13 +7,16 @@ import shutil
 import pytest
 import torch
 import transformers as hf
+from test_attention import lay_out
 from test_parity import metrics, planned_rows, render_chat, settings, train_alone
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import balances_router, with_router_loss
+from swiftlite.models.attention import documents as attention
 from swiftlite.models.toys import toy_config
+from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.serving.generate import Answerer, Sampling
 from swiftlite.training import setup
 
@@ -58,6 +61,25 @@ def test_the_loss_of_routers_equals_plain_pytorch(base, tmp_path, chat_rows):
     assert row["loss"] == pytest.approx(total.item(), rel=1e-5)
     assert row["router_loss"] == pytest.approx(routers.item(), rel=1e-5)
     assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_the_routers_of_a_model_that_takes_images_too_are_balanced():
+    """Whose class has the numbers of its mixture in the config of its text."""
+    text = toy_config("qwen3-moe").to_dict() | {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]
+    }}  # fmt: skip
+    sizes = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    config = hf.Qwen3VLMoeConfig(text_config=text, vision_config=sizes | {"deepstack_visual_indexes": [0]})
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(
+        with_router_loss(config, WEIGHT), attn_implementation=attention.register()
+    ).float()
+    scorer, document = TokenScorer(model, model), torch.randint(3, 500, (17,))
+    scorer.check()
+    found = scorer(lay_out([document])).router_loss
+    model.set_attn_implementation("eager")
+    expected = WEIGHT * model(input_ids=document[None], output_router_logits=True, use_cache=False).aux_loss
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5) and found.item() > 0
 
 
 def test_the_flag_says_what_a_config_may_say(base, tmp_path):

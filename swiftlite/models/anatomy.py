@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -223,6 +226,26 @@ def tokens_in_view(length: int, window: int | None) -> float:
 def balances_router(config: PretrainedConfig) -> bool:
     """Whether a mixture model's own load-balancing loss is trained beside the tokens."""
     return bool(config.get_text_config().to_dict().get("output_router_logits"))
+
+
+class Balance(NamedTuple):
+    """A mixture's own load-balancing loss, as its class reads it. loss: of `(router logits of each layer, experts,
+    experts_of_token)`, a scalar; weight: that it counts by."""
+
+    loss: Callable[..., torch.Tensor]
+    experts: int
+    experts_of_token: int
+    weight: float
+
+
+def find_balance(model: PreTrainedModel) -> Balance | None:
+    """None where transformers has none for the model's class. Classes that take images too read their text's config."""
+    loss = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+    names = ("num_experts", "num_experts_per_tok", ROUTER_WEIGHT)
+    for holder in (model, model.config.get_text_config()):
+        if loss is not None and all(hasattr(holder, name) for name in names):
+            return Balance(loss, *(getattr(holder, name) for name in names))
+    return None
 
 
 def with_router_loss(config: PretrainedConfig, coefficient: float | None) -> PretrainedConfig:

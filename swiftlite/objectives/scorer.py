@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from swiftlite.errors import UserError, kind_and_words
-from swiftlite.models.anatomy import balances_router, dissect
+from swiftlite.models.anatomy import balances_router, dissect, find_balance
 from swiftlite.models.attention.documents import Windows, noted_windows
 from swiftlite.models.kernels.half_products import half_weight
 from swiftlite.models.kernels.last_layer import PLACES
@@ -77,9 +76,10 @@ class TokenScorer(nn.Module):
         self._judges = False
         self._temperature = 1.0
         self._routed = balances_router(base.config) and not self._anatomy.gives_scores
-        if self._routed and not hasattr(base, "router_aux_loss_coef"):
+        self._balance = find_balance(base) if self._routed else None
+        if self._routed and self._balance is None:
             raise UserError(
-                f"{type(base).__name__} has no load-balancing loss in transformers, but its config asks for one",
+                f"{type(base).__name__} has no load-balancing loss that is known here, but its config asks for one",
                 where="config.json",
                 fix='set "output_router_logits" to false, and leave --router-aux-loss-coef out',
             )
@@ -192,14 +192,14 @@ class TokenScorer(nn.Module):
 
         Of a divided row each rank gives an equal part of the whole row's loss.
         """
-        balance = vars(sys.modules[type(self.base).__module__])["load_balancing_loss_func"]
+        balance = self._balance
         logits = outputs.router_logits
         if batch.context is not None:
             logits = tuple(batch.context.whole_row(layer) for layer in logits)
-        loss = balance(logits, self.base.num_experts, self.base.num_experts_per_tok)
+        loss = balance.loss(logits, balance.experts, balance.experts_of_token)
         if batch.context is not None:
             loss = loss / batch.context.size
-        return self.base.router_aux_loss_coef * loss.to(outputs.last_hidden_state.device)
+        return balance.weight * loss.to(outputs.last_hidden_state.device)
 
     @torch.no_grad()
     def check(self, longest: float = inf, device: torch.device | None = None) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from swiftlite.models.anatomy import (
     beside_text,
     decoder_of,
     dissect,
+    find_balance,
     head_of,
     keep_layers,
     parts_beside_text,
@@ -267,9 +267,7 @@ class Routing:
 
     def __init__(self, base: PreTrainedModel) -> None:
         """Raises UserError where the architecture's own loss is another."""
-        self.experts, self.chosen = base.num_experts, base.num_experts_per_tok
-        self._coefficient = base.router_aux_loss_coef
-        own = vars(sys.modules[type(base).__module__])["load_balancing_loss_func"]
+        own, self.experts, self.chosen, self._coefficient = find_balance(base)
         layers = tuple(torch.randn(5, self.experts) for _ in range(2))
         ours = self._loss(self._counts(layers))
         if not torch.allclose(ours, own(layers, self.experts, self.chosen), rtol=1e-5):
