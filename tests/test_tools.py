@@ -836,6 +836,7 @@ def test_what_a_run_names_is_not_run_unasked(tmp_path, caller, tools):
     (said,) = run_swiftlite(1, *words, "--reward", "last_number", "--tools", "none")
     assert "tools/calls" not in said
     named = f"--tools {tools}:double makes them callable here too"
-    for more, told in ([], True), (["--tools", "none"], False), (["--tools", f"{tools}:double"], False):
+    silent = (["--tools", "none"], ["--tools", f"{tools}:double"], ["--chat-template", "none"])
+    for more, told in ([], True), *((words, False) for words in silent):
         (said,) = run_swiftlite(1, "infer", "-m", tmp_path / "out", "-p", "Twice 4?", "--max-new-tokens", 4, *more)
         assert (named in said) == told

@@ -98,7 +98,7 @@ def run_infer(options: InferOptions) -> None:
         say("note: --temperature 0 takes the likeliest token, whatever --top-p and --top-k say")
     if note is not None:
         say(f"note: {note}")
-    if not options.tools and (named := tools_of_training(source)):
+    if not options.tools and answerer.has_template and (named := tools_of_training(source)):
         say(f"note: answers of its training could call tools: --tools {' '.join(named)} makes them callable here too")
     if not answerer.has_template:
         say("no chat template: each prompt is plain text that the model goes on with")
