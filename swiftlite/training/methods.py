@@ -231,20 +231,20 @@ class Reinforced(Method):
 
     def __init__(
         self,
-        rollouts: PolicyBatches,
+        policy_batches: PolicyBatches,
         reference: LiveReference | None,
         sampler: LiveReference | None,
         config: RunConfig,
     ) -> None:
         """reference: that the model is held to, or its teacher, if there is one; sampler: the trained model itself,
         where a step has several updates."""
-        self._rollouts, self._reference, self._sampler = rollouts, reference, sampler
+        self._policy_batches, self._reference, self._sampler = policy_batches, reference, sampler
         self.passes, self.looks_ahead = passes(config), bool(config.engine_url) and config.engine_ahead
         if config.cut_answers == "skip":
             self.learns_nothing += ", or they are cut"
 
     def minibatches(self, batch: StepBatch, following: StepBatch | None) -> Sequence[StepBatch]:
-        return self._rollouts(batch, following)
+        return self._policy_batches(batch, following)
 
     def prepare(self, batch: StepBatch, share: StepShare, kind: str) -> tuple[StepShare, MakeLoss]:
         batches = share.micro_batches
@@ -271,7 +271,7 @@ class Reinforced(Method):
 
     def metrics(self, sums: dict[str, float], count: int) -> dict[str, float | None]:
         means = super().metrics(sums, count) if count else dict.fromkeys(sums)  # of no token there is none
-        return self._rollouts.told | means
+        return self._policy_batches.told | means
 
 
 def with_reference(share: StepShare, reference: Reference, place: Place) -> StepShare:

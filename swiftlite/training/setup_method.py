@@ -108,8 +108,8 @@ def _reinforced(parts: MethodParts) -> Reinforced:
     elif is_held(config):
         reference = _live_reference(parts)
     sampler = LiveReference(parts.trainee.divided) if learns_again(config) else None
-    rollouts = PolicyBatches(config, worker, parts.reporter.answers, parts.prepared.train.others)
-    return Reinforced(rollouts, reference, sampler, config)
+    policy_batches = PolicyBatches(config, worker, parts.reporter.answers, parts.prepared.train.others)
+    return Reinforced(policy_batches, reference, sampler, config)
 
 
 def build_evaluations(parts: MethodParts, method: Method) -> list[tuple[BatchPlan, Evaluator]]:

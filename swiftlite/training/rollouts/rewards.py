@@ -53,8 +53,8 @@ class Reward:
 @dataclass(frozen=True)
 class Rollout:
     """A prompt and an answer. prompt: messages, or the text it goes on from; text: without special tokens; ids: with
-    what ended it; columns: of the row; where: `file:line`; expected: what the row itself answers, if it does; episode:
-    how it came about, where the model could call tools."""
+    what ended it; columns: of the row; where: `file:line`; expected: what the row itself answers, if it does; logprobs:
+    as of `Generation`; episode: how it came about, where the model could call tools."""
 
     prompt: list[dict[str, Any]] | str
     text: str
