@@ -20,6 +20,8 @@ from swiftlite.config.resolve import resolve_config
 from swiftlite.errors import UserError
 from swiftlite.models.toys import write_toy
 from swiftlite.serving.export import ExportOptions, run_export
+from swiftlite.serving.load import load_for_answers
+from swiftlite.serving.source import find_source
 from swiftlite.verification.compare import weights_difference
 
 FP8 = torch.float8_e4m3fn
@@ -198,6 +200,16 @@ def test_a_run_is_that_from_the_numbers(tmp_path, coded, write_rows, chat_rows, 
     assert weights_difference(*results) == 0.0
     if tuner == "full":
         assert "quantization_config" not in json.loads((results[0] / "config.json").read_text())
+
+
+def test_a_tied_tensor_beside_codes_may_have_any_of_its_names(tmp_path, tiny_model):
+    folder, exact = in_codes(tiny_model("llama-tied"), tmp_path, "compressed-tensors")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    found, wanted = (load_for_answers(find_source(str(one), None), precision="fp32")[0] for one in (folder, exact))
+    ids = torch.arange(1, 9)[None]
+    assert torch.equal(found(ids).logits, wanted(ids).logits)
 
 
 def test_codes_of_no_type_are_saved_in_bf16(tmp_path, coded, write_rows, chat_rows):

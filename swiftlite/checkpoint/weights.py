@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from swiftlite.checkpoint.boxes import Box, Holding, holdings
-from swiftlite.checkpoint.catalog import Catalog, Entry
+from swiftlite.checkpoint.catalog import Catalog, Entry, tied_names
 from swiftlite.checkpoint.described import CODED, Unreadable, find_codes, without_codes
 from swiftlite.checkpoint.safetensors_files import TensorEntry, damaged, inspect_file, inspect_model_folder
 from swiftlite.config.names import PLAIN_MODEL
@@ -22,6 +22,7 @@ from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
     from safetensors import safe_open
+    from transformers import PreTrainedModel
 
 SHOWN_NAMES = 3
 PIECE = 1 << 20  # numbers that are made of codes at a time: a few MiB
@@ -114,6 +115,18 @@ class TensorFolder:
             where=str(self.path),
             fix="check that config.json (and --config-overrides) and the safetensors files belong to the same model",
         )
+
+
+def match_model(weights: TensorFolder, catalog: Catalog, model: PreTrainedModel) -> Catalog:
+    """`match` for tensors of a model, of which files may hold a tied one by any of its names. Raises UserError."""
+    prefix, tied = model.base_model_prefix, tied_names(model)
+
+    def as_held(entry: Entry) -> Entry:
+        names = (entry.name, *(name for name, first in tied.items() if first == entry.owner))
+        held = (name for name in names if weights.find(name, prefix) is not None)
+        return replace(entry, name=next(held, entry.name))
+
+    return weights.match([as_held(entry) for entry in catalog], prefix)
 
 
 def shown_names(names: list[str]) -> str:

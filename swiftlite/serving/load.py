@@ -15,7 +15,7 @@ from swiftlite.checkpoint.catalog import catalog_model, check_adapter, stored_te
 from swiftlite.checkpoint.described import FLOATS
 from swiftlite.checkpoint.safetensors_files import ADAPTER, TensorEntry, inspect_file
 from swiftlite.checkpoint.tensor_writer import NAMES
-from swiftlite.checkpoint.weights import TensorFolder, fill, materialize
+from swiftlite.checkpoint.weights import TensorFolder, fill, match_model, materialize
 from swiftlite.config.names import PLAIN_MODEL, codes_section
 from swiftlite.errors import UserError, first_line
 from swiftlite.host_memory import check_host_memory, fits_host_memory
@@ -175,7 +175,7 @@ def _read_codes(model: PreTrainedModel, weights: TensorFolder, *, from_adapter: 
 
     model.set_attn_implementation(own_attention(model))
     take_prefixes(model, weights.entries)
-    catalog = weights.match([e for e in catalog_model(model) if not brought(e.name)], model.base_model_prefix)
+    catalog = match_model(weights, [e for e in catalog_model(model) if not brought(e.name)], model)
     materialize(model, torch.device("cpu"))
     fill(
         stored_tensors(model),

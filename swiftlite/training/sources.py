@@ -12,7 +12,6 @@ import torch
 
 from swiftlite.checkpoint.catalog import (
     Catalog,
-    Entry,
     catalog_adapter,
     catalog_model,
     check_adapter,
@@ -22,7 +21,7 @@ from swiftlite.checkpoint.catalog import (
     unread_of_adapter,
 )
 from swiftlite.checkpoint.safetensors_files import ADAPTER
-from swiftlite.checkpoint.weights import TensorFolder, shown_names
+from swiftlite.checkpoint.weights import TensorFolder, match_model, shown_names
 from swiftlite.config.names import ADAPTER_CONFIG
 from swiftlite.errors import UserError
 from swiftlite.models.anatomy import ANSWER_HEADS, SCORE_HEAD, dissect
@@ -68,19 +67,9 @@ def match_files(weights: TensorFolder, base: PreTrainedModel) -> tuple[Catalog, 
     catalog = catalog_model(base)
     score = f"{SCORE_HEAD}.weight"
     lacking = score if dissect(base).gives_scores and score not in weights.entries else None
-    held = [_as_held(entry, weights, base) for entry in catalog if entry.name != lacking]
-    on_disk = weights.match(held, base.base_model_prefix)
+    on_disk = match_model(weights, [entry for entry in catalog if entry.name != lacking], base)
     _check_tied(weights, on_disk, base)
     return on_disk, lacking
-
-
-def _as_held(entry: Entry, weights: TensorFolder, base: PreTrainedModel) -> Entry:
-    """Of a tied tensor that files hold by another of its names alone, by that one."""
-    if weights.find(entry.name, base.base_model_prefix) is not None:
-        return entry
-    others = (name for name, first in tied_names(base).items() if first == entry.owner)
-    held = (name for name in others if weights.find(name, base.base_model_prefix) is not None)
-    return replace(entry, name=next(held, entry.name))
 
 
 def _check_tied(weights: TensorFolder, on_disk: Catalog, base: PreTrainedModel) -> None:
