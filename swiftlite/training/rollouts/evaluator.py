@@ -56,15 +56,14 @@ class AnswerEvaluator:
         if (calls := self._worker.calls(groups)) is not None:
             sums |= dict(zip(CALLS, calls, strict=True))
         of_each = {f"reward/{name}": totals[mask] for name, mask in of_sets(prompts, batch.data_sets).items()}
-        for kind, values in (of_each | self._worker.by_function(groups)).items():
-            sums |= _summed(kind, values)
+        for name, values in (of_each | self._worker.by_function(groups)).items():
+            sums |= _summed(name, values)
         return Evaluation(-sums["reward"], sums["known reward"], Counter(sums))
 
     def results(self, found: Evaluation) -> dict[str, float | None]:
         """As `Evaluator.results`."""
         sums = found.sums
-        kinds = [kind for kind in sums if f"known {kind}" in sums]
-        means = {kind: _mean(sums[kind], sums[f"known {kind}"]) for kind in kinds}
+        means = {name: _mean(total, sums[f"known {name}"]) for name, total in sums.items() if f"known {name}" in sums}
         best = {"reward_best": _mean(sums["best"], sums["prompts"])} if self._config.eval_samples > 1 else {}
         return {
             "reward": means.pop("reward"),
@@ -80,8 +79,8 @@ class AnswerEvaluator:
         return (self._config.seed, "evaluation", *prompt.input_ids.tolist())
 
 
-def _summed(kind: str, values: np.ma.MaskedArray) -> dict[str, float]:
-    return {kind: float(values.filled(0.0).sum()), f"known {kind}": int(values.count())}
+def _summed(name: str, values: np.ma.MaskedArray) -> dict[str, float]:
+    return {name: float(values.filled(0.0).sum()), f"known {name}": int(values.count())}
 
 
 def _mean(total: float, count: float) -> float | None:

@@ -65,7 +65,7 @@ class ModelGenerator:
 
     @property
     def pads(self) -> bool:
-        """Whether prompts of several lengths can be answered together."""
+        """As of `Generator`, and so whether prompts of several lengths can be answered together."""
         return self._generating.alone is None
 
     @contextmanager
