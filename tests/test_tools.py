@@ -812,6 +812,7 @@ def test_a_conversation_calls_them(tmp_path, caller, tools):
     ("more", "wanted"),
     [
         (["--tools", "{}:double", "{}:none"], "there is no function none"),
+        (["--tools", "{}:double,{}:none"], "there is no function none"),
         (["--tools", "{}:double", "--chat-template", "none"], "there is no chat template"),
         (["--tools", "{}:double", "--chat-template", "instruction"], "in no form that can be read"),
         (["--tools", "{}:double", "--tool-rounds", "0"], "--tool-rounds is 0"),
@@ -821,7 +822,7 @@ def test_a_conversation_calls_them(tmp_path, caller, tools):
 def test_tools_of_a_conversation_are_checked_before_the_model_loads(caller, tools, more, wanted, monkeypatch, capsys):
     monkeypatch.setattr(loading, "load_for_answers", lambda *_, **__: pytest.fail("it is loaded"))
     with pytest.raises(SystemExit) as end:
-        main(["infer", "-m", str(caller.model), "-p", "x", *(word.format(tools) for word in more)])
+        main(["infer", "-m", str(caller.model), "-p", "x", *(word.replace("{}", str(tools)) for word in more)])
     assert end.value.code == 2 and wanted in capsys.readouterr().err
 
 

@@ -57,6 +57,7 @@ def infer(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Hands the flags over to `swiftlite.serving.infer`."""
+    from swiftlite.config.types import split_list
     from swiftlite.serving.infer import InferOptions, run_infer
 
     run_infer(
@@ -65,7 +66,7 @@ def infer(
             adapter=adapter,
             prompts=prompt or [],
             system=system,
-            tools=tools or [],
+            tools=[name for word in tools or () for name in split_list(word)],
             tool_rounds=tool_rounds,
             input=input,
             output=output,
