@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from test_template_prompts import OWN_KEY
 from test_tools import TOOLS, call
 
 from swiftlite.data.calls.toolbox import Toolbox
@@ -123,20 +124,9 @@ def test_a_conversation_has_one_object(talking, capsys, monkeypatch):
         answer_prompts(answerer, InferOptions(prompts=["Count"]), turns)
 
 
-THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' %}<think>
-{{ m.reasoning_content or '' }}
-</think>
-
-{% endif %}{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-<think>
-{% endif %}"""
-
-
 @pytest.mark.parametrize("thought", ["Twice that.\n", ""])
 def test_a_thought_that_the_prompt_opens_is_remembered_as_one(tiny_model, tmp_path, thought):
-    (tmp_path / "thinking.jinja").write_text(THINKING)
+    (tmp_path / "thinking.jinja").write_text(OWN_KEY)
     source = find_source(str(tiny_model("llama")), None)
     known = load_for_answers(source, precision="fp32", chat_template=str(tmp_path / "thinking.jinja"))
     answerer = Scripted(*known, {"Twice 4?": f"{thought}</think>\n\nIt is 8.{STOPS_AT}", "Sure?": f"Yes.{STOPS_AT}"})
