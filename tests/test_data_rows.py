@@ -135,7 +135,7 @@ def test_what_a_call_has_besides_stays():
     ]
 
 
-@pytest.mark.parametrize("calls", [None, [], "", "[]", {}, False])
+@pytest.mark.parametrize("calls", [None, [], "", "[]", "null", {}, False])
 def test_an_answer_without_calls_is_no_call(calls):
     nothing = {"name": None, "function_call": {}, "reasoning_content": ""}  # as files have it that fill every column
     answer = {"role": "assistant", "content": "2", "tool_calls": calls, **nothing}
@@ -143,6 +143,12 @@ def test_an_answer_without_calls_is_no_call(calls):
         "role": "assistant",
         "content": "2",
     }
+
+
+@pytest.mark.parametrize("nothing", [None, [], "", "[]", "null"])
+def test_lists_that_hold_nothing_are_none(nothing):
+    chat = form({"instruction": "1 + 1", "output": "2", "history": nothing, "tools": nothing})
+    assert [message["content"] for message in chat.messages] == ["1 + 1", "2"] and chat.tools is None
 
 
 def test_sharegpt_function_calls():

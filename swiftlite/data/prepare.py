@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from swiftlite.config.schema import RunConfig
 
-FORMAT_VERSION = 23  # raise it when the same rows and options give other tokens or counts than before
+FORMAT_VERSION = 24  # raise it when the same rows and options give other tokens or counts than before
 Progress = Callable[[int, int], None]
 LoadTokenizer = Callable[[], "PreTrainedTokenizerBase"]
 

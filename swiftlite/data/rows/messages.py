@@ -49,6 +49,11 @@ def array(value: object, name: str) -> list[Any]:
     return value
 
 
+def optional_array(value: object, name: str) -> list[Any]:
+    """The same, empty where there is none: nothing, or the JSON text of a null."""
+    return array(value, name) if value and value != "null" else []
+
+
 def json_object(value: object, name: str) -> dict[str, Any]:
     """The value, which must be an object. Raises BadRow."""
     if not isinstance(value, dict):
@@ -93,8 +98,7 @@ def opening(row: Mapping[str, Any]) -> Turns:
     turns: Turns = []
     if (system := optional_text(row, "system")) is not None:
         turns.append(({"role": "system", "content": system}, False))
-    history = row.get("history")
-    for turn in [] if history in (None, "") else array(history, "history"):
+    for turn in optional_array(row.get("history"), "history"):
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadRow("wrong_type", "history must be a list of [question, answer] pairs")
         turns += exchange(*turn)
@@ -214,7 +218,7 @@ def _message(given: dict[str, Any], name: str) -> tuple[dict[str, Any], bool]:
     older = message.get("function_call") if role == "assistant" else None  # OpenAI's spelling of one call
     if isinstance(older, dict) and "tool_calls" not in message:
         message["tool_calls"] = [message.pop("function_call")]
-    if calls := array(message.pop("tool_calls", None) or [], f"{name}.tool_calls"):
+    if calls := optional_array(message.pop("tool_calls", None), f"{name}.tool_calls"):
         message["tool_calls"] = [_tool_call(call, name) for call in calls]
     for key in REASONING_KEYS:
         if message.get(key) is not None:
@@ -291,7 +295,5 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The row's tools as templates take them, None where there are none. `functions` is OpenAI's older name of them.
     Raises BadRow."""
     given = next(filter(None, map(row.get, TOOLS)), None)
-    if given is None:
-        return None
-    tools = [json_object(tool, "tools") for tool in array(given, "tools")]
+    tools = [json_object(tool, "tools") for tool in optional_array(given, "tools")]
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
