@@ -840,4 +840,6 @@ def test_what_a_run_names_is_not_run_unasked(tmp_path, caller, tools):
     silent = (["--tools", "none"], ["--tools", f"{tools}:double"], ["--chat-template", "none"])
     for more, told in ([], True), *((words, False) for words in silent):
         (said,) = run_swiftlite(1, "infer", "-m", tmp_path / "out", "-p", "Twice 4?", "--max-new-tokens", 4, *more)
-        assert (named in said) == told
+        assert (named in said) == told and "has no effect" not in said
+    (said,) = run_swiftlite(1, "infer", "-m", tmp_path / "out", "-p", "Hi", "--max-new-tokens", 1, "--tool-rounds", 3)
+    assert "note: --tool-rounds has no effect without --tools" in said

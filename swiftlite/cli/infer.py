@@ -13,6 +13,7 @@ from swiftlite.cli.model_options import Model, Revision, TrustRemoteCode, given_
 PRECISION = "auto, bf16, fp16 or fp32; auto: as the files, fp32 on most CPUs."
 TEMPLATE = "A built-in name, a Jinja file, or `none` for plain text. \\[default: the model's]"
 TOOLS = "Functions that the model may call, FILE.py:NAME or PACKAGE.MODULE.NAME; of a class its methods."
+TOOL_ROUNDS = "How often an answer may call them. \\[default: 8]"
 TEMPERATURE = "0 takes the likeliest token, more is livelier."
 ROWS = "jsonl rows, also compressed: messages, prompt, Alpaca, ..."
 
@@ -46,7 +47,7 @@ def infer(
     ] = 1.0,
     top_k: Annotated[int, answer_option(help="Sample from the K likeliest tokens; 0: from all.", metavar="K")] = 0,
     tools: Annotated[list[str] | None, answer_option(help=TOOLS, metavar="NAME ...")] = None,
-    tool_rounds: Annotated[int, answer_option(help="How often an answer may call them.", metavar="N")] = 8,
+    tool_rounds: Annotated[int | None, answer_option(help=TOOL_ROUNDS, metavar="N")] = None,
     stream: Annotated[
         bool, answer_option("--stream/--no-stream", help="Print answers as they grow.", metavar="")
     ] = True,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from swiftlite.serving.generate import Answerer
     from swiftlite.serving.turns import Exchange, Turns
 
+TOOL_ROUNDS = 8  # as grpo's
 SHOWN_SYSTEM = 60  # characters
 ROWS_AT_A_TIME = 32  # batches that are answered, and then written in the order of the input
 
@@ -47,7 +48,7 @@ class InferOptions:
     prompts: list[str] = field(default_factory=list)
     system: str | None = None
     tools: list[str] = field(default_factory=list)
-    tool_rounds: int = 8
+    tool_rounds: int | None = None
     input: Path | None = None
     output: Path | None = None
     max_new_tokens: int = 256
@@ -93,9 +94,11 @@ def run_infer(options: InferOptions) -> None:
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.top_k)
     toolbox = _toolbox(tools, model.generation_config, tokenizer)
     answerer = Answerer(model, tokenizer, sampling)
-    turns = Turns(answerer, toolbox, options.tool_rounds)
+    turns = Turns(answerer, toolbox, options.tool_rounds or TOOL_ROUNDS)
     if not options.temperature and (options.top_p < 1 or options.top_k):
         say("note: --temperature 0 takes the likeliest token, whatever --top-p and --top-k say")
+    if options.tool_rounds is not None and not tools:
+        say("note: --tool-rounds has no effect without --tools")
     if note is not None:
         say(f"note: {note}")
     if not options.tools and answerer.has_template and (named := tools_of_training(source)):
@@ -188,7 +191,7 @@ def _check(options: InferOptions) -> None:
         ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 or more"),
         ("--top-p", options.top_p, 0 < options.top_p <= 1, "more than 0, at most 1"),
         ("--top-k", options.top_k, options.top_k >= 0, "0 (off) or more"),
-        ("--tool-rounds", options.tool_rounds, options.tool_rounds >= 1, "at least 1"),
+        ("--tool-rounds", options.tool_rounds, options.tool_rounds is None or options.tool_rounds >= 1, "at least 1"),
         ("--seed", options.seed, 0 <= options.seed < 1 << 63, "a number from 0 to 2^63 - 1"),
     ):
         if not fits:
