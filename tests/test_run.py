@@ -309,7 +309,7 @@ def test_resume_refuses_other_data(base, write_rows, chat_rows):
 def test_rows_that_changed_are_not_put_down_to_settings_that_changed_too(base, write_rows, chat_rows):
     train(base, max_steps=2)
     write_rows("rows.jsonl", chat_rows[1:])
-    with pytest.raises(UserError, match="through no setting: the rows, or the tokenizer, are others"):
+    with pytest.raises(UserError, match="through no setting: the rows, tokenizer or swiftlite are others"):
         train(base, resume="auto", learning_rate=0.125)
 
 

@@ -193,7 +193,7 @@ class Session:
             changed = ", ".join(words for name, words in settings.items() if name in OF_THE_ROWS)
             raise UserError(
                 "the data set or the way it is packed has changed since the checkpoint"
-                + (f": {changed}" if changed else ", through no setting: the rows, or the tokenizer, are others"),
+                + (f": {changed}" if changed else ", through no setting: the rows, tokenizer or swiftlite are others"),
                 where=str(checkpoint),
                 fix="resume with the same data and data flags, or start a new run from its model with --model",
             )
