@@ -180,7 +180,7 @@ def test_reward_models_are_no_reason_to_refuse_a_run_of_several_processes(machin
     """They may stay in their files; and one that does not is loaded while others load theirs."""
     resolved, outline = outlined(tmp_path, LLAMA, "cpu", method="grpo", reward=["last_number"], nproc_per_node=2)
     choice = Choice(resolved.layout, False, "none", Footprint(0, 0, 0, 0, 0, 0))
-    judged = replace(outline, judges=GIB)
+    judged = replace(outline, reward_models=GIB)
     assert judged.on_host(resolved.config, choice) == outline.on_host(resolved.config, choice)
     machine(100 * KIB)
     load_for_answers(find_source(str(tiny_model("llama")), None), precision="bf16", alone=False)

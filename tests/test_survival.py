@@ -249,15 +249,20 @@ def test_a_run_that_is_killed_while_it_opens_its_folder_can_go_on(base, tmp_path
 @pytest.mark.parametrize("file", ["run.json", "audit.json"])
 def test_a_run_that_cannot_write_one_of_its_first_files_can_go_on(base, tmp_path, monkeypatch, file):
     """The disk is full for a moment, which leaves nothing half-written and a folder that is known as a run's."""
-    real = Path.write_text
+    real, real_open = Path.write_text, Path.open
+
+    def full(path):
+        real_open(path, "wb").close()
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     def write(path, text, **more):
-        if file in path.name:
-            real(path, text[:20])
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return real(path, text, **more)
+        return full(path) if file in path.name else real(path, text, **more)
+
+    def opened(path, mode="r", *given, **more):
+        return full(path) if file in path.name and "w" in mode else real_open(path, mode, *given, **more)
 
     monkeypatch.setattr(Path, "write_text", write)
+    monkeypatch.setattr(Path, "open", opened)
     with pytest.raises(RunError, match=f"{file} cannot be written: the disk is full"):
         train(base)
     monkeypatch.undo()
