@@ -22,13 +22,19 @@ from swiftlite.objectives.inputs import decoder_inputs
 from swiftlite.objectives.scorer import TokenScorer
 from swiftlite.parallel.context import check_shared_prompts, slice_for_context
 
-FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"]
+WIDE = "llama, wide heads"  # attention of its documents goes in blocks on a CPU
+FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", WIDE]
 SIZES = [(21, 9, 14), (1, 6, 3), (5, 12, 1), (13, 2, 2)]  # prompt, chosen, rejected; windows of 8 end inside prompts
+LONGER = [(9, 12, 14), (120, 150, 110), (1, 140, 97)]
 
 
-def batches(*, share: bool) -> MicroBatch:
+def sizes_of(family: str) -> list[tuple[int, int, int]]:
+    return LONGER if family == WIDE else SIZES
+
+
+def batches(*, share: bool, sizes: list[tuple[int, int, int]] = SIZES) -> MicroBatch:
     generator, pack = np.random.default_rng(3), []
-    for number, (prompt, *answers) in enumerate(SIZES):
+    for number, (prompt, *answers) in enumerate(sizes):
         start = generator.integers(3, 500, prompt)
         both: list[Tokens] = []
         for answer in answers:
@@ -43,15 +49,20 @@ def model_of(family: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(toy_config(family), attn_implementation=attention.register()).train()
+    config = toy_config(family.partition(",")[0])
+    if family == WIDE:
+        config.head_dim = 128
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.register()).train()
 
 
-def run(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(
+    model: torch.nn.Module, batch: MicroBatch, sizes: list[tuple[int, int, int]] = SIZES
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(hidden states where a token is learnt, gradients of a loss made of them)."""
     model.zero_grad()
     learnt = batch.labels[0] != -100
     hidden = dissect(model).decoder(**decoder_inputs(batch)).last_hidden_state[0][learnt]
-    upstream = torch.randn(sum(sum(size[1:]) for size in SIZES), 64, generator=torch.Generator().manual_seed(2))
+    upstream = torch.randn(sum(sum(size[1:]) for size in sizes), 64, generator=torch.Generator().manual_seed(2))
     if batch.context is not None:  # the part of it that is this rank's
         counts = [torch.zeros((), dtype=torch.int64) for _ in range(batch.context.size)]
         dist.all_gather(counts, torch.tensor(batch.trained_tokens))
@@ -71,10 +82,10 @@ def check(got: tuple, wanted: tuple) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_and_gradients_are_those_of_two_documents(family):
-    model = model_of(family)
-    shared, apart = batches(share=True), batches(share=False)
-    assert apart.tokens - shared.tokens == sum(size[0] - 1 for size in SIZES)
-    check(run(model, shared), run(model, apart))
+    model, sizes = model_of(family), sizes_of(family)
+    shared, apart = (batches(share=share, sizes=sizes) for share in (True, False))
+    assert apart.tokens - shared.tokens == sum(size[0] - 1 for size in sizes)
+    check(run(model, shared, sizes), run(model, apart, sizes))
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3.5"])
@@ -128,7 +139,7 @@ def test_attention_written_out(window, softcap, with_sinks):
 
 # ---- context ranks ---------------------------------------------------------------------------------------------------
 
-CONTEXT_FAMILIES = ["llama", "gemma3", "gpt2"]
+CONTEXT_FAMILIES = ["llama", "gemma3", "gpt2", WIDE]
 
 
 def body(rank: int) -> dict[str, object]:
@@ -137,7 +148,9 @@ def body(rank: int) -> dict[str, object]:
     found["owner"] = batch.owner
     found["rows"] = len(batch.completions), batch.key_index.tolist(), batch.key_cu_seqlens.tolist(), batch.tokens
     for family in CONTEXT_FAMILIES:
-        found[family] = run(model_of(family), batch)
+        sizes = sizes_of(family)
+        part = slice_for_context(batches(share=True, sizes=sizes), dist.group.WORLD)
+        found[family] = run(model_of(family), part, sizes)
     heads = torch.randn(1, 1, batch.input_ids.shape[1], 8)
     try:
         attention.document_attention(
@@ -160,7 +173,10 @@ def test_two_ranks_that_divide_the_row_compute_the_same(world, family):
     hidden, grads = zip(*(rank[family] for rank in world), strict=True)
     assert all(len(part) for part in hidden)
     summed = {name: grads[0][name] + grads[1][name] for name in grads[0]}
-    check((torch.cat(hidden), summed), run(model_of(family), batches(share=False)))
+    check(
+        (torch.cat(hidden), summed),
+        run(model_of(family), batches(share=False, sizes=sizes_of(family)), sizes_of(family)),
+    )
 
 
 def test_each_rank_knows_the_owners_of_its_labels_and_the_keys_of_the_row(world):
