@@ -595,6 +595,10 @@ def test_asynchronous_tools_keep_a_connection_from_turn_to_turn(tools):
     box, tokenizer = toolbox(tools, "Connects")
     episode = said(box, tokenizer, call("ask", n=1), call("ask", n=2), "Done.", most=400)
     assert results(episode) == ["1!", "2!"]
+    serving = episode.environment.served
+    assert not serving.done()
+    box.close()
+    assert serving.cancelled()
 
 
 def test_asynchronous_tools_that_ctrl_c_breaks_off_do_not_go_on(tools):
@@ -604,6 +608,7 @@ def test_asynchronous_tools_that_ctrl_c_breaks_off_do_not_go_on(tools):
         said(box, tokenizer, call("linger", n=1) + call("linger", n=-1), most=600)
     episode = said(box, tokenizer, call("linger", n=2), "Done.", most=600)
     assert results(episode) == ["[2]"]
+    box.close()
 
 
 def test_where_an_answer_ends(tools):

@@ -106,7 +106,8 @@ def run_infer(options: InferOptions) -> None:
     if not answerer.has_template:
         say("no chat template: each prompt is plain text that the model goes on with")
     fix = "lower --batch-size or --max-new-tokens, shorten the prompts, or take --precision bf16"
-    with memory_told("the device ran out of memory while the model answered", fix):
+    using = contextlib.nullcontext() if toolbox is None else contextlib.closing(toolbox)
+    with using, memory_told("the device ran out of memory while the model answered", fix):
         if questions is not None and options.output is not None:
             answer_file(answerer, questions, options.output, options.batch_size, turns)
         elif options.prompts:

@@ -134,6 +134,10 @@ class Toolbox:
             broken.close()
             raise
 
+    def close(self) -> None:
+        """End what asynchronous tools have left running."""
+        self._runner.close()
+
     def _given(self, environment: Any, call: Call) -> tuple[Any, bool]:
         tool = self._tools.get(call.name)
         if tool is None:

@@ -100,6 +100,10 @@ class ToolCaller:
             episode.failed += sum(failed for _, failed in said)
             self._tell(episode, calls, [text for text, _ in said])
 
+    def close(self) -> None:
+        """As of `Toolbox`."""
+        self._toolbox.close()
+
     def _calls(self, episode: Episode) -> list[Call]:
         """What an answer calls now, after its last turn is written down."""
         turn = self._toolbox.read(episode.last)

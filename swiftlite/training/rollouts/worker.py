@@ -231,5 +231,6 @@ def build_worker(
         generator = EngineGenerator(Engine(config, stops, together.rank), config, trainee, together, ending)
     else:
         generator = build_model_generator(config, model_config, trainee, load, world, stops)
-    tools = build_tool_caller(config, tokenizer, stops)
+    if (tools := build_tool_caller(config, tokenizer, stops)) is not None:
+        ending.callback(tools.close)
     return RolloutWorker(config, generator, tokenizer, rewards, columns, together, stops, tools)
