@@ -142,6 +142,25 @@ def test_equal_weights_are_equal_files_in_every_layout(tmp_path):
         assert verdict.difference.weights == 0 and verdict.difference.same_files, verdict
 
 
+def test_wide_heads_and_longer_documents(tmp_path):
+    """Attention of such goes in blocks on a CPU, and a row is longer than a chunk of the head."""
+    config = toy_config("llama", 2)
+    config.head_dim = 128
+    said = ["please", "answer", "two", "plus", "Paris"]
+    texts = [" ".join(said[(i * k) % 5] for k in range(20 + i * 3)) for i in range(24)]  # to 200 tokens
+    chats, pairs = tmp_path / "long-chats.jsonl", tmp_path / "long-pairs.jsonl"
+    rows = [[{"role": "user", "content": text}, {"role": "assistant", "content": text[9:]}] for text in texts]
+    chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    compared = [{"prompt": text, "chosen": text[::-1], "rejected": text[7:]} for text in texts]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in compared))
+    flags = FULL | {"max_length": 512, "max_steps": 2}
+    subjects = [Subject("llama", "sft", flags | {"dataset": [str(chats)]})]
+    subjects += [Subject("llama", "dpo", flags | {"dataset": [str(pairs)]}, "dpo")]
+    model = write_toy(tmp_path / "wide", config)
+    for verdict in in_real_processes(tmp_path, 2, ("fsdp full 2", "tp 2", "pp 2", "cp 2"), *subjects, model=model):
+        assert verdict.passed and verdict.difference is not None, verdict
+
+
 # bf16 has 8 bits of mantissa: sums in another order differ by up to 2^-8 in a value, much less in a mean.
 BF16_LOSS, BF16_NORM = 2**-9, 2**-6
 
