@@ -133,9 +133,9 @@ def _plain_words(words: list[str]) -> list[str]:
 def _spread(words: list[str]) -> list[str]:
     """`--tools A B`, as the schema's commands take it, in the words of Click: `--tools A --tools B`."""
     spread: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
-        of_tools = len(spread) > 1 and spread[-2] == TAKES_SEVERAL and before != TAKES_SEVERAL
-        spread += [TAKES_SEVERAL, word] if of_tools and not word.startswith("-") else [word]
+    for word in words:
+        is_another = spread[-2:-1] == [TAKES_SEVERAL] and not word.startswith("-")
+        spread += [TAKES_SEVERAL, word] if is_another else [word]
     return spread
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
@@ -29,6 +29,7 @@ from swiftlite.ending import (
     end_without_finalizing,
     raise_seen_signal,
 )
+from swiftlite.environment import variable_for_now
 from swiftlite.errors import RunError, UserError, first_line
 from swiftlite.streams import settle_streams
 
@@ -193,17 +194,10 @@ def _rendezvous(machines: Machines) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _no_word_of_sockets() -> Iterator[None]:
+def _no_word_of_sockets() -> AbstractContextManager[None]:
     """Around the first import of PyTorch: a port where nobody listens is told by its C++ in a hundred lines, before
     `_meeting_errors` says it in three. New processes tell everything."""
-    given = "TORCH_CPP_LOG_LEVEL" in os.environ
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    try:
-        yield
-    finally:
-        if not given:
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
+    return variable_for_now("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 @contextmanager

@@ -9,13 +9,14 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from swiftlite.environment import variable_for_now
 from swiftlite.errors import UserError, first_line
 from swiftlite.imports import import_package
 from swiftlite.untrusted import masked, without_secrets
@@ -122,7 +123,7 @@ class MLflow:
 
         self._client, self._sent = MlflowClient(), deque[Future[None]]()
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
-        with _variable(*self.FEW_RETRIES):
+        with variable_for_now(*self.FEW_RETRIES):
             experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment()
             before = self._client.search_runs([experiment], f"tags.{self.TAG} = '{run_id}'", max_results=1)
         if before:
@@ -167,19 +168,6 @@ class MLflow:
         """Until no more rows are waiting. Raises what MLflow says of those that are through."""
         while self._sent and (self._sent[0].done() or len(self._sent) > waiting):
             self._sent.popleft().result()
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """An environment variable that others read, where the user has not said otherwise."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def _open_wandb(output: Path, run_name: str, run_id: str, start_step: int, settings: dict[str, Any]) -> Tracker:

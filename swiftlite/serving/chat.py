@@ -97,10 +97,10 @@ class Conversation:
 
     def _begin(self, prompt: list[int], text: str) -> Exchange:
         """Tools that are a class have an object for each conversation."""
-        if self._exchange is None:
+        if (before := self._exchange) is None:
             self._exchange = self._turns.begin(prompt, {"prompt": text}, WHERE)
-        before = self._exchange
-        self._exchange = Exchange(prompt, before.may_call, before.environment, calls=before.calls)
+        else:
+            self._exchange = Exchange(prompt, before.may_call, before.environment, calls=before.calls)
         return self._exchange
 
     def _say(self, exchange: Exchange, said: list[str], streaming: bool) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from swiftlite.data.calls.reader import call_id
+from swiftlite.data.calls.reader import with_ids
 from swiftlite.data.tokens.own_tools import beside
 
 if TYPE_CHECKING:
@@ -93,9 +93,11 @@ class Turns:
         if not asked:
             return []
         with printing_aside():
-            results = self._toolbox.carry_out([(each.environment, call) for each, calls in asked for call in calls])
+            results = self._toolbox.carry_out([(exchange.environment, calls) for exchange, calls in asked])
         return [
-            exchange for exchange, calls in asked if self._tell(exchange, calls, [results.pop(0)[0] for _ in calls])
+            exchange
+            for (exchange, calls), said in zip(asked, results, strict=True)
+            if self._tell(exchange, calls, [text for text, _ in said])
         ]
 
     def _calls(self, exchange: Exchange, answer: Answer) -> list[Call]:
@@ -135,7 +137,4 @@ class Turns:
 def _with_ids(turn: Turn, first: int) -> Message:
     """What the model has said, its calls with ids, by which some templates tell what a result is of. first: of those
     that it does not give itself."""
-    if not turn.calls:
-        return turn.message
-    calls = [{"id": call.id or call_id(first + place)} | call.told for place, call in enumerate(turn.calls)]
-    return turn.message | {"tool_calls": calls}
+    return turn.message | {"tool_calls": with_ids(turn.calls, first)} if turn.calls else turn.message

@@ -79,7 +79,7 @@ class CallReader:
 
     def _behind(self, calls: Sequence[Call], results: Sequence[str]) -> str:
         """By arguments that are alike: those of an answer may be whatever it writes, and stand in it already."""
-        ids = [call.id or call_id(place) for place, call in enumerate(calls)]
+        ids = [call["id"] for call in with_ids(calls)]
         calling = _calling([Call(call.name, ARGUMENTS, id_) for call, id_ in zip(calls, ids, strict=True)])
         said = [
             {"role": "tool", "name": call.name, "tool_call_id": id_, "content": result}
@@ -166,17 +166,14 @@ def _behind(plain: str, text: str) -> str:
     return text[len(shared) :]
 
 
-def call_id(place: int) -> str:
-    """Of nine letters and digits, as Mistral's templates want it."""
-    return f"call{place:05d}"
+def with_ids(calls: Sequence[Call], first: int = 0) -> list[dict[str, Any]]:
+    """As messages have them. first: the number of the first id, of nine letters and digits as Mistral's templates want
+    it, that an answer does not give itself."""
+    return [{"id": call.id or f"call{first + place:05d}"} | call.told for place, call in enumerate(calls)]
 
 
 def _calling(calls: Sequence[Call]) -> Message:
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": call.id or call_id(place)} | call.told for place, call in enumerate(calls)],
-    }
+    return {"role": "assistant", "content": "", "tool_calls": with_ids(calls)}
 
 
 def _described(call: Call) -> Tool:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.data.calls.forms import Call, Unreadable
@@ -112,17 +113,18 @@ class Toolbox:
         said = zip(calls, results, strict=True)
         return Heard([{"role": "tool", "name": call.name, "content": text} for call, text in said], ids)
 
-    def carry_out(self, asked: Sequence[tuple[Any, Call]]) -> list[tuple[str, bool]]:
-        """(what each call says, whether it came to nothing): one after the other, those of asynchronous functions side
-        by side. asked: each with the object of its answer."""
+    def carry_out(self, asked: Sequence[tuple[Any, Sequence[Call]]]) -> list[list[tuple[str, bool]]]:
+        """(what each call says, whether it came to nothing) for each answer: one after the other, those of asynchronous
+        functions side by side. asked: the calls of each, with its object."""
         with setting_back(), ending_forks():
-            given = [self._given(environment, call) for environment, call in asked]
+            given = [self._given(environment, call) for environment, calls in asked for call in calls]
             waiting = [place for place, (said, _) in enumerate(given) if inspect.isawaitable(said)]
             if waiting:
                 found = self._awaited([given[place][0] for place in waiting])
                 for place, value in zip(waiting, found, strict=True):
                     given[place] = value
-            return [_as_text(*one) for one in given]
+            said = iter([_as_text(*one) for one in given])
+            return [list(islice(said, len(calls))) for _, calls in asked]
 
     def _awaited(self, waiting: Sequence[Awaitable[Any]]) -> list[tuple[Any, bool]]:
         """In one loop for all turns, of which a connection that an object keeps is a part. One that was broken off is

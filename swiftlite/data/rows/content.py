@@ -61,15 +61,15 @@ def _hash_file(file: DataFile) -> tuple[bytes, int]:
         from swiftlite.data.rows.hub import fingerprint_and_rows
 
         return fingerprint_and_rows(file.hub)
-    digest, lines, objects = hashlib.sha256(), 0, 0
+    digest, lines, objects, is_array = hashlib.sha256(), 0, 0, file.kind == "json"
     try:
         with file.path.open("rb") as stream:
             while block := stream.read(HASH_BLOCK):
                 digest.update(block)
                 lines += block.count(b"\n")
-                objects += block.count(b"{")
+                objects += block.count(b"{") if is_array else 0
     except OSError as error:
         raise UserError(f"cannot read the file: {error.strerror}", where=file.label, fix="check its rights") from error
-    if file.kind == "json":  # an array may stand on one line, or a row of it on many
+    if is_array:  # which may stand on one line, or a row of it on many
         return digest.digest(), min(lines, objects) if lines > 1 else objects
     return digest.digest(), lines

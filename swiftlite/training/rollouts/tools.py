@@ -94,9 +94,8 @@ class ToolCaller:
     def answer(self, episodes: Sequence[Episode]) -> None:
         """Go on with what answers call, which have just said something: each that is done with is closed."""
         asked = [(episode, calls) for episode in episodes if (calls := self._calls(episode))]
-        results = self._toolbox.carry_out([(episode.environment, call) for episode, calls in asked for call in calls])
-        for episode, calls in asked:
-            said = [results.pop(0) for _ in calls]
+        results = self._toolbox.carry_out([(episode.environment, calls) for episode, calls in asked])
+        for (episode, calls), said in zip(asked, results, strict=True):
             episode.failed += sum(failed for _, failed in said)
             self._tell(episode, calls, [text for text, _ in said])
 
